@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
 from nanodag.rl import entries
 
@@ -195,8 +196,9 @@ class RLStage(StageBase):
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says. dual_clip: 0 for none. compile: compile the layers, as the supervised stages
-    do.
+    reward `auto` is what each prompt says. clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are
+    1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's
+    temperatures. compile: compile the layers, as the supervised stages do.
     """
 
     kind: Literal["rl"]
@@ -222,6 +224,8 @@ class RLStage(StageBase):
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.2, gt=0)
     dual_clip: float = Field(0.0, ge=0)
+    sapo_positive: float = Field(1.0, gt=0)
+    sapo_negative: float = Field(1.05, gt=0)
     kl_kind: Literal["k1", "k2", "k3", "low_var"] = "low_var"
     kl_coefficient: float = Field(0.0, ge=0)
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -273,6 +277,8 @@ class RLStage(StageBase):
             )
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
+        if self.dual_clip and self.policy_loss in ("gspo", "cispo", "sapo", "reinforce"):
+            raise ValueError(f"policy_loss {self.policy_loss} has no dual_clip; leave it out, or use ppo_clip")
         for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss), ("reward", self.reward)):
             if not (kind == "reward" and name == "auto"):
                 entries.import_path(kind, name)
@@ -368,6 +374,7 @@ class Pipeline(Section):
     mirror: str = "none"
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    nightly: NightlyConfig = NightlyConfig()
     stages: dict[str, AnyStage] = Field(min_length=1)
 
     @model_validator(mode="after")

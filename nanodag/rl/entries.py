@@ -16,9 +16,15 @@ ENTRIES: dict[str, dict[str, str]] = {
         "grpo": "nanodag.rl.advantages.grpo:grpo",
         "dr_grpo": "nanodag.rl.advantages.dr_grpo:dr_grpo",
         "rloo": "nanodag.rl.advantages.rloo:rloo",
+        "reinforce_pp": "nanodag.rl.advantages.reinforce_pp:reinforce_pp",
+        "reinforce_pp_baseline": "nanodag.rl.advantages.reinforce_pp_baseline:reinforce_pp_baseline",
     },
     "policy_loss": {
         "ppo_clip": "nanodag.rl.losses.ppo_clip:ppo_clip",
+        "gspo": "nanodag.rl.losses.gspo:gspo",
+        "cispo": "nanodag.rl.losses.cispo:cispo",
+        "sapo": "nanodag.rl.losses.sapo:sapo",
+        "reinforce": "nanodag.rl.losses.reinforce:reinforce",
     },
     "aggregation": {
         "token": "nanodag.rl.losses.aggregation:by_token",

@@ -91,7 +91,7 @@ class Trainer:
         groups = list(groups_of(rollouts).values())
         num_updates = min(self.config.updates_per_step, len(groups))
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_updates)]
-        advantages = [self._advantages_of(part) for part in parts]
+        advantages = self._advantages_of([r for part in parts for r in part]).split([len(part) for part in parts])
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
         old = [[self._score(self.engine, row) for row in part] for part in rows] if num_updates > 1 else None
@@ -161,11 +161,12 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
-    def _advantages_of(self, part: Sequence[Rollout]) -> Tensor:
-        number = {group_id: index for index, group_id in enumerate(groups_of(part))}
-        rewards = torch.tensor([rollout.reward for rollout in part], dtype=torch.float32)
-        group_ids = torch.tensor([number[rollout.group_id] for rollout in part])
-        return self._advantage(rewards, group_ids).to(self.engine.device)
+    def _advantages_of(self, rollouts: Sequence[Rollout]) -> Tensor:
+        number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
+        num_tokens = torch.tensor([_num_trained(rollout) for rollout in rollouts])
+        return self._advantage(rewards, group_ids, num_tokens).to(self.engine.device)
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         engine = self.engine
@@ -173,7 +174,7 @@ class Trainer:
         return [to_row(batch, engine.device) for batch in ranks[engine.rank]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
-        trained = [sum(sum(span.mask) for span in rollout.spans) for rollout in part]
+        trained = [_num_trained(rollout) for rollout in part]
         return Totals(
             num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained), max_tokens=self.config.max_new_tokens
         )
@@ -181,6 +182,10 @@ class Trainer:
     @torch.no_grad()
     def _score(self, model: Any, row: Row) -> Tensor:
         return model(row)[0]
+
+
+def _num_trained(rollout: Rollout) -> int:
+    return sum(sum(span.mask) for span in rollout.spans)
 
 
 def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[Rollout]]]:

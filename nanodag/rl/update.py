@@ -5,6 +5,8 @@
 w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old).
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row
 
+POLICY_LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative")
+
 
 class Objective:
     """The loss that a config chose, its entries loaded."""
@@ -24,6 +28,7 @@ class Objective:
     def __init__(self, config: RLStage) -> None:
         self._config = config
         self._policy_loss = entries.load("policy_loss", config.policy_loss)
+        self._options = _options_of(self._policy_loss, config)
         self._aggregation = entries.load("aggregation", config.aggregation)
         self._kl = entries.load("kl", config.kl_kind)
         self._correction = entries.load("correction", config.correction)
@@ -37,9 +42,7 @@ class Objective:
             scored.advantages,
             mask,
             row.sequence_ids,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
+            **self._options,
         )
         weights = self._correction(scored.old_logprobs, row.sampler_logprobs, mask, cap=config.correction_cap)
         per_token = policy.values * weights
@@ -64,6 +67,13 @@ class Scored:
     old_logprobs: Tensor
     advantages: Tensor
     reference_logprobs: Tensor | None
+
+
+def _options_of(policy_loss: Callable[..., Any], config: RLStage) -> dict[str, float]:
+    """The config's options that the loss's signature names."""
+    parameters = inspect.signature(policy_loss).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: getattr(config, name) for name in POLICY_LOSS_OPTIONS if takes_all or name in parameters}
 
 
 def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> Sums:

@@ -43,15 +43,29 @@ def test_an_entry_that_does_not_exist_is_refused(name):
 
 # Advantages
 
+BATCH_WIDE = ("reinforce_pp", "reinforce_pp_baseline")  # normalise over the batch, not over each group
+BY_GROUP = [name for name in entries.names("advantage") if name not in BATCH_WIDE]
+
+
+def counts(size: int) -> torch.Tensor:
+    return torch.arange(3, 3 + size)
+
 
 @all_of("advantage")
 def test_equal_rewards_give_exactly_zero(name):
     advantages = entries.load("advantage", name)
     for reward in (0.1, 0.0, 1 / 3, 1e8, -7.3):  # the mean of three 0.1 is not 0.1, in float32 or float64
         for size in (3, 7, 8, 11):
-            found = advantages(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64))
+            found = advantages(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64), counts(size))
             assert found.tolist() == [0.0] * size
-    assert advantages(torch.tensor([2.5]), torch.tensor([4])).tolist() == [0.0]
+    assert advantages(torch.tensor([2.5]), torch.tensor([4]), torch.tensor([1])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+def test_a_group_of_equal_rewards_among_others_gets_exactly_zero(name):
+    rewards, group_ids = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1]), torch.tensor([0, 1, 0, 1, 0])
+    found = entries.load("advantage", name)(rewards, group_ids, counts(5))
+    assert found[[0, 2, 4]].tolist() == [0.0] * 3 and found[1] > 0 > found[3]
 
 
 @all_of("advantage")
@@ -60,15 +74,18 @@ def test_advantages_go_by_group_id_not_by_position(name):
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.5, 0.25, 0.0, 2.0])
     group_ids = torch.tensor([9, 9, 9, -2, -2, 5, 5])
     order = torch.tensor([3, 0, 6, 1, 4, 2, 5])
-    found = advantages(rewards, group_ids)
+    found = advantages(rewards, group_ids, counts(7))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(advantages(rewards[order], group_ids[order]), found[order])
-    torch.testing.assert_close(found[:3], advantages(rewards[:3], torch.zeros(3, dtype=torch.int64)))
+    torch.testing.assert_close(advantages(rewards[order], group_ids[order], counts(7)[order]), found[order])
+    if name in BY_GROUP:
+        alone = advantages(rewards[:3], torch.zeros(3, dtype=torch.int64), counts(3))
+        torch.testing.assert_close(found[:3], alone)
 
 
 @all_of("advantage")
 def test_a_higher_reward_never_gets_a_lower_advantage(name):
-    found = entries.load("advantage", name)(torch.tensor([0.0, 0.1, 0.5, 2.0]), torch.zeros(4, dtype=torch.int64))
+    rewards = torch.tensor([0.0, 0.1, 0.5, 2.0])
+    found = entries.load("advantage", name)(rewards, torch.zeros(4, dtype=torch.int64), counts(4))
     assert found.isfinite().all() and (found.diff() >= 0).all() and found[0] < 0 < found[-1]
 
 

@@ -7,31 +7,51 @@ import torch
 
 from nanodag.rl.advantages.dr_grpo import dr_grpo
 from nanodag.rl.advantages.grpo import grpo
+from nanodag.rl.advantages.reinforce_pp import reinforce_pp
+from nanodag.rl.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from nanodag.rl.advantages.rloo import rloo
 from nanodag.rl.losses.aggregation import Totals, by_constant, by_sequence, by_token
+from nanodag.rl.losses.cispo import cispo
 from nanodag.rl.losses.corrections import truncated
+from nanodag.rl.losses.gspo import gspo
 from nanodag.rl.losses.kl import k1, k2, k3, low_var
 from nanodag.rl.losses.ppo_clip import ppo_clip
+from nanodag.rl.losses.reinforce import reinforce
+from nanodag.rl.losses.sapo import sapo
 
 GROUP = torch.zeros(4, dtype=torch.int64)
+LENGTHS = torch.tensor([5, 6, 7, 8])
 
 
 def test_grpo_of_one_right_answer_in_four():
     # rewards 1, 0, 0, 0: mean 1/4, unbiased variance (9/16 + 3/16) / 3 = 1/4, std 1/2: advantages 3/2 and -1/2
-    found = grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), GROUP)
+    found = grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), GROUP, LENGTHS)
     assert found.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
 
 
 def test_dr_grpo_and_rloo_of_one_right_answer_in_four():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert dr_grpo(rewards, GROUP).tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert dr_grpo(rewards, GROUP, LENGTHS).tolist() == [0.75, -0.25, -0.25, -0.25]
     # 1 - mean(0, 0, 0) = 1; 0 - mean(1, 0, 0) = -1/3
-    assert rloo(rewards, GROUP).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert rloo(rewards, GROUP, LENGTHS).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
 
 
 def test_two_groups_of_different_size_do_not_mix():
-    found = dr_grpo(torch.tensor([1.0, 5.0, 0.0, 7.0, 3.0]), torch.tensor([0, 1, 0, 1, 1]))
-    assert found.tolist() == [0.5, 0.0, -0.5, 2.0, -2.0]
+    rewards, group_ids = torch.tensor([1.0, 5.0, 0.0, 7.0, 3.0]), torch.tensor([0, 1, 0, 1, 1])
+    assert dr_grpo(rewards, group_ids, torch.ones(5)).tolist() == [0.5, 0.0, -0.5, 2.0, -2.0]
+
+
+def test_reinforce_pp_normalises_over_the_tokens_of_the_batch():
+    # tokens 1 1 1 0: mean 3/4, unbiased variance (3/16 + 9/16) / 3 = 1/4, std 1/2
+    found = reinforce_pp(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.tensor([3, 1]))
+    assert found.tolist() == pytest.approx([0.5, -1.5], rel=1e-6)
+
+
+def test_reinforce_pp_with_a_baseline_subtracts_the_mean_of_the_group_first():
+    # differences 1/2, -1/2 in group 0, 0 in group 1; by tokens 1/2 1/2 1/2 -1/2 0 0: mean 1/6, variance 5/30 = 1/6
+    found = reinforce_pp_baseline(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]), torch.tensor([3, 1, 2]))
+    root = math.sqrt(1 / 6)
+    assert found.tolist() == pytest.approx([1 / 3 / root, -2 / 3 / root, -1 / 6 / root], rel=1e-6)
 
 
 def clipped(ratio: float, advantage: float, **options: float) -> tuple[float, float, bool]:
@@ -70,6 +90,66 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_much_likelier():
     assert clipped(5.0, -2.0) == (pytest.approx(10.0), pytest.approx(10.0), False)
     assert clipped(5.0, -2.0, dual_clip=3.0) == (pytest.approx(6.0), 0.0, True)
     assert clipped(5.0, 2.0, dual_clip=3.0) == clipped(5.0, 2.0)
+
+
+OLD = torch.tensor([-1.0, -2.0, -9.0, -1.0])
+SHIFTS = torch.tensor([0.3, 0.1, 5.0, -0.4])  # of the trainer; the third token is masked, the fourth another response
+KEPT, RESPONSES = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
+
+
+def one_step(loss, advantages, **options):
+    """PolicyLoss and the gradient of the sum of its trained values."""
+    trainer = (OLD + SHIFTS).requires_grad_()
+    out = loss(trainer, OLD, torch.tensor(advantages), KEPT, RESPONSES, **options)
+    (gradient,) = torch.autograd.grad(out.values[KEPT].sum(), trainer)
+    return out, gradient.tolist()
+
+
+def test_gspo_weighs_every_token_by_the_mean_ratio_of_its_response():
+    # mean log ratio of the first response (0.3 + 0.1) / 2 = 0.2, of the second -0.4; no bound acts
+    out, gradient = one_step(gspo, [2.0, 2.0, 2.0, -1.0], clip_low=0.9, clip_high=0.9)
+    assert out.values[KEPT].tolist() == pytest.approx([-2 * math.exp(0.2)] * 2 + [math.exp(-0.4)])
+    assert gradient == pytest.approx([-2 * math.exp(0.2)] * 2 + [0.0, math.exp(-0.4)])
+    # the first response is clipped as a whole, also its second token, whose own ratio exp(0.1) is within the bound
+    out, gradient = one_step(gspo, [2.0, 2.0, 2.0, 1.0], clip_low=0.2, clip_high=0.15)
+    assert out.values[:2].tolist() == pytest.approx([-2.3] * 2) and gradient[:2] == [0.0, 0.0]
+    assert out.clipped.tolist() == [True, True, False, False]
+
+
+def test_gspo_has_the_gradient_of_the_paper_s_sequence_form():
+    trainer = (OLD + SHIFTS).requires_grad_()
+    in_tokens = gspo(trainer, OLD, torch.ones(4), KEPT, RESPONSES, clip_low=0.9, clip_high=0.9)
+    weights = by_sequence(KEPT, RESPONSES, Totals(num_tokens=3, num_sequences=2, max_tokens=4))
+    of_tokens = torch.autograd.grad((weights * in_tokens.values)[KEPT].sum(), trainer)[0]
+    first, second = (trainer - OLD)[:2].mean().exp(), (trainer - OLD)[3].exp()  # differentiated through the mean
+    torch.testing.assert_close(of_tokens, torch.autograd.grad(-(first + second) / 2, trainer)[0])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    out, gradient = one_step(cispo, [2.0, 2.0, 2.0, -1.0], clip_low=0.2, clip_high=0.2)
+    assert gradient == pytest.approx([-2 * 1.2, -2 * math.exp(0.1), 0.0, 0.8])
+    assert out.values[KEPT].tolist() == pytest.approx([2.4 * 0.7, 2 * math.exp(0.1) * 1.9, -0.8 * 1.4])
+    assert out.clipped.tolist() == [True, False, False, True]
+    _, gradient = one_step(cispo, [2.0, 2.0, 2.0, -1.0], clip_low=1.0, clip_high=4.0)
+    assert gradient[3] == pytest.approx(math.exp(-0.4))  # no lower bound
+
+
+def test_sapo_has_the_plain_gradient_at_ratio_one_and_less_far_from_it():
+    def weight(ratio, tau):
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        return 4 * gate * (1 - gate) * ratio  # by hand: d/dlogp of 4 / tau * sigmoid(tau * (ratio - 1))
+
+    out, gradient = one_step(sapo, [2.0, 2.0, 2.0, -1.0], sapo_positive=1.5, sapo_negative=3.0)
+    first, last = math.exp(0.3), math.exp(-0.4)
+    assert gradient == pytest.approx([-2 * weight(first, 1.5), -2 * weight(math.exp(0.1), 1.5), 0.0, weight(last, 3.0)])
+    assert out.values[3].item() == pytest.approx(4 / 3 / (1 + math.exp(-3 * (last - 1))))
+    assert weight(1.0, 1.5) == 1.0 and not out.clipped.any()
+
+
+def test_reinforce_ignores_the_old_policy():
+    out, gradient = one_step(reinforce, [2.0, 2.0, 2.0, -1.0])
+    assert gradient == [-2.0, -2.0, 0.0, 1.0]
+    assert out.values[KEPT].tolist() == pytest.approx([1.4, 3.8, -1.4])
 
 
 def test_token_sequence_and_constant_weights():

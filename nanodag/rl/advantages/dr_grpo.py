@@ -5,7 +5,7 @@ from torch import Tensor
 from nanodag.rl.advantages.groups import group_statistics
 
 
-def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def dr_grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = r_i - mean(group): not divided by the standard deviation, which favours very easy and very hard prompts.
 
     Contract, shapes and zeros: nanodag.rl.advantages. Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its loss divides

@@ -7,7 +7,7 @@ from nanodag.rl.advantages.groups import group_statistics
 EPSILON = 1e-6
 
 
-def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std unbiased (divided by n - 1).
 
     Contract, shapes and zeros: nanodag.rl.advantages. Source: DeepSeekMath, arXiv:2402.03300, eq. 4. epsilon as in verl

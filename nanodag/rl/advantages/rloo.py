@@ -5,7 +5,7 @@ from torch import Tensor
 from nanodag.rl.advantages.groups import group_statistics
 
 
-def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def rloo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = r_i - mean of the other members = n / (n - 1) * (r_i - mean(group)).
 
     Contract, shapes and zeros: nanodag.rl.advantages. Source: RLOO, arXiv:2402.14740, section 2.3.

@@ -6,8 +6,9 @@ the sum of weight * token loss over all its tokens, wherever they are computed.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from nanodag.rl.losses.sequences import sequence_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,7 @@ def by_sequence(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
 
     A response must lie in one micro-batch. Source: DeepSeekMath, arXiv:2402.03300, eq. 3.
     """
-    lengths = torch.zeros(int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0, device=mask.device)
-    lengths = lengths.index_add(0, sequence_ids, mask.float())
+    lengths = sequence_sums(mask.float(), mask, sequence_ids)
     return mask.float() / (lengths[sequence_ids].clamp(min=1.0) * max(totals.num_sequences, 1))
 
 

@@ -1,22 +1,9 @@
-"""The clipped policy loss of PPO and GRPO, with clip-higher and dual clip.
-
-Contract of a policy loss: `fn(trainer_logprobs, old_logprobs, advantages, mask, sequence_ids, *, options) ->
-PolicyLoss`, values (T,) with gradient to trainer_logprobs, `clipped` (T,) bool: tokens whose gradient is cut off.
-"""
-
-from dataclasses import dataclass
+"""The clipped policy loss of PPO and GRPO, with clip-higher and dual clip."""
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """values: (T,) float32. ratio: (T,) float32, without gradient. clipped: (T,) bool."""
-
-    values: Tensor
-    ratio: Tensor
-    clipped: Tensor
+from nanodag.rl.losses.policy_loss import PolicyLoss
 
 
 def ppo_clip(
