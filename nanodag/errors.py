@@ -6,6 +6,7 @@ NanodagError
 ├── StoreError (OSError)                the store cannot do what was asked
 │   ├── ArtifactNotFound                no valid artifact under that key
 │   ├── CorruptArtifact                 bytes differ from the manifest
+│   ├── NewerFormat                     a newer nanodag wrote it
 │   └── StoreBusy                       another writer holds the key
 ├── StageFailed (RuntimeError)          a worker ended without publishing a result
 │   ├── StageKilled                     a signal ended it; started again, it may get through
@@ -44,6 +45,10 @@ class ArtifactNotFound(StoreError, LookupError):
 
 class CorruptArtifact(StoreError):
     """The bytes of an artifact or checkpoint differ from its manifest."""
+
+
+class NewerFormat(StoreError):
+    """An artifact has a format that only a newer nanodag reads."""
 
 
 class StoreBusy(StoreError):

@@ -6,6 +6,7 @@ Layout:
     <store>/artifacts/<key>/<attempt>/files/...         the product; its content digest feeds downstream keys
     <store>/artifacts/<key>/<attempt>/records/...       logs and metrics; hashed, but not part of the content digest
     <store>/runs/<run>.json                             what a run asked for and which artifact each stage took
+    <store>/damaged/                                    attempts that `nanodag verify --set-aside` took out of the way
     <local>/work/<key>/                                 workspace of a stage under way (always local)
     <local>/locks/                                      who builds what on this host
     <local>/cache/<key>/<attempt>/                      verified local copies, when the store is remote
@@ -14,18 +15,21 @@ Layout:
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreError
-from nanodag.store.files import files_below, locked, sha256_of
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
+from nanodag.store.files import files_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.keys import FORMAT_VERSION, content_digest
-from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, parse_manifest
-from nanodag.store.places import LocalPlace, RemotePlace
+from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
+from nanodag.store.places import LocalPlace
+from nanodag.store.remote import RemotePlace
 
 log = logging.getLogger(__name__)
 
@@ -59,39 +63,63 @@ class Store:
     # ---- artifacts
 
     def lookup(self, key: str) -> Artifact | None:
-        """The newest attempt under a key that has a readable manifest and all its files in their recorded sizes."""
-        for attempt in reversed(self._attempts(key)):
+        """The newest attempt under a key that has a readable manifest and all its files in their recorded sizes.
+
+        Newest is the highest number, whatever clocks say. Raises NewerFormat when there is none that counts, but one
+        that only a newer nanodag reads: building it again would waste what is there.
+        """
+        newer: NewerFormat | None = None
+        for attempt in reversed(self.attempts(key)):
             try:
                 return self._read_manifest(key, attempt)
             except FileNotFoundError:  # half a write: another process is at it, or was killed
                 continue
+            except NewerFormat as error:
+                newer = newer or error
             except CorruptArtifact as error:
                 log.warning("%s It does not count as done.", error)
+        if newer is not None:
+            raise newer
         return None
 
     def attempt(self, key: str, attempt: str) -> Artifact:
-        """That very attempt. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged."""
+        """That very attempt. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged,
+        NewerFormat when only a newer nanodag reads it."""
         try:
             return self._read_manifest(key, attempt)
         except FileNotFoundError:
             raise ArtifactNotFound(f"There is no attempt {attempt} of key {key} in {self.url}.") from None
 
     def get(self, key_prefix: str) -> Artifact:
-        """The artifact whose key begins so. Raises ArtifactNotFound when none, or more than one, does."""
-        keys = [k for k in self.keys() if k.startswith(key_prefix)]
+        """The artifact whose key begins so; `ab12/0002` is its attempt 0002, `RUN:STAGE` what a run's stage took.
+
+        Raises ArtifactNotFound when none, or more than one, does.
+        """
+        if ":" in key_prefix:
+            run, _, stage = key_prefix.partition(":")
+            entry = self.read_run(run)["stages"].get(stage, {})
+            if "attempt" not in entry:
+                raise ArtifactNotFound(f"Run {run} has no finished stage {stage!r}.")
+            return self.attempt(entry["key"], entry["attempt"])
+        prefix, _, attempt = key_prefix.partition("/")
+        keys = [k for k in self.keys() if k.startswith(prefix)] if prefix else []
         if len(keys) != 1:
-            found = ", ".join(k[:12] for k in keys[:5]) or "none"
-            raise ArtifactNotFound(
-                f"{len(keys)} keys in {self.url} begin with {key_prefix!r} ({found}); give more of it."
-            )
-        artifact = self.lookup(keys[0])
+            found = ", ".join(k[: len(prefix) + 8] for k in keys[:5]) or "none"
+            raise ArtifactNotFound(f"{len(keys)} keys in {self.url} begin with {prefix!r} ({found}); give more of it.")
+        artifact = self.attempt(keys[0], attempt) if attempt else self.lookup(keys[0])
         if artifact is None:
-            raise ArtifactNotFound(f"Key {keys[0]} in {self.url} has no valid attempt.")
+            raise ArtifactNotFound(
+                f"Key {keys[0]} in {self.url} has no valid attempt; see why with: nanodag verify {keys[0][:12]}"
+            )
         return artifact
 
     def keys(self) -> list[str]:
         """Every key that has at least one attempt."""
-        return sorted(self._place.names("artifacts"))
+        return sorted(n for n in self._place.names("artifacts") if _SAFE_NAME.fullmatch(n))
+
+    def attempts(self, key: str) -> list[str]:
+        """Names of the attempts under a key, oldest first, whether they are whole or not."""
+        return sorted(n for n in self._place.names(f"artifacts/{_safe(key)}") if ATTEMPT.fullmatch(n))
 
     def materialize(self, artifact: Artifact) -> Path:
         """A local folder with the artifact's files, each verified against its sha256; pulled first when remote.
@@ -150,15 +178,26 @@ class Store:
             environment=environment,
             created=time.time(),
         )
-        last = max((int(attempt[:4]) for attempt in self._attempts(key)), default=0)
+        last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
         return self._place.put(artifact, parts, last + 1)
 
     # ---- workspaces and locks
 
     def workspace(self, key: str) -> Path:
-        """The folder in which a stage of this key works; kept until its result is published."""
+        """The folder in which a stage of this key works; kept until its result is published.
+
+        Raises StoreError when it is another user's, or anybody may write there: a worker does what its job.json says.
+        """
         folder = self.local / "work" / _safe(key)
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(f"Making the workspace {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        facts = folder.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & stat.S_IWOTH:
+            raise StoreError(
+                f"The workspace {folder} is not this user's alone (owner {facts.st_uid}, mode "
+                f"{stat.S_IMODE(facts.st_mode):o}, this user {os.geteuid()}): a worker would do what somebody else "
+                "wrote there. Remove it, or choose another store with store.url=PATH."
+            )
         return folder
 
     def discard_workspace(self, key: str) -> None:
@@ -179,8 +218,17 @@ class Store:
     # ---- runs
 
     def write_run(self, run: str, record: Mapping[str, Any]) -> None:
-        """Write or replace a run's record. Raises StoreError for a name that could leave the folder."""
-        self._place.write_text(f"runs/{_safe(run)}.json", json.dumps(record, indent=1, sort_keys=True, default=str))
+        """Write or replace a run's record; a new one is given the next `number`, which orders runs whatever clocks say.
+
+        Raises StoreError for a name that could leave the folder.
+        """
+        path = f"runs/{_safe(run)}.json"
+        if "number" not in record:
+            records = self._records()
+            before = records.get(run, {}).get("number")
+            highest = max((r.get("number", 0) for r in records.values()), default=0)
+            record = {**record, "number": highest + 1 if before is None else before}
+        self._place.write_text(path, json.dumps(record, indent=1, sort_keys=True, default=str))
 
     def change_run(self, run: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Let `change` edit a run's record while no other process on this host does; returns the new record."""
@@ -191,50 +239,93 @@ class Store:
         return record
 
     def read_run(self, run: str) -> dict[str, Any]:
-        """A run's record. Raises ArtifactNotFound naming the runs there are."""
+        """A run's record. Raises ArtifactNotFound naming the runs there are, CorruptArtifact when it is unreadable."""
         try:
-            return json.loads(self._place.read_text(f"runs/{_safe(run)}.json"))
+            text = self._place.read_text(f"runs/{_safe(run)}.json")
         except FileNotFoundError:
             newest = ", ".join(self.runs()[-5:]) or "none yet"
             raise ArtifactNotFound(f"There is no run {run!r} in {self.url}. Newest runs: {newest}.") from None
+        if (record := _parsed(text)) is None:
+            raise CorruptArtifact(f"The record runs/{run}.json in {self.url} is damaged. Remove it and run again.")
+        return record
+
+    def own_run(self, run: str) -> dict[str, Any]:
+        """`read_run` of a record that is about to be acted upon: it names a pipeline file, and code.
+
+        Raises StoreError when another user wrote it.
+        """
+        if not self._place.is_own(f"runs/{_safe(run)}.json"):
+            raise StoreError(
+                f"The record of run {run} in {self.url} was written by another user, and going on with it would run "
+                "the code that it names. Start a run of your own: what is in the store is found."
+            )
+        return self.read_run(run)
 
     def runs(self) -> list[str]:
-        """Names of all runs, oldest first."""
-        names = [n.removesuffix(".json") for n in self._place.names("runs") if _is_record(n)]
-        created = {n: float(json.loads(self._place.read_text(f"runs/{n}.json")).get("created", 0.0)) for n in names}
-        return sorted(names, key=lambda n: created[n])
+        """Names of all runs that have a readable record, oldest first."""
+        records = self._records()
+        return sorted(records, key=lambda n: (records[n].get("number", 0), float(records[n].get("created", 0.0))))
+
+    def remove_run(self, run: str) -> None:
+        """Remove a run's record; what it made stays until `gc`."""
+        self._place.remove(f"runs/{_safe(run)}.json")
+
+    def damaged_runs(self) -> list[str]:
+        """Names of runs whose record cannot be read."""
+        return sorted(set(self._run_names()) - set(self._records()))
+
+    def _run_names(self) -> list[str]:
+        return [n.removesuffix(".json") for n in self._place.names("runs") if _is_record(n)]
+
+    def _records(self) -> dict[str, dict[str, Any]]:
+        paths = {f"runs/{name}.json": name for name in self._run_names()}
+        found = {}
+        for path, text in self._place.read_texts(list(paths)).items():
+            if (record := _parsed(text)) is None:
+                log.warning("The record %s in %s is damaged; it is passed over.", path, self.url)
+            else:
+                found[paths[path]] = record
+        return found
 
     # ---- below
 
-    def _attempts(self, key: str) -> list[str]:
-        return sorted(n for n in self._place.names(f"artifacts/{_safe(key)}") if ATTEMPT.fullmatch(n))
-
     def _read_manifest(self, key: str, attempt: str) -> Artifact:
         """Raises FileNotFoundError where there is no manifest, CorruptArtifact where it does not fit its files."""
-        text = self._place.read_text(f"artifacts/{_safe(key)}/{_safe(attempt)}/{MANIFEST}")
-        artifact = parse_manifest(text, key=key, attempt=attempt)
-        for part in PARTS:
-            for name, facts in getattr(artifact, part).items():
-                size = self._place.size(f"{artifact.folder}/{part}/{name}")
-                if size != facts["bytes"]:
-                    raise CorruptArtifact(
-                        f"Artifact {artifact.folder} in {self.url}: file {name} has {size} bytes, its manifest says "
-                        f"{facts['bytes']}."
-                    )
+        folder = f"artifacts/{_safe(key)}/{_safe(attempt)}"
+        try:
+            sizes = self._place.listing(folder)
+            artifact = parse_manifest(self._place.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
+        except UnicodeDecodeError as error:
+            raise CorruptArtifact(f"Artifact {folder} has no readable {MANIFEST} ({error}).") from error
+        except PermissionError as error:
+            raise StoreError(f"{self.url}: {error}. This user may not read that artifact.") from error
+        check_listing(artifact, sizes)
         return artifact
 
     def _verified(self, artifact: Artifact, part: str) -> Path:
-        folder = self._place.fetch(artifact) / part
+        folder = self._place.fetch(artifact)
+        check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
-            path = folder / name
-            found = sha256_of(path) if path.is_file() else "missing"
+            path = folder / part / name
+            found = sha256_of(path)
+            if found != facts["sha256"] and self._place.forget(artifact, f"{part}/{name}"):
+                self._place.fetch(artifact)  # the copy here may have gone bad while the original has not
+                found = sha256_of(path)
             if found != facts["sha256"]:
                 raise CorruptArtifact(
                     f"Artifact {artifact.folder} in {self.url}: the bytes of {path} (sha256 {found[:12]}) differ from "
-                    f"their recorded sha256 {facts['sha256'][:12]}. Remove that attempt's folder and run the pipeline "
-                    f"again: stage {artifact.stage} is then rebuilt."
+                    f"their recorded sha256 {facts['sha256'][:12]}. Take it out of the way with: nanodag verify "
+                    f"{artifact.key[:12]} --set-aside; stage {artifact.stage} is then rebuilt by the next run."
                 )
-        return folder
+        return folder / part
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _is_record(name: str) -> bool:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact
-from nanodag.store.files import files_below, fsync_folders, fsync_path, sha256_of, write_json
+from nanodag.store.files import files_below, fsync_folders, fsync_path, sha256_of, write_json, writing
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,11 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty temporary folder to fill; anything half-written for the same step before is removed."""
-        for leftover in self.path.glob("*.tmp"):
-            shutil.rmtree(leftover)
         folder = self.temporary(step)
-        folder.mkdir()
+        with writing(f"Beginning checkpoint {folder}"):
+            for leftover in self.path.glob("*.tmp"):
+                shutil.rmtree(leftover)
+            folder.mkdir()
         return folder
 
     def temporary(self, step: int) -> Path:
@@ -42,21 +43,28 @@ class Checkpoints:
         return self.path / f"step-{step:08d}.tmp"
 
     def commit(self, step: int) -> Path:
-        """Hash every file, write the manifest last, make it durable, give it its final name, drop the oldest."""
+        """Hash every file, write the manifest last, make it durable, give it its final name, drop the oldest.
+
+        Later steps that are there were passed over as damaged, or this one would not be reached again: they go too, and
+        do not count among those that are kept.
+        """
         folder = self.temporary(step)
-        hashes = {}
-        for file in files_below(folder):
-            hashes[file.relative_to(folder).as_posix()] = {"sha256": sha256_of(file), "bytes": file.stat().st_size}
-            fsync_path(file)
-        fsync_folders(folder)
-        write_json(folder / MANIFEST, {"step": step, "files": hashes})
         final = self.path / f"step-{step:08d}"
-        if final.exists():  # a rerun of the same step after a corrupt one was passed over
-            shutil.rmtree(final)
-        os.rename(folder, final)
-        fsync_path(self.path)
-        for old in self._committed()[self.keep :]:
-            shutil.rmtree(old)
+        with writing(f"Writing checkpoint {final}"):
+            hashes = {}
+            for file in files_below(folder):
+                hashes[file.relative_to(folder).as_posix()] = {"sha256": sha256_of(file), "bytes": file.stat().st_size}
+                fsync_path(file)
+            fsync_folders(folder)
+            write_json(folder / MANIFEST, {"step": step, "files": hashes})
+            if final.exists():  # a rerun of the same step after a damaged one was passed over
+                os.rename(final, final.with_suffix(".old.tmp"))
+            os.rename(folder, final)
+            fsync_path(self.path)
+            committed = self._committed()
+            place = committed.index(final)
+            for leftover in [*committed[:place], *committed[place + self.keep :], *self.path.glob("*.old.tmp")]:
+                shutil.rmtree(leftover)
         return final
 
     def newest_valid(self) -> tuple[int, Path] | None:
@@ -79,12 +87,16 @@ def verify_checkpoint(folder: Path) -> int:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files, step = manifest["files"], int(manifest["step"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(f"Checkpoint {folder} has no readable {MANIFEST} ({error}).") from error
     for name, facts in files.items():
         file = folder / name
-        if not file.is_file():
-            raise CorruptArtifact(f"Checkpoint file {file} is missing.")
-        if file.stat().st_size != facts["bytes"] or sha256_of(file) != facts["sha256"]:
+        try:
+            is_same = file.stat().st_size == facts["bytes"] and sha256_of(file) == facts["sha256"]
+        except FileNotFoundError:
+            raise CorruptArtifact(f"Checkpoint file {file} is missing.") from None
+        except OSError as error:
+            raise CorruptArtifact(f"Checkpoint file {file} cannot be read ({error}).") from error
+        if not is_same:
             raise CorruptArtifact(f"Checkpoint file {file} differs from its recorded sha256.")
     return step

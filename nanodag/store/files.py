@@ -1,21 +1,78 @@
 """Files that are either whole or not there, and locks that go with their process."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanodag.errors import StoreBusy
+from nanodag.errors import NanodagError, StoreBusy, StoreError
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
+NOT_REGULAR = -2
+_MENDS = {
+    errno.ENOSPC: "The disk is full: free some of it (nanodag gc shows what the store can do without), then go on",
+    errno.EDQUOT: "Your disk quota is used up: free some of it (nanodag gc), then go on",
+    errno.EFBIG: "A file may not get as large as that: raise the limit (ulimit -f), then go on",
+    errno.EROFS: "The file system is read-only: mount it writable, or choose another store with store.url=PATH",
+    errno.EACCES: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
+    errno.EPERM: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
+    errno.EIO: "The disk reports an error: look at it before you go on",
+}
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn what the file system refuses into one StoreError. what: what was being written, and where."""
+    try:
+        yield
+    except NanodagError:
+        raise
+    except OSError as error:
+        mend = _MENDS.get(error.errno or 0, "Mend that, then go on")
+        raise StoreError(f"{what} failed ({error}). {mend}; nothing that was there before was touched.") from error
+
+
+def sizes_below(folder: Path) -> dict[str, int]:
+    """Relative path -> bytes of every file below a folder, NOT_REGULAR for links and whatever else is no file; empty
+    when there is no such folder. Links are not followed: they could lead out of the folder."""
+    found: dict[str, int] = {}
+    waiting = [(str(folder), "")]
+    while waiting:
+        path, prefix = waiting.pop()
+        try:
+            entries = list(os.scandir(path))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((entry.path, f"{prefix}{entry.name}/"))
+            else:
+                facts = entry.stat(follow_symlinks=False)
+                found[prefix + entry.name] = facts.st_size if stat.S_ISREG(facts.st_mode) else NOT_REGULAR
+    return found
+
+
+def copy_hashed(source: Path, target: Path) -> str:
+    """Copy a file's bytes and have them reach the disk; returns the sha256 of what was copied."""
+    digest = hashlib.sha256()
+    with source.open("rb") as reader, target.open("xb") as writer:
+        while block := reader.read(BLOCK_BYTES):
+            digest.update(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest()
 
 
 def sha256_of(path: Path) -> str:
@@ -54,7 +111,7 @@ def fsync_folders(folder: Path) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that at any instant either the old or the new content is there, also after a power cut."""
     # rename() is atomic only within one filesystem, so the temporary file sits next to its target.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(content)

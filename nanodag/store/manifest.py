@@ -1,14 +1,19 @@
-"""The manifest of an artifact: what it is, what it came from, what it cost."""
+"""The manifest of an artifact: what it is, what it came from, what it cost.
 
+A manifest is data that anybody may have written: it is checked before a name in it becomes a path.
+"""
+
+import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from nanodag.errors import CorruptArtifact
-from nanodag.store.keys import FORMAT_VERSION
+from nanodag.errors import CorruptArtifact, NewerFormat
+from nanodag.store.files import NOT_REGULAR
+from nanodag.store.keys import FORMAT_VERSION, content_digest
 
 MANIFEST = "manifest.json"
 PARTS = ("files", "records")
@@ -50,21 +55,78 @@ class Artifact:
         return f"artifacts/{self.key}/{self.attempt}"
 
 
+def manifest_text(artifact: Artifact) -> str:
+    """The JSON text of a manifest, with a seal: the sha256 of all the rest, so that a flipped bit in it is found.
+
+    Refuses NaN (ValueError).
+    """
+    raw = json.loads(json.dumps(asdict(artifact), allow_nan=False, default=str))
+    return json.dumps({**raw, "seal": _seal(raw)}, indent=1, sort_keys=True) + "\n"
+
+
 def parse_manifest(text: str, *, key: str, attempt: str) -> Artifact:
-    """The artifact that a manifest's text describes. Raises CorruptArtifact when it is not one, or another's."""
+    """The artifact that a manifest's text describes.
+
+    Raises CorruptArtifact when it is not one, was changed, or is another's, NewerFormat when a newer nanodag wrote it.
+    """
     where = f"artifacts/{key}/{attempt}"
     try:
         raw = json.loads(text)
         if raw["format"] > FORMAT_VERSION:
-            raise CorruptArtifact(
+            raise NewerFormat(
                 f"Artifact {where} has format {raw['format']}; this nanodag reads up to {FORMAT_VERSION}: update it."
             )
+        seal = raw.pop("seal", None)
+        if seal is not None and seal != _seal(raw):
+            raise CorruptArtifact(f"Artifact {where}: its {MANIFEST} was changed after it was written.")
         artifact = Artifact(**raw)
-    except (ValueError, TypeError, KeyError) as error:
+        hashes = {part: {name: _sha256(facts) for name, facts in getattr(artifact, part).items()} for part in PARTS}
+        digest = content_digest(hashes["files"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptArtifact(f"Artifact {where} has no readable {MANIFEST} ({error}).") from error
     if (artifact.key, artifact.attempt) != (key, attempt):
         raise CorruptArtifact(f"Artifact {where} has the manifest of {artifact.folder}.")
     for name in [*artifact.files, *artifact.records]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if not _is_inside(name):
             raise CorruptArtifact(f"Artifact {where} names the file {name!r}, which lies outside of it.")
+    if artifact.digest != digest:
+        raise CorruptArtifact(f"Artifact {where}: its {MANIFEST} has a digest that is not that of its files.")
     return artifact
+
+
+def check_listing(artifact: Artifact, sizes: Mapping[str, int], parts: tuple[str, ...] = PARTS) -> None:
+    """Compare a manifest with the files there are. sizes: path below the attempt's folder -> bytes.
+
+    Raises CorruptArtifact naming the first file that is missing, has another size, is a link, or is in `files` without
+    being named: a loader would read it.
+    """
+    for part in parts:
+        for name, facts in getattr(artifact, part).items():
+            found = sizes.get(f"{part}/{name}", -1)
+            if found != facts["bytes"]:
+                what = {-1: "is missing", NOT_REGULAR: "is no regular file"}.get(found, f"has {found} bytes")
+                raise CorruptArtifact(
+                    f"Artifact {artifact.folder}: file {part}/{name} {what}, its manifest says {facts['bytes']} bytes."
+                )
+    for path in sizes:
+        part, _, name = path.partition("/")
+        # .nfs*: what NFS makes of a file that is removed while somebody has it open.
+        if part == "files" and name not in artifact.files and not PurePosixPath(name).name.startswith(".nfs"):
+            raise CorruptArtifact(f"Artifact {artifact.folder}: its manifest names no file {path}, but it is there.")
+
+
+def _seal(raw: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sha256(facts: Mapping[str, Any]) -> str:
+    found = facts["sha256"]
+    if not re.fullmatch(r"[0-9a-f]{64}", found) or type(facts["bytes"]) is not int or facts["bytes"] < 0:
+        raise ValueError(f"{dict(facts)} is not the sha256 and size of a file")
+    return found
+
+
+def _is_inside(name: str) -> bool:
+    """True for a relative path in its plain form: no `..`, `.`, `//`, backslash or NUL."""
+    path = PurePosixPath(name)
+    return path.as_posix() == name != "." and not path.is_absolute() and not {"..", "\\", "\0"} & {*path.parts, *name}

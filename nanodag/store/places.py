@@ -1,18 +1,22 @@
-"""Where a store's bytes lie: a local folder, or any fsspec URL. Both make an artifact visible all at once."""
+"""A store's bytes on a local folder. An artifact becomes visible all at once, by rename()."""
 
 import errno
-import json
+import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from nanodag.store.files import fsync_folders, fsync_path, sha256_of, write_bytes, write_json
-from nanodag.store.manifest import MANIFEST, PARTS, Artifact
+from nanodag.errors import CorruptArtifact, StoreError
+from nanodag.store.files import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
+from nanodag.store.manifest import MANIFEST, Artifact, manifest_text
 
 Parts = Mapping[str, Path | None]
+
+_TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 
 
 class LocalPlace:
@@ -23,135 +27,184 @@ class LocalPlace:
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder; empty when there is none."""
-        path = self.root / folder
-        return [p.name for p in path.iterdir()] if path.is_dir() else []
-
-    def size(self, path: str) -> int:
-        """Bytes of a file, -1 when there is none."""
         try:
-            return (self.root / path).stat().st_size
-        except FileNotFoundError:
-            return -1
+            return os.listdir(self.root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """As nanodag.store.files.sizes_below, for an artifact's folder. Raises CorruptArtifact when that is a link."""
+        path = self.root / folder
+        for place in (path, path.parent):
+            if place.is_symlink():
+                raise CorruptArtifact(f"{place} is a link; an artifact lies in its store.")
+        return sizes_below(path)
 
     def read_text(self, path: str) -> str:
         """Raises FileNotFoundError."""
         return (self.root / path).read_text(encoding="utf-8")
 
+    def read_texts(self, paths: list[str]) -> dict[str, str]:
+        """`read_text` of each that is there."""
+        found = {}
+        for path in paths:
+            try:
+                found[path] = self.read_text(path)
+            except FileNotFoundError:
+                continue
+        return found
+
     def write_text(self, path: str, text: str) -> None:
         """Replace a small file; readers see the old text or the new one."""
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(target, text.encode())
+        with writing(f"Writing {target}"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(target, text.encode())
+
+    def remove(self, path: str) -> None:
+        """Remove a small file."""
+        with writing(f"Removing {self.root / path}"):
+            (self.root / path).unlink(missing_ok=True)
+
+    def is_own(self, path: str) -> bool:
+        """True when this user, or root, wrote that file."""
+        return (self.root / path).lstat().st_uid in (os.geteuid(), 0)
 
     def fetch(self, artifact: Artifact) -> Path:
         """The artifact's folder on this host."""
         return self.root / artifact.folder
 
+    def forget(self, artifact: Artifact, path: str) -> bool:
+        """Drop a damaged copy, to be fetched again; False where there is no other: this is the original."""
+        return False
+
     def put(self, artifact: Artifact, parts: Parts, next_number: int) -> Artifact:
         """Fill a folder next to the final one, then give it its name: rename() onto another's attempt fails."""
         home = self.root / "artifacts" / artifact.key
-        home.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(home)
-        temporary = home / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        with writing(f"Publishing stage {artifact.stage} into {home}"):
+            is_new = not home.exists()
+            home.mkdir(parents=True, exist_ok=True)
+            if home.is_symlink():
+                raise StoreError(f"{home} is a link; nothing is published through one. Remove it.")
+            if is_new:
+                fsync_path(home.parent)
+            _remove_leftovers(home)
+            temporary = home / temporary_name()
+            try:
+                _copy(artifact, parts, temporary)
+                return self._place(artifact, temporary, next_number)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+    def _place(self, artifact: Artifact, temporary: Path, number: int) -> Artifact:
+        while True:
+            placed = replace(artifact, attempt=f"{number:04d}")
+            write_bytes(temporary / MANIFEST, manifest_text(placed).encode())
+            try:
+                os.rename(temporary, self.root / placed.folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                number += 1  # another writer took that number meanwhile
+                continue
+            fsync_path(temporary.parent)
+            return placed
+
+    def hide(self, key: str, attempt: str) -> str:
+        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
+        home = self.root / "artifacts" / key
+        hidden = temporary_name()
+        with writing(f"Removing {home / attempt}"):
+            os.rename(home / attempt, home / hidden)
+        return hidden
+
+    def bring_back(self, key: str, attempt: str, hidden: str) -> None:
+        """Undo `hide`."""
+        home = self.root / "artifacts" / key
+        os.rename(home / hidden, home / attempt)
+
+    def delete(self, key: str, attempt: str, hidden: str) -> None:
+        """Remove what `hide` took out of sight, and the key's folder when it was the last in it."""
+        home = self.root / "artifacts" / key
+        shutil.rmtree(home / hidden, ignore_errors=True)
         try:
-            _copy(artifact, parts, temporary)
-            while True:
-                placed = replace(artifact, attempt=f"{next_number:04d}")
-                write_json(temporary / MANIFEST, asdict(placed))
-                try:
-                    os.rename(temporary, self.root / placed.folder)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-                    next_number += 1  # another writer took that number meanwhile
-                    continue
-                fsync_path(home)
-                return placed
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            home.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
+    def set_aside(self, key: str, attempt: str) -> str:
+        """Move an attempt to `damaged/`, where it no longer counts; returns where it is now."""
+        target = self.root / "damaged" / f"{key}-{attempt}-{secrets.token_hex(2)}"
+        with writing(f"Setting {key[:12]}/{attempt} aside"):
+            target.parent.mkdir(exist_ok=True)
+            os.rename(self.root / "artifacts" / key / attempt, target)
+        return str(target)
+
+    def leftovers(self) -> dict[str, int]:
+        """What killed writers of this host left behind: path below the store -> bytes."""
+        found = {}
+        for path in [*self.root.glob("artifacts/*/.*.tmp"), *self.root.glob("runs/.*.tmp")]:
+            if path.is_file() or is_leftover(path.name):
+                size = path.stat().st_size if path.is_file() else sum(n for n in sizes_below(path).values() if n > 0)
+                found[path.relative_to(self.root).as_posix()] = size
+        return found
+
+    def clear(self, leftover: str) -> None:
+        """Remove one of `leftovers`."""
+        path = self.root / leftover
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
-class RemotePlace:
-    """Everything below an fsspec URL (`s3://bucket/prefix`, `memory://x`). cache: local folder for verified copies."""
+def temporary_name() -> str:
+    """A name that no reader looks at, and that tells whether its writer is still there."""
+    return f".{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
-    def __init__(self, url: str, cache: Path) -> None:
-        import fsspec
 
-        self._fs, root = fsspec.url_to_fs(url)
-        self._root = root.rstrip("/")
-        self._cache = cache
+def is_leftover(name: str) -> bool:
+    """True for a temporary name whose writer was a process of this host and is gone.
 
-    def names(self, folder: str) -> list[str]:
-        """As LocalPlace.names."""
-        self._fs.invalidate_cache()
-        try:
-            return [str(e).rstrip("/").rsplit("/", 1)[-1] for e in self._fs.ls(f"{self._root}/{folder}", detail=False)]
-        except FileNotFoundError:
-            return []
+    A store may be shared: another host's processes cannot be seen from here, so theirs never are.
+    """
+    found = _TEMPORARY.fullmatch(name)
+    if found is None or found["host"] != _host():
+        return False
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # alive, someone else's
+        return False
+    return False
 
-    def size(self, path: str) -> int:
-        """As LocalPlace.size."""
-        try:
-            return self._fs.size(f"{self._root}/{path}")
-        except FileNotFoundError:
-            return -1
 
-    def read_text(self, path: str) -> str:
-        """As LocalPlace.read_text."""
-        return self._fs.cat_file(f"{self._root}/{path}").decode()
-
-    def write_text(self, path: str, text: str) -> None:
-        """As LocalPlace.write_text, where the remote store replaces objects whole."""
-        target = f"{self._root}/{path}"
-        self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        self._fs.pipe_file(target, text.encode())
-
-    def fetch(self, artifact: Artifact) -> Path:
-        """A local copy of the artifact's folder; files that are there and whole already are not pulled again."""
-        folder = self._cache / artifact.key / artifact.attempt
-        for part in PARTS:
-            for name, facts in getattr(artifact, part).items():
-                target = folder / part / name
-                if target.is_file() and sha256_of(target) == facts["sha256"]:
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-                self._fs.get_file(f"{self._root}/{artifact.folder}/{part}/{name}", str(partial))
-                os.replace(partial, target)
-        write_json(folder / MANIFEST, asdict(artifact))
-        return folder
-
-    def put(self, artifact: Artifact, parts: Parts, next_number: int) -> Artifact:
-        """Object stores cannot rename, so every writer has a folder of its own and the manifest comes last."""
-        placed = replace(artifact, attempt=f"{next_number:04d}-{secrets.token_hex(4)}")
-        for part, folder in parts.items():
-            for name in getattr(placed, part):
-                target = f"{self._root}/{placed.folder}/{part}/{name}"
-                self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-                self._fs.put_file(str(folder / name), target)  # type: ignore[operator]
-        self.write_text(f"{placed.folder}/{MANIFEST}", json.dumps(asdict(placed), sort_keys=True, default=str))
-        return placed
+def _host() -> str:
+    """6 hex digits that name the world in which a process id means something: the machine, or the container on it."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return hashlib.sha256(f"{os.uname().nodename}\0{namespace}".encode()).hexdigest()[:6]
 
 
 def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:
     for part, folder in parts.items():
-        for name in getattr(artifact, part):
+        for name, facts in getattr(artifact, part).items():
             assert folder is not None
             target = destination / part / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, target)
+            if copy_hashed(folder / name, target) != facts["sha256"]:
+                raise StoreError(f"{folder / name} changed while it was published; nothing was. Publish it again.")
             target.chmod(0o444)
-            fsync_path(target)
     fsync_folders(destination)
 
 
 def _remove_leftovers(home: Path) -> None:
     """Remove what processes left behind that were killed while they published."""
     for leftover in home.glob(".*.tmp"):
-        try:
-            os.kill(int(leftover.name[1:].partition("-")[0]), 0)
-        except ProcessLookupError:
+        if is_leftover(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)
-        except PermissionError:  # alive, someone else's
-            continue

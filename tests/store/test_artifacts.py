@@ -13,8 +13,7 @@ import pytest
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreError
 from nanodag.store import Store, content_digest, stage_key
 from nanodag.store.keys import canonical_json
-
-KEY = "a" * 40
+from tests.store.making import KEY, forge, product_in, publish
 
 
 @pytest.fixture(params=["local", "fsspec folder", "memory"])
@@ -25,16 +24,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def product(tmp_path):
-    folder = tmp_path / "product"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "weights").write_bytes(b"abcdefgh")
-    (folder / "sub" / "more").write_text("x")
-    return folder
-
-
-def publish(store, folder, key=KEY, **changes):
-    given = {"kind": "sft", "stage": "sft", "config": {}, "lineage": {}, "sources": {}, "metrics": {"loss": 1.5}}
-    return store.publish(key, folder, **{**given, "cost": {}, "environment": {}, **changes})
+    return product_in(tmp_path / "product")
 
 
 def test_what_is_published_is_found_with_equal_bytes(store, product):
@@ -81,11 +71,44 @@ def test_a_flipped_byte_is_named(store, product):
         store.materialize(artifact)
 
 
-def test_a_manifest_that_names_a_file_outside_is_refused(store, product):
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "sub/../../x", "./weights", "a//b", "a\\b", ""])
+def test_a_manifest_that_names_a_file_outside_is_refused(store, product, name):
     artifact = publish(store, product)
-    text = store._place.read_text(f"{artifact.folder}/manifest.json").replace("sub/more", "../../../etc/passwd")
-    store._place.write_text(f"{artifact.folder}/manifest.json", text)
+
+    def rename(raw):
+        raw["files"][name] = raw["files"].pop("weights")
+        raw["digest"] = content_digest({n: f["sha256"] for n, f in raw["files"].items()})
+
+    forge(store, artifact, rename)
     with pytest.raises(CorruptArtifact, match="lies outside"):
+        store.attempt(KEY, artifact.attempt)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw.update(digest="0" * 64),
+        lambda raw: raw["files"]["weights"].update(sha256="../x"),
+        lambda raw: raw["files"]["weights"].update(bytes="8"),
+        lambda raw: raw.update(files=[]),
+        lambda raw: raw.update(format="1"),
+        lambda raw: raw.update(key="b" * 40),
+        lambda raw: raw.update(more=1),
+    ],
+)
+def test_a_manifest_that_is_none_does_not_count(store, product, change):
+    artifact = publish(store, product)
+    forge(store, artifact, change)
+    assert store.lookup(KEY) is None
+    with pytest.raises(CorruptArtifact):
+        store.attempt(KEY, artifact.attempt)
+
+
+def test_a_manifest_changed_without_its_seal_does_not_count(store, product):
+    artifact = publish(store, product)
+    text = store._place.read_text(f"{artifact.folder}/manifest.json").replace('"loss": 1.5', '"loss": 1.4')
+    store._place.write_text(f"{artifact.folder}/manifest.json", text)
+    with pytest.raises(CorruptArtifact, match="was changed after it was written"):
         store.attempt(KEY, artifact.attempt)
 
 
@@ -114,8 +137,9 @@ def test_a_link_in_a_product_is_refused(store, product):
 
 
 def test_runs_are_listed_oldest_first_and_an_unknown_one_names_them(store):
-    store.write_run("second", {"created": 2.0})
-    store.write_run("first", {"created": 1.0})
+    store.write_run("first", {"created": 2.0})
+    store.write_run("second", {"created": 1.0})  # the clock was set back meanwhile
+    store.write_run("first", {"created": 2.0})  # begun again: still the older one
     assert store.runs() == ["first", "second"]
     with pytest.raises(ArtifactNotFound, match="first, second"):
         store.read_run("third")
@@ -135,7 +159,7 @@ def test_many_editors_of_a_run_lose_no_change(store):
         thread.start()
     for thread in threads:
         thread.join()
-    assert store.read_run("r") == {"n": 20}
+    assert store.read_run("r")["n"] == 20
 
 
 def test_one_builder_at_a_time_and_its_lock_goes_with_its_holders(store):
@@ -187,7 +211,7 @@ def test_killed_at_any_instant_a_publisher_leaves_only_whole_artifacts(tmp_path,
         writer.wait()
         writer.stdout.close()
         store = Store(url, local=tmp_path / "here")
-        for attempt in store._attempts(KEY):
+        for attempt in store.attempts(KEY):
             try:
                 artifact = store.attempt(KEY, attempt)
             except ArtifactNotFound:
