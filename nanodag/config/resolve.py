@@ -169,7 +169,7 @@ def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: 
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {text!r}: the value is not YAML ({error}).") from None
     stages = tree.get("stages", {})
-    sections = ("stages", "store", "server")
+    sections = ("stages", "store", "server", "nightly")
     if parts[0] in stages:
         parts = ["stages", *parts]
     elif parts[0] not in Pipeline.model_fields or (len(parts) > 1 and parts[0] not in sections):

@@ -1,0 +1,70 @@
+"""When a schedule was last due: worked out by hand, and against the cron code that Prefect carries."""
+
+import random
+from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
+
+import pytest
+from prefect._vendor.croniter import croniter
+
+from nanodag.config.cron import last_due, zone_of
+from nanodag.errors import ConfigError
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+def test_three_in_the_morning_is_last_nights_until_it_is_three_again():
+    assert last_due("0 3 * * *", datetime(2026, 11, 20, 2, 59, tzinfo=BERLIN)) == datetime(
+        2026, 11, 19, 3, tzinfo=BERLIN
+    )
+    assert last_due("0 3 * * *", datetime(2026, 11, 20, 3, 0, tzinfo=BERLIN)) == datetime(
+        2026, 11, 20, 3, tzinfo=BERLIN
+    )
+
+
+def test_after_a_week_off_one_night_is_due_not_seven():
+    assert last_due("0 3 * * *", datetime(2026, 11, 27, 9, 0, tzinfo=UTC)) == datetime(2026, 11, 27, 3, tzinfo=UTC)
+
+
+def test_it_agrees_with_croniter_on_random_schedules():
+    draw = random.Random(7)
+    for _ in range(200):
+        cron = " ".join(
+            [
+                draw.choice(["0", "*/15", "5,35", "10-20/5", "59"]),
+                draw.choice(["3", "*", "*/6", "22-23", "0,12"]),
+                draw.choice(["*", "*", "1", "15-17", "31"]),
+                draw.choice(["*", "*", "2", "1-6"]),
+                draw.choice(["*", "*", "0", "7", "1-5"]),
+            ]
+        )
+        if " 31 2 " in cron:
+            continue  # no such day, and croniter gives up where another kind of day would do
+        now = datetime(2026, draw.randint(1, 12), draw.randint(1, 28), draw.randint(0, 23), 30, 30, tzinfo=UTC)
+        assert last_due(cron, now) == croniter(cron, now).get_prev(datetime), (cron, now)
+
+
+@pytest.mark.parametrize(
+    ("cron", "said"),
+    [
+        ("0 3 * *", "has 4 fields; it needs 5"),
+        ("0 25 * * *", "hour '25' is not within 0 to 23"),
+        ("0 3 * * MON", "'MON' is no day of the week"),
+        ("*/0 3 * * *", "'\\*/0' is no minute"),
+    ],
+)
+def test_a_wrong_schedule_names_its_field(cron, said):
+    with pytest.raises(ConfigError, match=said):
+        last_due(cron, datetime(2026, 11, 20, tzinfo=UTC))
+
+
+def test_a_day_that_never_comes_is_refused():
+    with pytest.raises(ConfigError, match="names no day"):
+        last_due("0 3 31 2 *", datetime(2026, 11, 20, tzinfo=UTC))
+
+
+def test_the_local_zone_is_the_one_that_tz_names(monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    assert zone_of("local") == "Asia/Tokyo"
+    with pytest.raises(ConfigError, match="no time zone 'Mars/Olympus'"):
+        zone_of("Mars/Olympus")
