@@ -191,6 +191,25 @@ class SamplerConfig(Section):
 class RLStage(StageBase):
     """GRPO and its relatives. Input: `model`.
 
+
+
+class FilterConfig(Section):
+    """A filter of groups: a name of nanodag.rl.entries or a function of one's own. A bare name means no options."""
+
+    name: str
+    options: dict[str, float] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> "FilterConfig":
+        entries.import_path("filter", self.name)
+        if self.name in entries.names("filter"):
+            entries.load_filter(self.name, self.options)
+        return self
     data: prompts. prompts_per_step x samples_per_prompt rollouts train one step; over_sampling prompts are generated
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
@@ -198,7 +217,10 @@ class RLStage(StageBase):
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says. clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are
     1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's
-    temperatures. compile: compile the layers, as the supervised stages do.
+    temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the loss with its true
+    gradient. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a token, 0 for none.
+    overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
+    compile: compile the layers, as the supervised stages do.
     """
 
     kind: Literal["rl"]
@@ -211,7 +233,7 @@ class RLStage(StageBase):
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     over_sampling: int = Field(0, ge=0)
-    filters: tuple[Literal["nonzero_spread"], ...] = ("nonzero_spread",)
+    filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -229,7 +251,9 @@ class RLStage(StageBase):
     kl_kind: Literal["k1", "k2", "k3", "low_var"] = "low_var"
     kl_coefficient: float = Field(0.0, ge=0)
     entropy_coefficient: float = Field(0.0, ge=0)
-    correction: Literal["none", "tis"] = "none"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_unbiased: bool = False
+    correction: Literal["none", "tis", "tis_sequence", "icepop", "mis"] = "none"
     correction_cap: float = Field(2.0, gt=0)
     learning_rate: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.98)
@@ -244,6 +268,10 @@ class RLStage(StageBase):
     eval_every: int = Field(20, ge=1)
     eval_prompts: int = Field(128, ge=0)
     reward_timeout_s: float = Field(10.0, gt=0)
+    correction_floor: float = Field(0.0, ge=0)
+    opsm_limit: float = Field(0.0, ge=0)
+    overlong_buffer: int = Field(0, ge=0)
+    overlong_penalty: float = Field(1.0, gt=0)
     reward_processes: int = operational(1, ge=1)
     checkpoint_every: int = operational(20, ge=1)
     keep_checkpoints: int = operational(2, ge=1)
@@ -292,11 +320,31 @@ class BenchmarkConfig(Section):
     random by the stage's seed; 0 for all. fewshot: where worked examples come from, with num_fewshot."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+        self._check_off_policy()
     form: str = "auto"
     source: SourceConfig | None = None
     num_fewshot: int = Field(0, ge=0)
     fewshot: SourceConfig | None = None
     limit: int = Field(0, ge=0)
+    def _check_off_policy(self) -> None:
+        if self.kl_in == "reward" and not self.kl_coefficient:
+            raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
+        if self.kl_in == "reward" and self.kl_unbiased:
+            raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
+        if self.correction_floor and self.correction not in ("icepop", "mis"):
+            raise ValueError(
+                f"correction_floor {self.correction_floor} means nothing to correction {self.correction}; use icepop "
+                "or mis, or leave it out"
+            )
+        if self.correction_floor >= self.correction_cap:
+            raise ValueError(
+                f"correction_floor {self.correction_floor} is not below correction_cap {self.correction_cap}"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {self.max_new_tokens}; lower it"
+            )
+
 
 
 class EvalStage(StageBase):

@@ -6,7 +6,9 @@ every entry of ours.
 """
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from nanodag.errors import ConfigError
@@ -40,6 +42,9 @@ ENTRIES: dict[str, dict[str, str]] = {
     "correction": {
         "none": "nanodag.rl.losses.corrections:none",
         "tis": "nanodag.rl.losses.corrections:truncated",
+        "tis_sequence": "nanodag.rl.losses.corrections:sequence_truncated",
+        "icepop": "nanodag.rl.losses.corrections:token_masked",
+        "mis": "nanodag.rl.losses.corrections:sequence_masked",
     },
     "reward": {
         "exact": "nanodag.rl.rewards.exact:exact",
@@ -50,6 +55,9 @@ ENTRIES: dict[str, dict[str, str]] = {
     },
     "filter": {
         "nonzero_spread": "nanodag.rl.filters:nonzero_spread",
+        "mean_reward": "nanodag.rl.filters:mean_reward",
+        "length": "nanodag.rl.filters:length",
+        "diversity": "nanodag.rl.filters:diversity",
     },
 }
 
@@ -83,3 +91,18 @@ def load(kind: str, name: str) -> Callable[..., Any]:
             f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {error}. Check the spelling, and that its "
             "package is installed or on PYTHONPATH."
         ) from error
+
+
+def load_filter(name: str, options: Mapping[str, float]) -> Callable[..., str | None]:
+    """A filter with its options set. Raises ConfigError for an option that it does not have, one that it needs and is
+    not given, and options left out where it would then drop nothing."""
+    function = load("filter", name)
+    takes = [one for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    known = {one.name for one in takes}
+    needed = {one.name for one in takes if one.default is one.empty}
+    unknown, missing = sorted(options.keys() - known), sorted(needed - options.keys())
+    if unknown or missing or (known and not options):
+        what = f"has no option {unknown[0]!r}" if unknown else f"needs {missing[0] if missing else 'one'!r}"
+        example = f", as in {{name: {name}, options: {{{min(known)}: 0.5}}}}" if known else ""
+        raise ConfigError(f"The filter {name!r} {what}; it takes {', '.join(sorted(known)) or 'no options'}{example}.")
+    return partial(function, **options)

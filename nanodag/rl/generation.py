@@ -17,6 +17,7 @@ from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool
 from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
+from nanodag.rl.shaping import shaped
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
@@ -83,7 +84,7 @@ class Generator:
         self._pool = pool
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
-        self._filters = [entries.load("filter", name) for name in config.filters]
+        self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> Harvest:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
@@ -101,6 +102,7 @@ class Generator:
             if len(harvest.kept) == config.prompts_per_step:
                 break
         _refuse_broken_rewards(harvest.all_rollouts)
+        group = [shaped(rollout, self._config) for rollout in group]
         return harvest
 
     async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from nanodag.rl.rollout import Rollout, groups_of, reward_spread
+from nanodag.rl.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
 
@@ -29,7 +30,8 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     """Means over the trained tokens of all ranks and updates of a step.
 
     entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
-    logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight.
+    logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
+    left_out_share: tokens whose weight is 0.
     """
     total = Sums({}, {})
     for sums in ranks:
@@ -44,6 +46,7 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
         ("mismatch_absolute", "mismatch_absolute"),
         ("mismatch_kl", "mismatch_kl"),
         ("correction", "correction"),
+        ("left_out", "left_out_share"),
         ("kl", "kl"),
     ):
         if name in total.summed:
@@ -55,8 +58,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Over all generated rollouts, dropped ones too: reward and its parts, pass rate, lengths, truncated share, groups
     without spread.
 
-    pass_rate: share with a reward of at least 0.999. pass_at_n: share of groups with at least one such. Rollouts whose
-    reward failed count as reward_failed only.
+    pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
+    with at least one such. Rollouts whose reward failed count as reward_failed only.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
@@ -83,7 +86,8 @@ def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
 
 
 def _is_solved(rollout: Rollout) -> bool:
-    return rollout.reward is not None and rollout.reward >= SOLVED_FROM
+    taken = rollout.reward_components.get(OVERLONG, 0.0)
+    return rollout.reward is not None and rollout.reward - taken >= SOLVED_FROM
 
 
 def _share(flags: Sequence[bool]) -> float:

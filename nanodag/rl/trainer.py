@@ -91,10 +91,17 @@ class Trainer:
         groups = list(groups_of(rollouts).values())
         num_updates = min(self.config.updates_per_step, len(groups))
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_updates)]
-        advantages = self._advantages_of([r for part in parts for r in part]).split([len(part) for part in parts])
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        old = [[self._score(self.engine, row) for row in part] for part in rows] if num_updates > 1 else None
+        is_old_needed = num_updates > 1 or self.config.kl_in == "reward"
+        old = self._scores(self.engine, rows) if is_old_needed else None
+        reference = None if self._reference is None else self._scores(self._reference, rows)
+        rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
+        if self.config.kl_in == "reward":
+            assert old is not None and reference is not None
+            taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
+            rewards = [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
+        advantages = self._advantages_of(parts, rewards)
         total, norms = Sums({}, {}), []
         for number, part in enumerate(rows):
             sums, totals = Sums({}, {}), self._totals(parts[number])
@@ -104,9 +111,9 @@ class Trainer:
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=logprobs.detach() if old is None else old[number][place],
+                    old_logprobs=logprobs.detach() if old is None or num_updates == 1 else old[number][place],
                     advantages=advantages[number][row.rollouts][row.sequence_ids],
-                    reference_logprobs=None if self._reference is None else self._score(self._reference, row),
+                    reference_logprobs=None if reference is None else reference[number][place],
                 )
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
@@ -161,12 +168,22 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
-    def _advantages_of(self, rollouts: Sequence[Rollout]) -> Tensor:
+    def _advantages_of(self, parts: Sequence[Sequence[Rollout]], rewards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Advantages over all rollouts of the step, for each part of it."""
+        rollouts = [rollout for part in parts for rollout in part]
         number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
-        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
         num_tokens = torch.tensor([_num_trained(rollout) for rollout in rollouts])
-        return self._advantage(rewards, group_ids, num_tokens).to(self.engine.device)
+        advantages = self._advantage(torch.cat(list(rewards)), group_ids, num_tokens)
+        return advantages.to(self.engine.device).split([len(part) for part in parts])
+
+    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
+        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
+        the same rewards."""
+        found = torch.zeros(size, dtype=torch.float64)
+        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
+            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
+        return self.config.kl_coefficient * torch.tensor(self.engine.summed(*found.tolist()), dtype=torch.float32)
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         engine = self.engine
@@ -180,8 +197,8 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _score(self, model: Any, row: Row) -> Tensor:
-        return model(row)[0]
+    def _scores(self, model: Any, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+        return [[model(row)[0] for row in part] for part in rows]
 
 
 def _num_trained(rollout: Rollout) -> int:

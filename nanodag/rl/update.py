@@ -2,7 +2,8 @@
 
     loss = sum over tokens of w * (c * policy loss + kl_coefficient * KL - entropy_coefficient * entropy)
 
-w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old).
+w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old)
+and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead.
 """
 
 import inspect
@@ -16,6 +17,9 @@ from torch import Tensor
 from nanodag.config.schema import RLStage
 from nanodag.rl import entries
 from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses.kl import unbiased
+from nanodag.rl.losses.opsm import off_policy_kept
+from nanodag.rl.losses.sequences import sequence_sums
 from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row
 
@@ -44,17 +48,48 @@ class Objective:
             row.sequence_ids,
             **self._options,
         )
-        weights = self._correction(scored.old_logprobs, row.sampler_logprobs, mask, cap=config.correction_cap)
+        weights = self._weights(scored)
         per_token = policy.values * weights
         kl = None
         if scored.reference_logprobs is not None:
             kl = self._kl(scored.trainer_logprobs, scored.reference_logprobs)
-            per_token = per_token + config.kl_coefficient * kl
+            if config.kl_unbiased:
+                kl = unbiased(kl, scored.trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
+            if config.kl_in == "loss":
+                per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient:
             per_token = per_token - config.entropy_coefficient * scored.entropies
         # where, not a product with 0: a masked token may hold an infinity
         loss = (self._aggregation(mask, row.sequence_ids, totals) * torch.where(mask, per_token, 0.0)).sum()
         return loss, _sums(loss, scored, policy, weights, kl)
+
+    @torch.no_grad()
+    def kl_of_rollouts(self, row: Row, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
+        """KL summed over the trained tokens of each rollout, (size,) float64; 0 for those that are not in the row."""
+        kl = self._kl(old_logprobs, reference_logprobs)
+        sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
+        return sums.new_zeros(size).index_add(0, row.rollouts, sums)
+
+    def _weights(self, scored: "Scored") -> Tensor:
+        config, row = self._config, scored.row
+        weights = self._correction(
+            scored.old_logprobs,
+            row.sampler_logprobs,
+            row.mask,
+            row.sequence_ids,
+            floor=config.correction_floor,
+            cap=config.correction_cap,
+        )
+        if config.opsm_limit:
+            weights = weights * off_policy_kept(
+                scored.trainer_logprobs,
+                row.sampler_logprobs,
+                scored.advantages,
+                row.mask,
+                row.sequence_ids,
+                limit=config.opsm_limit,
+            )
+        return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,7 @@ def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor
             # KL(sampler || trainer) by k3, from tokens of the sampler
             "mismatch_kl": (mismatch.expm1() - mismatch).sum(),
             "correction": weights[mask].double().sum(),
+            "left_out": (weights[mask] == 0).sum(),
         }
         if kl is not None:
             summed["kl"] = kl[mask].double().sum()

@@ -1,11 +1,14 @@
 """What every entry of each kind promises, checked over all of them: a new entry is tested by being listed."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from nanodag.errors import ConfigError
 from nanodag.rl import entries
 from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses.kl import unbiased
 
 T = 24  # tokens of three responses of 11, 7 and 6 tokens
 SEQUENCE_IDS = torch.tensor([0] * 11 + [1] * 7 + [2] * 6)
@@ -172,10 +175,36 @@ def test_kl_estimates_have_the_true_kl_as_expectation(name):
 @all_of("correction")
 def test_correction_is_bounded_carries_no_gradient_and_ignores_masked_tokens(name):
     old, sampler = logprobs(0).requires_grad_(), logprobs(1)
-    weights = entries.load("correction", name)(old, sampler, mask(), cap=1.5)
+    correction = partial(entries.load("correction", name), floor=0.5, cap=1.5)
+    weights = correction(old, sampler, mask(), SEQUENCE_IDS)
     assert not weights.requires_grad and weights.shape == (T,)
-    assert (weights[~mask()] == 0).all() and (weights[mask()] > 0).all() and (weights <= 1.5).all()
-    same = entries.load("correction", name)(sampler, sampler, mask(), cap=1.5)
+    assert (weights[~mask()] == 0).all() and (weights[mask()] >= 0).all() and (weights <= 1.5).all()
+    same = correction(sampler, sampler, mask(), SEQUENCE_IDS)
     assert same[mask()].tolist() == [1.0] * 20
-    apart = entries.load("correction", name)(sampler + 300.0, sampler, mask(), cap=1.5)
+    apart = correction(sampler + 300.0, sampler, mask(), SEQUENCE_IDS)
     assert apart.isfinite().all()
+
+
+@all_of("correction")
+def test_correction_does_not_depend_on_the_split_into_micro_batches(name):
+    correction = partial(entries.load("correction", name), floor=0.1, cap=3.0)
+    close = logprobs(0) + logprobs(1) / 20
+    whole = correction(close, logprobs(0), mask(), SEQUENCE_IDS)
+    first, second = slice(0, 11), slice(11, 24)
+    parts = [
+        correction(close[p], logprobs(0)[p], mask()[p], SEQUENCE_IDS[p] - SEQUENCE_IDS[p][0]) for p in (first, second)
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+@all_of("kl")
+def test_unbiased_kl_has_the_kl_and_its_gradient_as_expectation_off_policy_too(name):
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    policy, reference = logits.log_softmax(-1), torch.tensor([0.5, 0.3, 0.2]).log()
+    old = torch.tensor([0.2, 0.2, 0.6]).log()  # what the tokens were sampled from
+    estimates = unbiased(entries.load("kl", name)(policy, reference), policy, reference, old)
+    found = torch.autograd.grad((old.exp() * estimates).sum(), logits, retain_graph=True)[0]
+    true_kl = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(true_kl, logits, retain_graph=True)[0])
+    if name != "k2":  # biased in its value
+        torch.testing.assert_close((old.exp() * estimates).sum(), true_kl)

@@ -12,9 +12,10 @@ from nanodag.rl.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from nanodag.rl.advantages.rloo import rloo
 from nanodag.rl.losses.aggregation import Totals, by_constant, by_sequence, by_token
 from nanodag.rl.losses.cispo import cispo
-from nanodag.rl.losses.corrections import truncated
+from nanodag.rl.losses.corrections import sequence_masked, sequence_truncated, token_masked, truncated
 from nanodag.rl.losses.gspo import gspo
-from nanodag.rl.losses.kl import k1, k2, k3, low_var
+from nanodag.rl.losses.kl import k1, k2, k3, low_var, unbiased
+from nanodag.rl.losses.opsm import off_policy_kept
 from nanodag.rl.losses.ppo_clip import ppo_clip
 from nanodag.rl.losses.reinforce import reinforce
 from nanodag.rl.losses.sapo import sapo
@@ -178,8 +179,46 @@ def test_low_var_kl_is_at_most_ten_where_k3_explodes():
     assert torch.autograd.grad(bounded.sum(), trainer)[0].item() == 0.0
 
 
-def test_truncated_importance_weights():
-    old = torch.tensor([-1.0, -1.0, -1.0])
-    sampler = torch.tensor([-1.0 - math.log(1.5), -1.0 - math.log(3.0), -1.0 - math.log(0.5)])
-    weights = truncated(old, sampler, torch.tensor([True, True, True]), cap=2.0)
-    assert weights.tolist() == pytest.approx([1.5, 2.0, 0.5])
+# Two responses of two trained tokens each and one masked token; old - sampler is log of the weights 1.5, 3, 0.5, 0.8
+SAMPLER = torch.tensor([-1.0, -1.0, -9.0, -1.0, -1.0])
+CORRECTED_OLD = SAMPLER + torch.tensor([1.5, 3.0, 7.0, 0.5, 0.8]).log()
+CORRECTED_MASK, CORRECTED_IDS = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("correction", "floor", "cap", "weights"),
+    [
+        (truncated, 0.0, 2.0, [1.5, 2.0, 0.0, 0.5, 0.8]),
+        (sequence_truncated, 0.0, 2.0, [2.0, 2.0, 0.0, 0.4, 0.4]),  # products 4.5 and 0.4
+        (token_masked, 0.6, 2.0, [1.5, 0.0, 0.0, 0.0, 0.8]),
+        (token_masked, 0.0, 5.0, [1.5, 3.0, 0.0, 0.5, 0.8]),
+        (sequence_masked, 0.0, 2.0, [0.0, 0.0, 0.0, 0.4, 0.4]),
+        (sequence_masked, 0.5, 5.0, [4.5, 4.5, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_weights_of_tokens_and_responses(correction, floor, cap, weights):
+    found = correction(CORRECTED_OLD, SAMPLER, CORRECTED_MASK, CORRECTED_IDS, floor=floor, cap=cap)
+    assert found.tolist() == pytest.approx(weights, rel=1e-6)
+
+
+def test_opsm_leaves_out_bad_responses_that_the_policy_has_left():
+    trainer = SAMPLER - torch.tensor([0.3, 0.1, 50.0, 0.0, 0.3])  # means 0.2 and 0.15 nats a token
+    bad, good = torch.full((5,), -1.0), torch.full((5,), 1.0)
+    for advantages, limit, kept in (
+        (bad, 0.17, [0.0, 0.0, 0.0, 1.0, 1.0]),
+        (bad, 0.1, [0.0] * 5),
+        (bad, 0.3, [1.0] * 5),
+        (good, 0.1, [1.0] * 5),
+    ):
+        found = off_policy_kept(trainer, SAMPLER, advantages, CORRECTED_MASK, CORRECTED_IDS, limit=limit)
+        assert found.tolist() == kept
+
+
+def test_unbiased_k3_is_the_ratio_times_k3_differentiated_as_it_stands():
+    trainer = torch.tensor([-1.0, -2.0], requires_grad=True)
+    reference, old = torch.tensor([-1.5, -1.0]), torch.tensor([-0.7, -2.5])
+    plain = (trainer - old).exp() * k3(trainer, reference)
+    mended = unbiased(k3(trainer, reference), trainer, reference, old)
+    torch.testing.assert_close(mended, plain)
+    gradients = [torch.autograd.grad(kl.sum(), trainer, retain_graph=True)[0] for kl in (mended, plain)]
+    torch.testing.assert_close(*gradients)

@@ -12,6 +12,7 @@ from nanodag.config.schema import RLStage
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollout import groups_of, read_rollouts
+from nanodag.rl.shaping import with_overlong_penalty
 from nanodag.rl.update import Objective, Scored
 from tests.rl.models import rollout
 from tests.rl.stages import make_job, metrics, run
@@ -26,11 +27,11 @@ OLD = torch.tensor([-1.1, -1.5, -9.0, -1.5])
 TOTALS = Totals(num_tokens=3, num_sequences=2, max_tokens=4)
 
 
-def loss_of(reference=None, **config) -> tuple[float, torch.Tensor, dict[str, float]]:
+def loss_of(reference=None, sampler=ROW.sampler_logprobs, **config) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient to the trainer's logprobs, metrics; the trainer is at the old weights."""
     trainer = OLD.clone().requires_grad_()
     scored = Scored(
-        row=ROW,
+        row=SimpleNamespace(**{**vars(ROW), "sampler_logprobs": sampler}),
         trainer_logprobs=trainer,
         entropies=torch.tensor([0.5, 0.25, 9.0, 1.0]),
         old_logprobs=OLD,
@@ -65,6 +66,52 @@ def test_kl_in_the_loss_pulls_towards_the_reference():
     assert metrics["kl"] == pytest.approx(0.125 / 3, rel=1e-5)
     assert loss == pytest.approx(0.5 * 0.125 / 3, rel=1e-5)
     assert gradient[0].item() == pytest.approx((-1 + 0.5 * 0.5) / 3)
+
+
+def test_kl_in_the_reward_is_summed_over_each_rollout_and_leaves_the_loss_alone():
+    reference = torch.tensor([-1.6, -1.25, 0.0, -2.0])
+    plain, _, _ = loss_of(reference)
+    loss, _, metrics = loss_of(reference, kl_coefficient=0.5, kl_kind="k1", kl_in="reward")
+    assert loss == plain and metrics["kl"] == pytest.approx((0.5 - 0.25 + 0.5) / 3)
+    objective = Objective(RLStage(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
+    row = SimpleNamespace(mask=MASK, sequence_ids=ROW.sequence_ids, rollouts=torch.tensor([2, 0]))
+    sums = objective.kl_of_rollouts(row, OLD, reference, 4)
+    assert sums.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.0])
+
+
+def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator():
+    # response 1 has a negative advantage, and the trainer is 0 nats from its sampler, then 0.5
+    _, gradient, metrics = loss_of(opsm_limit=0.1)
+    assert gradient.tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 2 / 3]) and metrics["left_out_share"] == 0.0
+    far = ROW.sampler_logprobs.clone()
+    far[3] = -1.0
+    _, gradient, metrics = loss_of(sampler=far, opsm_limit=0.1)
+    assert gradient.tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 0])
+    assert metrics["left_out_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kl_in": "reward"}, "kl_coefficient is 0"),
+        ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
+        ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
+        ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "cispo has no dual_clip"),
+        ({"overlong_buffer": 300}, "above max_new_tokens 256"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RLStage(kind="rl", data=["file:x"], **values)
+
+
+@pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])
+def test_the_overlong_penalty_grows_over_the_last_tokens(num_tokens, taken):
+    one = rollout("a", 0, [1], [2] * num_tokens, reward=1.0)
+    found = with_overlong_penalty(one, longest=80, buffer=20, penalty=1.0)
+    assert found.reward == pytest.approx(1.0 + taken) and found.reward_components == {"overlong": pytest.approx(taken)}
+    assert rollout_metrics([found])["pass_rate"] == 1.0  # right, if long
 
 
 def test_a_masked_token_may_hold_anything():

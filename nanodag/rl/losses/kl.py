@@ -29,3 +29,16 @@ def low_var(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k3 of x clamped to [-20, 20], the result clamped to at most 10, where its gradient ends."""
     x = (trainer_logprobs - reference_logprobs).clamp(-20.0, 20.0)
     return ((-x).expm1() + x).clamp(-10.0, 10.0)
+
+
+def unbiased(estimates: Tensor, trainer_logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """ratio * estimate, its gradient ratio * x: in expectation under old, the KL and the gradient of the KL.
+
+    Whatever the kind, the gradient is that of the KL, off policy too; the kinds differ in the value that is logged. For
+    k3 both are exactly what ratio * k3 gives when it is differentiated as it stands. x is clamped to [-20, 20], the
+    ratio's exponent too. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1; TRL's use_bias_correction_kl, slime's
+    use_unbiased_kl; OpenRLHF has the gradient, with the ratio at most 10, and leaves the value unweighted.
+    """
+    x = (trainer_logprobs - reference_logprobs).detach().clamp(-20.0, 20.0)
+    ratio = (trainer_logprobs.detach() - old_logprobs).clamp(-20.0, 20.0).exp()
+    return ratio * (estimates.detach() + x * (trainer_logprobs - trainer_logprobs.detach()))
