@@ -188,11 +188,6 @@ class SamplerConfig(Section):
     request_timeout_s: float = operational(600.0, gt=0)
 
 
-class RLStage(StageBase):
-    """GRPO and its relatives. Input: `model`.
-
-
-
 class FilterConfig(Section):
     """A filter of groups: a name of nanodag.rl.entries or a function of one's own. A bare name means no options."""
 
@@ -210,6 +205,11 @@ class FilterConfig(Section):
         if self.name in entries.names("filter"):
             entries.load_filter(self.name, self.options)
         return self
+
+
+class RLStage(StageBase):
+    """GRPO and its relatives. Input: `model`.
+
     data: prompts. prompts_per_step x samples_per_prompt rollouts train one step; over_sampling prompts are generated
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
@@ -255,6 +255,10 @@ class FilterConfig(Section):
     kl_unbiased: bool = False
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis"] = "none"
     correction_cap: float = Field(2.0, gt=0)
+    correction_floor: float = Field(0.0, ge=0)
+    opsm_limit: float = Field(0.0, ge=0)
+    overlong_buffer: int = Field(0, ge=0)
+    overlong_penalty: float = Field(1.0, gt=0)
     learning_rate: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.1, ge=0)
@@ -268,10 +272,6 @@ class FilterConfig(Section):
     eval_every: int = Field(20, ge=1)
     eval_prompts: int = Field(128, ge=0)
     reward_timeout_s: float = Field(10.0, gt=0)
-    correction_floor: float = Field(0.0, ge=0)
-    opsm_limit: float = Field(0.0, ge=0)
-    overlong_buffer: int = Field(0, ge=0)
-    overlong_penalty: float = Field(1.0, gt=0)
     reward_processes: int = operational(1, ge=1)
     checkpoint_every: int = operational(20, ge=1)
     keep_checkpoints: int = operational(2, ge=1)
@@ -307,25 +307,12 @@ class FilterConfig(Section):
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
         if self.dual_clip and self.policy_loss in ("gspo", "cispo", "sapo", "reinforce"):
             raise ValueError(f"policy_loss {self.policy_loss} has no dual_clip; leave it out, or use ppo_clip")
+        self._check_off_policy()
         for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss), ("reward", self.reward)):
             if not (kind == "reward" and name == "auto"):
                 entries.import_path(kind, name)
         return self
 
-
-class BenchmarkConfig(Section):
-    """One lm-eval task. name: what it is called in results. form: how it is asked, one of those shipped in
-    nanodag/evaluation/benchmarks (`auto`: the one called like the benchmark), a YAML file of lm-eval's format by path,
-    or lm-eval's own as `lm_eval:folder/file.yaml`. source: where its items come from. limit: that many items, drawn at
-    random by the stage's seed; 0 for all. fewshot: where worked examples come from, with num_fewshot."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-        self._check_off_policy()
-    form: str = "auto"
-    source: SourceConfig | None = None
-    num_fewshot: int = Field(0, ge=0)
-    fewshot: SourceConfig | None = None
-    limit: int = Field(0, ge=0)
     def _check_off_policy(self) -> None:
         if self.kl_in == "reward" and not self.kl_coefficient:
             raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
@@ -345,6 +332,19 @@ class BenchmarkConfig(Section):
                 f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {self.max_new_tokens}; lower it"
             )
 
+
+class BenchmarkConfig(Section):
+    """One lm-eval task. name: what it is called in results. form: how it is asked, one of those shipped in
+    nanodag/evaluation/benchmarks (`auto`: the one called like the benchmark), a YAML file of lm-eval's format by path,
+    or lm-eval's own as `lm_eval:folder/file.yaml`. source: where its items come from. limit: that many items, drawn at
+    random by the stage's seed; 0 for all. fewshot: where worked examples come from, with num_fewshot."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    form: str = "auto"
+    source: SourceConfig | None = None
+    num_fewshot: int = Field(0, ge=0)
+    fewshot: SourceConfig | None = None
+    limit: int = Field(0, ge=0)
 
 
 class EvalStage(StageBase):

@@ -16,8 +16,8 @@ from nanodag.rl import entries
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool
 from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
-from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.rl.shaping import shaped
+from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
@@ -102,7 +102,6 @@ class Generator:
             if len(harvest.kept) == config.prompts_per_step:
                 break
         _refuse_broken_rewards(harvest.all_rollouts)
-        group = [shaped(rollout, self._config) for rollout in group]
         return harvest
 
     async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
@@ -137,6 +136,7 @@ class Generator:
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
+        group = [shaped(rollout, self._config) for rollout in group]
         scored = [rollout for rollout in group if rollout.reward is not None]
         if len(scored) < 2:
             harvest.dropped.append(Dropped(prompt, group, REWARD_FAILED))
