@@ -135,10 +135,12 @@ def locked(path: Path, *, timeout_s: float, poll_s: float = 0.2) -> Iterator[int
 
     Raises StoreBusy after timeout_s.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(f"Making the lock {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a")
     deadline = time.monotonic() + timeout_s
     said = False
-    with path.open("a") as stream:
+    with opened as stream:
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -83,11 +83,17 @@ class RemotePlace:
         return {path: found[full].decode() for full, path in wanted.items() if full in found}
 
     def write_text(self, path: str, text: str) -> None:
-        """As LocalPlace.write_text, where the remote store replaces objects whole."""
+        """As LocalPlace.write_text: an object store replaces objects whole, a file system gives them another name."""
         target = f"{self._root}/{path}"
         with self._asking(f"Writing {path}"):
+            if not self._has_folders:
+                self._fs.pipe_file(target, text.encode())
+                return
+            folder, _, name = target.rpartition("/")
+            temporary = f"{folder}/.{name}.{secrets.token_hex(4)}.tmp"
             self._make_parent(target)
-            self._fs.pipe_file(target, text.encode())
+            self._fs.pipe_file(temporary, text.encode())
+            self._fs.mv(temporary, target)
 
     def remove(self, path: str) -> None:
         """As LocalPlace.remove."""

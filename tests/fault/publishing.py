@@ -1,0 +1,124 @@
+"""Writers of one store that are killed at random: `publishing.py URL FOLDER NUM_KILLS SEED`.
+
+Two writers at a time publish, edit a run's record and commit checkpoints, until SIGKILL or SIGTERM ends them; a reader
+reads all the while. After each kill everything that is new is read and compared. Prints JSON; ends with an exception at
+the first thing that is not as it should be. Forks rather than starts Python anew, so that a kill costs milliseconds.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from nanodag.errors import ArtifactNotFound, NanodagError
+from nanodag.store import Checkpoints, Store
+
+KEY = "a" * 40
+ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
+
+
+def write_for_ever(store: Store, folder: Path, seed: int, name: str) -> None:
+    """Publish products whose bytes follow from a number that their manifest has."""
+    source = random.Random(seed)
+    checkpoints = Checkpoints(folder / f"checkpoints-{name}")
+    newest = checkpoints.newest_valid()
+    for number in itertools.count():
+        product = folder / f"product-{os.getpid()}-{number}"
+        product.mkdir()
+        mark = source.randrange(1 << 30)
+        for file in range(source.randrange(1, 6)):
+            (product / f"file-{file}").write_bytes(random.Random(mark + file).randbytes(source.randrange(1, 30_000)))
+        store.publish(KEY, product, metrics={"mark": mark}, records=product, **ABOUT)
+        store.change_run("r", lambda record: record.update(count=record["count"] + 1))
+        step = (newest[0] if newest else 0) + number + 1
+        (checkpoints.begin(step) / "state").write_text(str(step) * 1000)
+        checkpoints.commit(step)
+
+
+def read_for_ever(store: Store) -> None:
+    while True:
+        artifact = store.lookup(KEY)
+        if artifact is not None:
+            check(store, artifact)
+        store.read_run("r")
+
+
+def check(store: Store, artifact: object) -> None:
+    """An artifact's bytes are those that its writer meant."""
+    folder = store.materialize(artifact)
+    for name in artifact.files:
+        found = (folder / name).read_bytes()
+        expected = random.Random(artifact.metrics["mark"] + int(name[-1])).randbytes(len(found))
+        assert found == expected, f"{artifact.folder}/{name} has other bytes than its writer meant"
+
+
+def forked(body: object, *arguments: object) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body(*arguments)
+        except (NanodagError, OSError, AssertionError, LookupError, ValueError) as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:  # a child must not return into its parent's loop
+            os._exit(1)
+    return pid
+
+
+def read_new(store: Store, seen: set[str]) -> int:
+    """Check the attempts that were not seen before; returns how many there were."""
+    new = [name for name in store.attempts(KEY) if name not in seen]
+    num_whole = 0
+    for name in new:
+        try:
+            check(store, store.attempt(KEY, name))
+            num_whole += 1
+        except ArtifactNotFound:
+            assert store.is_remote, "a local attempt is there with its manifest or not at all"
+        seen.add(name)
+    return num_whole
+
+
+def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
+    source = random.Random(seed)
+    store = Store(url, local=folder / "here")
+    store.write_run("r", {"count": 0})
+    seen: set[str] = set()
+    num_whole, highest, count, steps = 0, 0, 0, {"x": 0, "y": 0}
+    reader = forked(read_for_ever, store)
+    for kill in range(num_kills):
+        names = ["x", "y"] if kill % 2 else ["x"]
+        writers = [forked(write_for_ever, store, folder, source.randrange(1 << 30), name) for name in names]
+        for writer in writers:
+            time.sleep(source.uniform(0.0, 0.15))
+            os.kill(writer, source.choice([signal.SIGKILL, signal.SIGTERM]))
+        for writer in writers:
+            _, status = os.waitpid(writer, 0)
+            assert os.WIFSIGNALED(status), "a writer ended by itself"
+        num_whole += read_new(store, seen)
+        newest = store.lookup(KEY)
+        assert (newest is not None) == (num_whole > 0)
+        if newest is not None:
+            assert int(newest.attempt[:4]) >= highest, "an older attempt became the newest"
+            highest = int(newest.attempt[:4])
+        found = store.read_run("r")["count"]
+        assert found >= count, "a run's record went back"
+        count = found
+        for name in names:
+            step, path = Checkpoints(folder / f"checkpoints-{name}").newest_valid() or (0, None)
+            assert step >= steps[name], "a checkpoint was lost"
+            assert path is None or (path / "state").read_text() == str(step) * 1000
+            steps[name] = step
+    with contextlib.suppress(ChildProcessError):
+        assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader met something that it could not read"
+        os.kill(reader, signal.SIGKILL)
+        os.waitpid(reader, 0)
+    print(json.dumps({"kills": num_kills, "published": num_whole, "edits": count, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,333 @@
+"""The store under fire: whatever happens to a writer or to what it wrote, the right result or one clear error, and no
+good artifact is lost or replaced by a bad one."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
+from nanodag.provenance import PROJECT
+from nanodag.store import Checkpoints, Store
+from tests.store.making import KEY, forge, product_in, publish
+
+PUBLISHING = Path(__file__).parent / "publishing.py"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "s")
+
+
+@pytest.fixture
+def product(tmp_path):
+    return product_in(tmp_path / "product")
+
+
+@pytest.fixture
+def good(store, product):
+    return publish(store, product)
+
+
+def is_whole(store, artifact):
+    """It is the one that counts, and its bytes are what they were."""
+    return store.lookup(KEY) == artifact and (store.materialize(artifact) / "weights").read_bytes() == b"abcdefgh"
+
+
+def in_child(body):
+    """What `body` returns or raises, as text, called in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = body()
+        except (OSError, AssertionError) as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, str(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        said = stream.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def as_ordinary_user(body):
+    """`in_child` without root's privilege to write anywhere."""
+
+    def plainly():
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+        return body()
+
+    return in_child(plainly)
+
+
+def kill_at_random(folder, url, num_kills):
+    command = [sys.executable, str(PUBLISHING), url, str(folder), str(num_kills), "7"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("where", ["local", "fsspec"])
+def test_20_random_kills_and_no_corrupt_read(tmp_path, where):
+    url = str(tmp_path / "s") if where == "local" else f"local://{tmp_path}/s"
+    told = kill_at_random(tmp_path, url, 20)
+    assert told["kills"] == 20 and told["published"] >= 1
+
+
+@pytest.mark.slow
+def test_500_random_kills_and_no_corrupt_read(tmp_path):
+    told = kill_at_random(tmp_path, str(tmp_path / "s"), 500)
+    assert told["kills"] == 500 and told["published"] > 100
+
+
+class Failing:
+    """Lets `num_good` calls of functions of `os` through, then has them fail."""
+
+    def __init__(self, monkeypatch, number):
+        self.number, self.num_good, self.num_failed = number, 10**9, 0
+        for name in ("fsync", "rename", "replace", "mkdir"):
+            monkeypatch.setattr(os, name, self.wrapped(getattr(os, name)))
+
+    def wrapped(self, function):
+        def called(*arguments, **named):
+            self.num_good -= 1
+            if self.num_good < 0:
+                self.num_failed += 1
+                raise OSError(self.number, os.strerror(self.number))
+            return function(*arguments, **named)
+
+        return called
+
+    def after(self, num_good):
+        self.num_good, self.num_failed = num_good, 0
+
+
+def errors_of(failing, act):
+    """Have a disk fail at the first call, the second, and so on, until `act` gets through; yields what it raised."""
+    for num_good in range(1000):
+        failing.after(num_good)
+        try:
+            act()
+        except StoreError as error:
+            failing.after(10**9)
+            yield str(error)
+        else:
+            failing.after(10**9)
+            return
+
+
+def test_a_disk_that_is_full_at_any_point_of_publishing_leaves_what_was_there(store, product, good, monkeypatch):
+    (product / "weights").write_bytes(b"ijklmnop")
+    num_points = 0
+    for error in errors_of(Failing(monkeypatch, errno.ENOSPC), lambda: publish(store, product)):
+        num_points += 1
+        assert "The disk is full" in error and "nanodag gc" in error
+        newest = store.lookup(KEY)
+        # Only the last flush, of the folder's name, comes after the artifact has become visible, and it is whole.
+        assert newest == good or (store.materialize(newest) / "weights").read_bytes() == b"ijklmnop"
+        assert (store.materialize(good) / "weights").read_bytes() == b"abcdefgh"
+        assert not list((store.local / "artifacts" / KEY).glob(".*")), "a failed writer cleans up"
+    assert num_points > 5
+
+
+def test_a_file_that_may_not_get_that_large_is_one_clear_error(tmp_path, product):
+    (product / "weights").write_bytes(b"x" * 100_000)
+
+    def body():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        publish(Store(tmp_path / "s"), product)
+
+    said = in_child(body)
+    assert "Publishing stage sft" in said and "may not get as large" in said
+    assert Store(tmp_path / "s").lookup(KEY) is None
+
+
+def test_a_disk_that_is_full_at_any_point_of_writing_a_record_keeps_the_old_one(store, monkeypatch):
+    store.write_run("r", {"n": 1})
+    failing, num_points = Failing(monkeypatch, errno.ENOSPC), 0
+    for error in errors_of(failing, lambda: store.change_run("r", lambda record: record.update(n=2))):
+        num_points += 1
+        assert "The disk is full" in error
+        assert store.read_run("r")["n"] in (1, 2)
+        assert not list((store.local / "runs").glob(".*"))
+    assert store.read_run("r")["n"] == 2 and num_points >= 2
+
+
+def test_a_disk_that_is_full_at_any_point_of_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
+    checkpoints, num_points = Checkpoints(tmp_path, keep=1), 0
+
+    def save(step):
+        (checkpoints.begin(step) / "state").write_text(str(step))
+        checkpoints.commit(step)
+
+    save(1)
+    for error in errors_of(Failing(monkeypatch, errno.ENOSPC), lambda: save(2)):
+        num_points += 1
+        assert "The disk is full" in error
+        step, folder = checkpoints.newest_valid()
+        assert (folder / "state").read_text() == str(step)
+    assert checkpoints.newest_valid()[0] == 2 and num_points > 3
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_the_good_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (10, 20):
+        (checkpoints.begin(step) / "state").write_text(str(step))
+        checkpoints.commit(step)
+    (tmp_path / "step-00000020" / "state").write_text("21")
+    assert checkpoints.newest_valid() is None  # so the stage begins anew, and saves more often
+    (checkpoints.begin(15) / "state").write_text("15")
+    checkpoints.commit(15)
+    assert checkpoints.newest_valid()[0] == 15
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000015"]
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user can get to; pytest's own are closed to others."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_store_is_read_and_refuses_to_be_written(open_folder):
+    store, product = Store(open_folder / "s"), product_in(open_folder / "product")
+    good = publish(store, product)
+    store.write_run("r", {"n": 1})
+    for path in [store.local, *store.local.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o555)
+    assert as_ordinary_user(lambda: is_whole(Store(store.local), good)) == "True"
+    assert as_ordinary_user(lambda: Store(store.local).read_run("r")["n"]) == "1"
+    for act in (
+        lambda: publish(Store(store.local), product),
+        lambda: Store(store.local).write_run("r", {"n": 2}),
+        lambda: Store(store.local).change_run("r", lambda record: record.update(n=2)),
+        lambda: Store(store.local).workspace(KEY),
+    ):
+        said = as_ordinary_user(act)
+        assert said.startswith("StoreError: ") and "may not write there" in said, said
+    assert is_whole(store, good) and store.read_run("r")["n"] == 1
+
+
+def test_a_clock_that_goes_back_makes_no_older_attempt_the_newest(store, product, good, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    (product / "weights").write_bytes(b"ijklmnop")
+    second = publish(store, product)
+    assert second.created == 1000.0 < good.created
+    assert store.lookup(KEY) == second
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert publish(store, product).attempt == "0003"
+    monkeypatch.undo()
+    assert store.lookup(KEY).attempt == "0003"
+    assert publish(store, product).attempt == store.lookup(KEY).attempt == "0004"
+
+
+def test_a_deleted_artifact_is_not_there_and_says_so(store, product, good):
+    shutil.rmtree(store.local / good.folder)
+    assert store.lookup(KEY) is None
+    with pytest.raises(ArtifactNotFound, match="no attempt 0001"):
+        store.attempt(KEY, "0001")
+    with pytest.raises(CorruptArtifact, match="is missing"):
+        store.materialize(good)  # somebody who had looked it up before
+    again = publish(store, product)
+    assert again.digest == good.digest and is_whole(store, again)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "deleted", "grown", "a link", "a folder"])
+@pytest.mark.parametrize("name", ["weights", "sub/more"])
+def test_a_damaged_file_gives_way_to_the_attempt_before(store, product, good, damage, name):
+    second = publish(store, product)
+    path = store.local / second.folder / "files" / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "truncated":
+        path.write_bytes(content[:-1])
+    elif damage == "grown":
+        path.write_bytes(content + b"x")
+    elif damage == "a link":  # to the very same bytes: they could change
+        path.symlink_to(store.local / good.folder / "files" / name)
+    elif damage == "a folder":
+        path.mkdir()
+    assert is_whole(store, good)
+    with pytest.raises(CorruptArtifact, match=f"files/{name}"):
+        store.attempt(KEY, second.attempt)
+    with pytest.raises(CorruptArtifact):
+        store.materialize(second)
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(store, good):
+    path = store.local / good.folder / "manifest.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << (place % 8)
+        path.write_bytes(bytes(flipped))
+        assert store.lookup(KEY) is None, f"byte {place}, {content[place : place + 1]} is now {flipped[place]}"
+    path.write_bytes(content)
+    assert is_whole(store, good)
+
+
+def test_any_flipped_bit_of_a_file_is_found(store, good):
+    path = store.local / good.folder / "files" / "weights"
+    path.chmod(0o644)
+    for bit in range(8 * 8):
+        flipped = bytearray(b"abcdefgh")
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(bytes(flipped))
+        with pytest.raises(CorruptArtifact, match="nanodag verify aaaaaaaaaaaa --set-aside"):
+            store.materialize(good)
+
+
+def test_a_manifest_of_a_newer_format_is_neither_read_nor_built_over(store, product, good):
+    newer = publish(store, product)
+    forge(store, newer, lambda raw: raw.update(format=2, shape="of things to come"))
+    assert store.lookup(KEY) == good, "an older attempt in a format that is known still counts"
+    forge(store, good, lambda raw: raw.update(format=2))
+    with pytest.raises(NewerFormat, match="has format 2; this nanodag reads up to 1: update it"):
+        store.lookup(KEY)
+    forced = publish(store, product)
+    assert forced.attempt == "0003" and is_whole(store, forced)
+
+
+def test_a_product_that_changes_while_it_is_published_is_not(store, product, good, monkeypatch):
+    import nanodag.store.places as places
+
+    copy = places.copy_hashed
+
+    def meddled(source, target):
+        if source.name == "weights":
+            source.write_bytes(b"meddled!")
+        return copy(source, target)
+
+    monkeypatch.setattr(places, "copy_hashed", meddled)
+    with pytest.raises(StoreError, match="changed while it was published"):
+        publish(store, product)
+    assert is_whole(store, good)
+
+
+def test_a_damaged_record_of_a_run_is_named_and_hides_no_other(store):
+    store.write_run("good", {"n": 1})
+    store.write_run("bad", {"n": 1})
+    (store.local / "runs" / "bad.json").write_text('{"n": ')
+    assert store.runs() == ["good"] and store.damaged_runs() == ["bad"]
+    with pytest.raises(CorruptArtifact, match=r"runs/bad\.json"):
+        store.read_run("bad")
