@@ -177,15 +177,22 @@ class SFTStage(ChatStage):
 
 
 class SamplerConfig(Section):
-    """The server that rollouts come from. max_batch: requests decoded at once. context: longest prompt plus answer."""
+    """The servers that rollouts come from. max_batch: requests decoded at once, by all of them together. context:
+    longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
+    when they are deterministic. health_timeout_s: one that does not answer for so long is killed and started again;
+    most_losses: how often in a row one may be lost.
+    """
 
     engine: Literal["embedded"] = "embedded"
     precision: Precision = "fp32"
     max_batch: int = Field(64, ge=1)
     context: int = Field(1024, ge=8)
     deterministic: bool = True
+    replicas: Positive | Auto = operational("auto")
     start_timeout_s: float = operational(120.0, gt=0)
     request_timeout_s: float = operational(600.0, gt=0)
+    health_timeout_s: float = operational(60.0, gt=0)
+    most_losses: int = operational(3, ge=0)
 
 
 class FilterConfig(Section):
@@ -214,6 +221,9 @@ class RLStage(StageBase):
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
+    sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
+    requests under way: they are waited for, ended, begun again from their tokens with the new weights, or go on as they
+    are. sync_check_every: the first sync and every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says. clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are
     1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's
@@ -229,6 +239,9 @@ class RLStage(StageBase):
     reward: str = "auto"
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
+    sync: Literal["disk"] = operational("disk")
+    sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
+    sync_check_every: int = operational(20, ge=0)
     max_staleness: Literal[0] = 0
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=2)

@@ -176,17 +176,18 @@ class Controller:
             )
 
     def _sync(self) -> None:
-        """Give the samplers the trainer's weights, through a folder in memory."""
+        """Give the samplers the trainer's weights."""
         with self._timed("sync"):
-            version = self._state["version"]
+            version, sync = self._state["version"], self._services.sync
             folder = self._services.sync_folder / f"version-{version}"
-            self._services.link.ask("export", folder=str(folder))
-            samplers = self._services.samplers
-            self._await(samplers.update_weights_from_disk(str(folder), version))
-            found = self._await(samplers.versions())
-            if set(found) != {str(version)}:
-                raise SamplerError(f"The samplers say that they have weights {found} after they were given {version}.")
-            shutil.rmtree(folder)
+            self._await(sync.publish(folder, version, self._ask))
+            self._await(sync.load(folder, version))
+            for older in self._services.sync_folder.iterdir():
+                if older != folder:
+                    shutil.rmtree(older)
+
+    async def _ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        return self._services.link.ask(do, **arguments)
 
     # Evaluation
 

@@ -10,19 +10,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanodag.sampler.fingerprints import Fingerprints
+
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SHARD_BYTES = 4 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def write_model(
-    weights: Iterator[tuple[str, Tensor]], folder: Path, *, source: Path, is_writer: bool, dtype: torch.dtype
+    weights: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    *,
+    source: Path,
+    is_writer: bool,
+    dtype: torch.dtype,
+    fingerprints: Fingerprints | None = None,
 ) -> None:
     """Write weights and, beside them, the files of `source` that are not weights: config, tokenizer, chat template.
 
     weights: (name, tensor) pairs of the model as transformers names them; each tensor is valid until the next is asked
     for. Every rank walks through them; only the writer keeps and writes, one shard of at most 4 GiB at a time. The
-    folder appears under its name only when it is whole.
+    folder appears under its name only when it is whole. fingerprints: gets every tensor as the writer holds it.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     if is_writer:
@@ -47,6 +55,8 @@ def write_model(
         if held and size + num_bytes > SHARD_BYTES:
             flush()
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if fingerprints is not None:
+            fingerprints.add(name, held[name])
         size += num_bytes
         total += num_bytes
     if not is_writer:

@@ -18,7 +18,8 @@ from nanodag.launch import worker_environment
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
 from nanodag.rl.rewards.pool import RewardPool
-from nanodag.rl.samplers import Samplers
+from nanodag.rl.samplers import Samplers, Server
+from nanodag.rl.sync import make_sync
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess
 from nanodag.worker import Job, stop_requested
@@ -47,7 +48,7 @@ class Services:
                 "Lower max_new_tokens."
             )
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes)
-        self._processes: list[SamplerProcess] = []
+        self._servers: list[Server] = []
         self.link = RankLink(int(self._config.resources.num_ranks))
 
     def __enter__(self) -> "Services":
@@ -66,7 +67,8 @@ class Services:
         shutil.rmtree(self.sync_folder, ignore_errors=True)
         self.sync_folder.mkdir(parents=True)
         self._start_trainer()
-        starting = [_Background(self._start_sampler, number) for number in range(self.num_samplers)]
+        model = self._job.inputs["model"]
+        starting = [_Background(self._launch, number, model, 0) for number in range(self.num_samplers)]
         self.pool = RewardPool(
             self._config.reward,
             num_processes=self._config.reward_processes,
@@ -74,18 +76,28 @@ class Services:
         )
         self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         self.link.receive()
-        for number, one in enumerate(starting):
-            self._processes.append(one.result())
-            self.children.add(f"Sampler {number}", self._processes[-1].process)
-        timeout_s = self._config.sampler.request_timeout_s
-        self.samplers = Samplers([SamplerClient(one.url, request_timeout_s=timeout_s) for one in self._processes])
+        for one in starting:
+            self._servers.append(one.result())
+        self.samplers = Samplers(
+            self._servers,
+            model=self._job.inputs["model"],
+            version=0,
+            launch=self._launch,
+            connect=self._connect,
+            is_stopping=stop_requested,
+            health_timeout_s=self._config.sampler.health_timeout_s,
+            most_losses=self._config.sampler.most_losses,
+        )
+        self.sync = make_sync(self._config, self.samplers)
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
 
     def end(self) -> None:
         """End everything that was started."""
         self.children.release()
-        for process in self._processes:
-            process.stop()
+        if hasattr(self, "samplers"):
+            self.samplers.close()
+        for server in self._servers:
+            server.stop()
         self.link.close()
         self.children.end()
         if hasattr(self, "pool"):
@@ -107,21 +119,32 @@ class Services:
     def num_samplers(self) -> int:
         """How a sum is split over threads changes its bits, so a deterministic sampler has one thread, and several of
         them share the cores; another one has all threads."""
+        if self._config.sampler.replicas != "auto":
+            return int(self._config.sampler.replicas)
         return min(int(self._config.resources.threads), MOST_SAMPLERS) if self._config.sampler.deterministic else 1
 
-    def _start_sampler(self, number: int) -> SamplerProcess:
+    def _connect(self, url: str) -> SamplerClient:
+        return SamplerClient(
+            url,
+            request_timeout_s=self._config.sampler.request_timeout_s,
+            vocab_size=self.model.vocab_size,
+            context_length=self.context,
+        )
+
+    def _launch(self, number: int, model: Path, version: int) -> Server:
+        """Start a sampler with the weights in a folder."""
         config, resources = self._config.sampler, self._config.resources
         return SamplerProcess.start(
-            self._job.inputs["model"],
+            model,
             log_path=self._job.workspace / f"sampler-{number}.log",
             dtype=SAMPLER_DTYPES[config.precision],
             device=str(resources.device),
             max_batch=-(-config.max_batch // self.num_samplers),
             context_length=self.context,
             deterministic=config.deterministic,
-            threads=1 if config.deterministic else int(resources.threads),
+            threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed),
-            weight_version=0,
+            weight_version=version,
             start_timeout_s=config.start_timeout_s,
         )
 
@@ -152,10 +175,11 @@ class _Background:
 class ModelFacts:
     """What a Hugging Face directory says of its model without loading it."""
 
-    def __init__(self, *, num_parameters: int, num_bytes: int, max_positions: int) -> None:
+    def __init__(self, *, num_parameters: int, num_bytes: int, max_positions: int, vocab_size: int) -> None:
         self.num_parameters = num_parameters
         self.num_bytes = num_bytes
         self.max_positions = max_positions
+        self.vocab_size = vocab_size
 
     @classmethod
     def read(cls, folder: Path) -> "ModelFacts":
@@ -169,6 +193,7 @@ class ModelFacts:
             num_parameters=sum(counts),
             num_bytes=sum(file.stat().st_size for file in files),
             max_positions=int(config["max_position_embeddings"]),
+            vocab_size=int(config["vocab_size"]),
         )
 
 

@@ -40,7 +40,8 @@ from nanodag.rl.packing import pack
 from nanodag.rl.policy import Policy, Row, load_policy, to_row
 from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.update import Objective, Scored
-from nanodag.train.engine import Engine, leave
+from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.train.engine import DTYPES, Engine, leave
 from nanodag.worker import Job, read_job
 
 log = logging.getLogger(__name__)
@@ -128,15 +129,23 @@ class Trainer:
             "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
         }
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory; every rank must call it."""
+    def export(self, folder: Path, *, fingerprint: bool = False) -> dict[str, str]:
+        """Write the weights as a Hugging Face directory; every rank must call it.
+
+        fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold.
+        """
+        sampler = self.config.sampler
+        is_sglang = sampler.engine == "sglang"
+        found = Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
         write_model(
             ((name.removeprefix(PREFIX), tensor) for name, tensor in self.engine.weights()),
             folder,
             source=self.model_path,
             is_writer=self.engine.rank == 0,
             dtype=self.engine.dtype,
+            fingerprints=found if fingerprint else None,
         )
+        return found.all()
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
@@ -220,7 +229,8 @@ def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "train":
             reply = trainer.train(message["step"], list(read_rollouts(Path(message["rollouts"]))))
         case "export":
-            trainer.export(Path(message["folder"]))
+            found = trainer.export(Path(message["folder"]), fingerprint=message.get("fingerprint", False))
+            reply = {"fingerprints": found}
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}

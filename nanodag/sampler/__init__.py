@@ -5,6 +5,7 @@ client        asynchronous HTTP client (no torch)
 process       start and stop a server as a child process (no torch)
 architecture  config.json of a Llama, Qwen2 or Qwen3 checkpoint -> shapes, or a refusal by name (no torch)
 weights       safetensors -> tensors in the layout that decoding wants
+fingerprints  what trainer and sampler compare after a change of weights
 model         forward pass: prefill one or several prompts, decode one token for every slot
 drawing       temperature, top-p, top-k, and random numbers that depend on the request alone
 slots         the table of samples that are being decoded

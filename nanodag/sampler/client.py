@@ -117,6 +117,11 @@ class SamplerClient:
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._call("POST", "/update_weights_from_disk", body)
 
+    async def fingerprints(self) -> list[dict[str, str]]:
+        """Of the weights that it holds, by tensor name; one dict for each of its ranks. See ``fingerprints.py``."""
+        answer = (await self._call("POST", "/weights_checker", {"action": "checksum"})).json()
+        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
     async def flush_cache(self) -> None:
         """Forget what is cached of prompts. Raises BadRequest while samples run."""
         await self._call("POST", "/flush_cache", {})

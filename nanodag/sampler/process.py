@@ -108,6 +108,11 @@ class SamplerProcess:
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
+    def kill(self) -> None:
+        """Make it end at once. No error if it has ended."""
+        self.process.kill()
+        self.process.wait()
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ask it to end, and after ``timeout_s`` make it. No error if it has ended."""
         if self.process.poll() is None:

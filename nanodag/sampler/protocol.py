@@ -3,8 +3,8 @@
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
 ``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
 
-Endpoints: POST /generate, /update_weights_from_disk, /flush_cache, /pause_generation, /continue_generation,
-/abort_request; GET /health, /model_info, /get_server_info. Source: sgl-project/sglang 0.5.23,
+Endpoints: POST /generate, /update_weights_from_disk, /weights_checker, /flush_cache, /pause_generation,
+/continue_generation, /abort_request; GET /health, /model_info, /get_server_info. Source: sgl-project/sglang 0.5.23,
 python/sglang/srt/managers/io_struct.py and python/sglang/srt/sampling/sampling_params.py.
 """
 
@@ -224,6 +224,12 @@ class UpdateWeightsBody(Wire):
     flush_cache: bool = True
     abort_all_requests: bool = False
     load_format: Literal["auto", "safetensors"] | None = None
+
+
+class WeightsCheckerBody(Wire):
+    """POST /weights_checker. ``checksum``: a fingerprint of every tensor (``fingerprints.py``)."""
+
+    action: Literal["checksum"] = "checksum"
 
 
 class PauseBody(Wire):

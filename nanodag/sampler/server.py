@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
+from nanodag.sampler.fingerprints import overall
 from nanodag.sampler.loop import EngineLoop
 from nanodag.sampler.protocol import (
     AbortBody,
@@ -33,15 +34,18 @@ from nanodag.sampler.protocol import (
     PauseBody,
     Request,
     UpdateWeightsBody,
+    WeightsCheckerBody,
     completion_to_wire,
     parse_body,
 )
 from nanodag.sampler.slots import Listener, Running
+from nanodag.sampler.weights import fingerprint_checkpoint
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
+RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
 
 class SamplerServer:
@@ -61,6 +65,7 @@ class SamplerServer:
             routes=[
                 Route("/generate", self.generate, methods=post),
                 Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
+                Route("/weights_checker", self.weights_checker, methods=post),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
                 Route("/pause_generation", self.pause_generation, methods=post),
                 Route("/continue_generation", self.continue_generation, methods=post),
@@ -227,6 +232,26 @@ class SamplerServer:
             message += f" Weight version updated to {body.weight_version}."
         paused = len(self._in_flight) if self.loop.is_paused else 0
         return JSONResponse({"success": True, "message": message, "num_paused_requests": paused})
+
+    async def weights_checker(self, http: HttpRequest) -> Response:
+        """Fingerprints of the checkpoint that was loaded, once it is certain that its weights are those in memory.
+
+        What is in memory has another layout, so the checkpoint is read again: it must still be there.
+        """
+        await _parse(http, WeightsCheckerBody)
+        path = self.engine.checkpoint.path
+        weights = await asyncio.to_thread(self.engine.load, path)
+        differing = await self._in_loop(lambda: self.engine.model.weights.differing(weights))
+        if differing:
+            raise SamplerError(f"the weights in memory are not those of {path}: {', '.join(differing)} differ")
+        found = await asyncio.to_thread(fingerprint_checkpoint, path)
+        place = {name: int(name.endswith("size")) for name in RANK_NAMES}
+        rank = {
+            "checksums": found,
+            "per_gpu_checksum": overall(found),
+            "parallelism_info": [{"role": "target", **place}],
+        }
+        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def flush_cache(self, http: HttpRequest) -> Response:
         def flush() -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanodag.errors import BadRequest
 from nanodag.sampler.architecture import Architecture
+from nanodag.sampler.fingerprints import Fingerprints
 
 VOCABULARY_BLOCK = 64
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.
@@ -81,6 +82,15 @@ class Weights:
         for mine, new in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(new)
 
+    def differing(self, other: "Weights") -> list[str]:
+        """Names of the tensors that are not equal to the last bit, as the fields of these classes."""
+        pairs = [("embedding", self.embedding, other.embedding), ("norm", self.norm, other.norm)]
+        pairs.append(("head", self.head, other.head))
+        for index, (mine, its) in enumerate(zip(self.layers, other.layers, strict=True)):
+            names = [entry.name for entry in fields(mine)]
+            pairs += [(f"layers.{index}.{name}", getattr(mine, name), getattr(its, name)) for name in names]
+        return [name for name, one, two in pairs if one is not None and two is not None and not torch.equal(one, two)]
+
 
 def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read every tensor of the checkpoint in ``path``, rounded to ``dtype``.
@@ -104,6 +114,14 @@ def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, dev
         norm=norm,
         head=_stored(padded.t(), dtype),
     )
+
+
+def fingerprint_checkpoint(path: Path) -> dict[str, str]:
+    """The fingerprint of every tensor of the checkpoint in ``path``. Raises BadRequest if it cannot be read."""
+    found = Fingerprints("checkpoint")
+    for name, tensor in _read_tensors(path).items():
+        found.add(name, tensor)
+    return found.all()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

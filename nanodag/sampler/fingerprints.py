@@ -1,0 +1,106 @@
+"""Fingerprints of weights: what trainer and sampler compare after a sync. One tensor, one fingerprint.
+
+A fingerprint is the first 8 bytes of the sha256 of a tensor's bytes, in hex; so is SGLang's, where the tensor lies on a
+CPU. Two layouts:
+
+checkpoint  each tensor of a Hugging Face directory under its own name: what the embedded sampler answers
+sglang      what SGLang holds on a CPU: query, key and value one under the other, gate and up too; embedding and output
+            head filled up with zeros to a multiple of 64 rows, the MLP's inner width to one of 32; in the precision
+            that it computes in
+
+Source: sgl-project/sglang 0.5.23, srt/utils/weight_checker.py, srt/managers/mm_utils.py (tensor_hash),
+srt/layers/vocab_parallel_embedding.py, srt/configs/update_config.py. Not covered: SGLang on a GPU, which hashes another
+way, and tensor parallelism, where each rank holds a part.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["checkpoint", "sglang"]
+# part -> (the whole, its place in it, number of places)
+_FUSED = {
+    "q_proj": ("qkv_proj", 0, 3),
+    "k_proj": ("qkv_proj", 1, 3),
+    "v_proj": ("qkv_proj", 2, 3),
+    "gate_proj": ("gate_up_proj", 0, 2),
+    "up_proj": ("gate_up_proj", 1, 2),
+}
+# What is filled up with zeros: (end of the name, dimension, to a multiple of)
+_PADDED = (
+    ("embed_tokens.weight", 0, 64),
+    ("lm_head.weight", 0, 64),
+    ("gate_proj.weight", 0, 32),
+    ("up_proj.weight", 0, 32),
+    ("down_proj.weight", 1, 32),
+)
+
+
+class Fingerprints:
+    """Takes a model's tensors one after the other and keeps none of them.
+
+    dtype: that they are converted to first; None leaves them as they are.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype | None = None) -> None:
+        self._layout = layout
+        self._dtype = dtype
+        self._found: dict[str, str] = {}
+        self._open: dict[str, tuple[int, Any]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One tensor under the name that transformers gives it. Parts of one matrix must come in their order."""
+        tensor = tensor.detach()
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        if self._layout == "checkpoint":
+            self._found[name] = _hex(hashlib.sha256(_bytes(tensor)))
+            return
+        data = _bytes(_padded(name, tensor))
+        part = next((part for part in _FUSED if f".{part}." in name), None)
+        if part is not None:
+            whole, place, num_places = _FUSED[part]
+            self._add_part(name.replace(part, whole), place, num_places, data)
+        else:
+            self._found[name] = _hex(hashlib.sha256(data))
+
+    def _add_part(self, name: str, place: int, num_places: int, data: memoryview) -> None:
+        expected, digest = self._open.pop(name, (0, hashlib.sha256()))
+        assert place == expected, f"part {place} of {name} came where {expected} was due"
+        digest.update(data)  # rows follow one another, so the bytes of the whole are those of its parts
+        if place + 1 == num_places:
+            self._found[name] = _hex(digest)
+        else:
+            self._open[name] = (place + 1, digest)
+
+    def all(self) -> dict[str, str]:
+        """By name, of everything that was added."""
+        assert not self._open, f"these lack parts: {sorted(self._open)}"
+        return dict(self._found)
+
+
+def overall(fingerprints: Mapping[str, str]) -> str:
+    """One for the whole model, as SGLang computes it."""
+    digest = hashlib.sha256()
+    for name in sorted(fingerprints):
+        digest.update(name.encode())
+        digest.update(fingerprints[name].encode())
+    return digest.hexdigest()
+
+
+def _padded(name: str, tensor: Tensor) -> Tensor:
+    for end, dimension, multiple in _PADDED:
+        if name.endswith(end) and (missing := -tensor.shape[dimension] % multiple):
+            return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if dimension == 0 else (0, missing))
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _hex(digest: Any) -> str:
+    return digest.digest()[:8].hex()

@@ -1,0 +1,181 @@
+"""Samplers that die or hang in the middle of a step: replaced, asked again, and nothing shows in what comes out."""
+
+import asyncio
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nanodag.errors import SamplerLost
+from nanodag.rl.samplers import Samplers
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.protocol import Request, SamplingParams
+from tests.rl.models import save_tiny_model
+from tests.rl.stages import make_job, metrics, run, start
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def requests(count):
+    """Groups of 40 samples of 100 tokens, each with a seed of its own."""
+    params = {"n": 40, "max_new_tokens": 100, "ignore_eos": True}
+    return [
+        Request(input_ids=[1, 2, n], params=SamplingParams(sampling_seed=n, **params), rid=f"r{n}")
+        for n in range(count)
+    ]
+
+
+async def answers(samplers, count):
+    groups = await asyncio.gather(*(samplers.generate([request]) for request in requests(count)))
+    return [[(c.output_ids, c.logprobs, c.weight_version) for c in group] for (group,) in groups]
+
+
+async def until_busy(url):
+    async with SamplerClient(url) as client:
+        while (await client._call("GET", "/get_server_info")).json()["num_running_samples"] == 0:
+            await asyncio.sleep(0.01)
+
+
+def launch_in(folder, **options):
+    def launch(number, path, version):
+        return SamplerProcess.start(
+            path, log_path=folder / f"log-{number}", weight_version=version, deterministic=True, max_batch=8, **options
+        )
+
+    return launch
+
+
+def with_samplers(launch, model, work, *, count=2, **options):
+    """Run `work(samplers, servers)` with that many samplers."""
+
+    async def main():
+        servers = [launch(number, model, 0) for number in range(count)]
+        samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
+        try:
+            return await work(samplers, servers)
+        finally:
+            samplers.close()
+            for server in servers:
+                server.stop()
+            await samplers.disconnect()
+
+    return asyncio.run(main())
+
+
+def test_what_a_killed_sampler_was_asked_is_answered_with_the_same_bits(model, tmp_path):
+    async def work(samplers, servers):
+        undisturbed = await answers(samplers, 4)
+        step = asyncio.ensure_future(answers(samplers, 4))
+        await until_busy(servers[1].url)
+        os.kill(servers[1].pid, signal.SIGKILL)
+        assert await step == undisturbed
+        assert await samplers.versions() == ["0", "0"]  # waits for the one that is started again
+        assert samplers.num_restarts == 1
+        assert await answers(samplers, 4) == undisturbed
+
+    with_samplers(launch_in(tmp_path), model, work)
+
+
+def test_a_hung_sampler_is_killed_and_replaced(model, tmp_path):
+    async def work(samplers, servers):
+        undisturbed = await answers(samplers, 2)
+        step = asyncio.ensure_future(answers(samplers, 2))
+        await until_busy(servers[0].url)
+        os.kill(servers[0].pid, signal.SIGSTOP)
+        assert await step == undisturbed
+        await samplers.versions()
+        assert samplers.num_restarts == 1 and not servers[0].is_alive
+
+    with_samplers(launch_in(tmp_path), model, work, health_every_s=0.1, health_timeout_s=3.0)
+
+
+def test_a_sampler_that_is_started_again_has_the_current_weights(model, tmp_path):
+    other = save_tiny_model(tmp_path / "other", seed=5)
+
+    async def work(samplers, servers):
+        await samplers.update_weights_from_disk(str(other), 4)
+        (undisturbed,) = await answers(samplers, 1)
+        os.kill(servers[0].pid, signal.SIGKILL)
+        (again,) = await answers(samplers, 1)
+        assert again == undisturbed and {version for _, _, version in again} == {"4"}
+        found = await samplers.fingerprints()
+        assert samplers.num_restarts == 1
+        return found
+
+    (ranks,) = with_samplers(launch_in(tmp_path), model, work, count=1)
+    assert ranks[0]["model.norm.weight"]
+
+
+def test_a_sampler_lost_while_it_takes_weights_has_them_when_it_is_back(model, tmp_path):
+    other = save_tiny_model(tmp_path / "other", seed=5)
+
+    async def work(samplers, servers):
+        os.kill(servers[1].pid, signal.SIGKILL)
+        await samplers.update_weights_from_disk(str(other), 2)
+        assert await samplers.versions() == ["2", "2"]
+
+    with_samplers(launch_in(tmp_path), model, work)
+
+
+def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log(model, tmp_path):
+    launch = launch_in(tmp_path)
+    numbers = []
+
+    def dying(number, path, version):
+        numbers.append(number)
+        if len(numbers) > 1:
+            raise SamplerLost("it ended with code 1")
+        return launch(number, path, version)
+
+    async def work(samplers, servers):
+        os.kill(servers[0].pid, signal.SIGKILL)
+        with pytest.raises(SamplerLost, match=r"(?s)lost 3 times .*code 1.*The end of its log:.*ready on port"):
+            await answers(samplers, 1)
+
+    with_samplers(dying, model, work, count=1, most_losses=2)
+    assert len(numbers) == 3
+
+
+# ---- the whole stage
+
+
+def digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def samplers_of(process) -> list[int]:
+    """The stage's own samplers: children of its controller."""
+    found = []
+    for entry in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        for pid in map(int, entry.read_text().split()):
+            if b"nanodag.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path):
+    config = {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    quiet = make_job(tmp_path / "a", **config)
+    run(quiet)
+    job = make_job(tmp_path / "b", **config)
+    process = start(job)
+    for step in (1, 3):
+        while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
+            assert process.poll() is None, (job.workspace / "worker.log").read_text()[-4000:]
+            time.sleep(0.01)
+        if alive := samplers_of(process):
+            os.kill(alive[-1], signal.SIGKILL)
+    assert process.wait(timeout=200) == 0, (job.workspace / "worker.log").read_text()[-4000:]
+    assert "was lost and is started again" in (job.workspace / "worker.log").read_text()
+    assert digest(job.output) == digest(quiet.output)
+    assert (job.records / "ledger.jsonl").read_text() == (quiet.records / "ledger.jsonl").read_text()
