@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 MOST_SAMPLERS = 4
+BEFORE_THE_FIRST = -1  # the version of what samplers start with: the trainer's first weights may be rounded
 SHARED_MEMORY = Path("/dev/shm")
 SAMPLER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -68,7 +69,7 @@ class Services:
         self.sync_folder.mkdir(parents=True)
         self._start_trainer()
         model = self._job.inputs["model"]
-        starting = [_Background(self._launch, number, model, 0) for number in range(self.num_samplers)]
+        starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
         self.pool = RewardPool(
             self._config.reward,
             num_processes=self._config.reward_processes,
@@ -81,7 +82,7 @@ class Services:
         self.samplers = Samplers(
             self._servers,
             model=self._job.inputs["model"],
-            version=0,
+            version=BEFORE_THE_FIRST,
             launch=self._launch,
             connect=self._connect,
             is_stopping=stop_requested,
