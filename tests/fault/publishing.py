@@ -90,33 +90,35 @@ def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
     seen: set[str] = set()
     num_whole, highest, count, steps = 0, 0, 0, {"x": 0, "y": 0}
     reader = forked(read_for_ever, store)
-    for kill in range(num_kills):
-        names = ["x", "y"] if kill % 2 else ["x"]
-        writers = [forked(write_for_ever, store, folder, source.randrange(1 << 30), name) for name in names]
-        for writer in writers:
-            time.sleep(source.uniform(0.0, 0.15))
-            os.kill(writer, source.choice([signal.SIGKILL, signal.SIGTERM]))
-        for writer in writers:
-            _, status = os.waitpid(writer, 0)
-            assert os.WIFSIGNALED(status), "a writer ended by itself"
-        num_whole += read_new(store, seen)
-        newest = store.lookup(KEY)
-        assert (newest is not None) == (num_whole > 0)
-        if newest is not None:
-            assert int(newest.attempt[:4]) >= highest, "an older attempt became the newest"
-            highest = int(newest.attempt[:4])
-        found = store.read_run("r")["count"]
-        assert found >= count, "a run's record went back"
-        count = found
-        for name in names:
-            step, path = Checkpoints(folder / f"checkpoints-{name}").newest_valid() or (0, None)
-            assert step >= steps[name], "a checkpoint was lost"
-            assert path is None or (path / "state").read_text() == str(step) * 1000
-            steps[name] = step
-    with contextlib.suppress(ChildProcessError):
+    try:
+        for kill in range(num_kills):
+            names = ["x", "y"] if kill % 2 else ["x"]
+            writers = [forked(write_for_ever, store, folder, source.randrange(1 << 30), name) for name in names]
+            for writer in writers:
+                time.sleep(source.uniform(0.0, 0.15))
+                os.kill(writer, source.choice([signal.SIGKILL, signal.SIGTERM]))
+            for writer in writers:
+                _, status = os.waitpid(writer, 0)
+                assert os.WIFSIGNALED(status), "a writer ended by itself"
+            num_whole += read_new(store, seen)
+            newest = store.lookup(KEY)
+            assert (newest is not None) == (num_whole > 0)
+            if newest is not None:
+                assert int(newest.attempt[:4]) >= highest, "an older attempt became the newest"
+                highest = int(newest.attempt[:4])
+            found = store.read_run("r")["count"]
+            assert found >= count, "a run's record went back"
+            count = found
+            for name in names:
+                step, path = Checkpoints(folder / f"checkpoints-{name}").newest_valid() or (0, None)
+                assert step >= steps[name], "a checkpoint was lost"
+                assert path is None or (path / "state").read_text() == str(step) * 1000
+                steps[name] = step
         assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader met something that it could not read"
-        os.kill(reader, signal.SIGKILL)
-        os.waitpid(reader, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(reader, signal.SIGKILL)
+            os.waitpid(reader, 0)
     print(json.dumps({"kills": num_kills, "published": num_whole, "edits": count, "steps": steps}))
 
 
