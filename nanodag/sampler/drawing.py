@@ -77,6 +77,15 @@ class DrawSettings:
     def top_k_groups(self) -> list[tuple[int, np.ndarray]]:
         return [(int(k), np.flatnonzero(self.top_k == k)) for k in np.unique(self.top_k) if k > 0]
 
+    @cached_property
+    def cut_off(self) -> tuple[np.ndarray, "DrawSettings | None"]:
+        """The rows with top-p or top-k, and the settings of these alone, None where there are none."""
+        rows = np.flatnonzero((self.top_p < 1.0) | (self.top_k > 0))
+        if not len(rows):
+            return rows, None
+        arrays = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__}
+        return rows, DrawSettings(**arrays)
+
 
 def draw(scores: Tensor, settings: DrawSettings, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row.

@@ -22,7 +22,7 @@ import torch
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.architecture import Architecture, read_checkpoint
-from nanodag.sampler.drawing import draw, sample_key
+from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import Model
 from nanodag.sampler.protocol import Completion, FinishReason, Request, check_request
@@ -86,7 +86,10 @@ class Engine:
             capacity=-(-self.context_length // ATTENTION_CHUNK) * ATTENTION_CHUNK,
             deterministic=deterministic,
         )
-        self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
+        if self.model.kernel is not None:  # rows are independent of one another in it
+            self.row_sizes = tuple(range(1, num_slots + 1))
+        else:
+            self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
         self.num_slots = self.row_sizes[-1]
         self.text = Text.of_checkpoint(Path(model_path))
         self.table = SlotTable(self.num_slots, self.context_length)
@@ -221,7 +224,7 @@ class Engine:
         rows, active = self._num_rows(), table.active_rows
         settings = table.draw_settings(rows)
         scores = self.model.logits(rows, settings.inverse_temperature)
-        tokens, logprobs = draw(scores, settings, table.counts[:rows])
+        tokens, logprobs = self.model.draw(scores, settings, table.counts[:rows])
         if np.isnan(logprobs[active]).any():
             self._end_broken(active[np.isnan(logprobs[active])])
             active = table.active_rows

@@ -4,7 +4,10 @@
 ``logits`` turns what either left in ``hidden`` into scores. Decoding makes no views and allocates next to nothing: for
 each pair (rows, length) the views of all buffers are made once and kept (``decode_views.py``).
 
-Deterministic mode. The bits for one slot must not depend on which other slots are busy, on its own number, or on how
+In float32 on one CPU thread a step is one call of compiled code (``kernel.py``) where the machine has a C compiler; the
+torch path below is for every other device, dtype and shape, and what the compiled one is checked against.
+
+Deterministic mode. The compiled code sums in one order whatever runs beside; torch's kernels must be chosen. The bits for one slot must not depend on which other slots are busy, on its own number, or on how
 far the cache is read for a longer neighbour. So prompts are run one at a time; attention reads the cache in chunks of
 fixed size whose partial sums are added in order, so that a chunk which is masked away adds exactly zero; and ``rows``
 takes only values for which this machine's kernels were seen to give the same bits in every row (``invariance.py``).
@@ -22,6 +25,8 @@ from torch.nn import functional
 
 from nanodag.sampler.architecture import Architecture, Rope
 from nanodag.sampler.decode_views import Buffers, DecodeViews
+from nanodag.sampler.drawing import DrawSettings, draw
+from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
 
@@ -48,6 +53,7 @@ class Model:
         self.device = weights.head.device
         self.buffers = Buffers(architecture, num_slots, capacity, weights.head.shape[1], self.device)
         self.rotations = _rotations(architecture.rope, architecture.head_dim, capacity).to(self.device)
+        self.kernel = bind(architecture, weights, self.buffers, self.rotations)
         self._views: dict[tuple[int, int], DecodeViews] = {}
         self._score_scale = architecture.head_dim**-0.5
 
@@ -147,6 +153,9 @@ class Model:
         the cache that is read; all of a slot's tokens lie below it. Slots that are free are computed too: what they
         write lies behind their prompt and is masked.
         """
+        if self.kernel is not None:
+            self.kernel.decode(tokens, positions)
+            return
         v = self._views_of(len(tokens), length)
         v.tokens.copy_(torch.from_numpy(tokens))
         v.positions.copy_(torch.from_numpy(positions))
@@ -214,6 +223,8 @@ class Model:
 
         inverse_temperature: (R, 1) float32, None where all are 1. The result is a buffer that the next call overwrites.
         """
+        if self.kernel is not None:
+            return self.kernel.logits(rows, inverse_temperature)
         v = self._views_of(rows, ATTENTION_CHUNK)
         self._normalise(v, inverse_temperature)
         v.normed.mul_(self.weights.norm)
@@ -221,6 +232,17 @@ class Model:
         if v.logits_padding is not None:
             v.logits_padding.fill_(-torch.inf)
         return v.logits
+
+    def draw(self, scores: Tensor, settings: DrawSettings, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """drawing.draw from what ``logits`` returned."""
+        if self.kernel is None:
+            return draw(scores, settings, counts)
+        rows, of_rows = settings.cut_off
+        redrawn = None if of_rows is None else draw(scores[torch.from_numpy(rows)], of_rows, counts[rows])
+        tokens, logprobs = self.kernel.draw(settings.greedy, settings.keys, counts)
+        if redrawn is not None:
+            tokens[rows], logprobs[rows] = redrawn
+        return tokens, logprobs
 
     def _views_of(self, rows: int, length: int) -> DecodeViews:
         views = self._views.get((rows, length))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from nanodag.errors import BadRequest
+from nanodag.sampler import model
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import Model
@@ -55,8 +56,20 @@ def folder(make_checkpoint):
     return make_checkpoint("qwen3")
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def decoding(request, monkeypatch):
+    """Each of the two ways in which a step may be computed."""
+    if request.param == "torch":
+        monkeypatch.setattr(model, "bind", lambda *parts: None)
+
+
+@pytest.fixture
+def torch_decodes(monkeypatch):
+    monkeypatch.setattr(model, "bind", lambda *parts: None)
+
+
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.6}, {"top_k": 9}, {"temperature": 0.0}])
-def test_alone_among_others_and_midway_give_the_same_bits(folder, changes):
+def test_alone_among_others_and_midway_give_the_same_bits(folder, decoding, changes):
     request = subject(**changes)
     (alone,) = Engine(folder, max_batch=64, deterministic=True).generate([request])
     among = Engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), request, *crowd(22, seed=1)])[40]
@@ -121,7 +134,7 @@ class UnevenModel(Model):
             self.buffers.hidden[9] += 1e-3
 
 
-def test_numbers_of_rows_that_change_bits_are_found_and_left_out(folder):
+def test_numbers_of_rows_that_change_bits_are_found_and_left_out(folder, torch_decodes):
     engine = Engine(folder, max_batch=16)
     uneven = UnevenModel(
         engine.checkpoint.architecture, engine.model.weights, num_slots=16, capacity=256, deterministic=True
@@ -129,15 +142,17 @@ def test_numbers_of_rows_that_change_bits_are_found_and_left_out(folder):
     assert invariant_row_sizes(uneven) == (4, 8)
 
 
-def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoint):
+def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoint, torch_decodes):
     folder = make_checkpoint("qwen3", hidden_size=128, head_dim=32, intermediate_size=384)
     zeroed = Engine(folder)
     before = [tensor.clone() for tensor in zeroed.model.weights.tensors()]
     for tensor in zeroed.model.weights.tensors():
         tensor.zero_()
-    model = Model(zeroed.checkpoint.architecture, zeroed.model.weights, num_slots=64, capacity=256, deterministic=True)
-    assert invariant_row_sizes(model) == Engine(folder, deterministic=True).row_sizes
-    assert not any(tensor.any() for tensor in model.weights.tensors())
+    decoder = Model(
+        zeroed.checkpoint.architecture, zeroed.model.weights, num_slots=64, capacity=256, deterministic=True
+    )
+    assert invariant_row_sizes(decoder) == Engine(folder, deterministic=True).row_sizes
+    assert not any(tensor.any() for tensor in decoder.weights.tensors())
     assert any(tensor.any() for tensor in before)
 
 

@@ -1,0 +1,372 @@
+/* One decode step of a decoder in float32 on one CPU core: what model.py's `decode` and `logits` and drawing.py's `draw`
+compute, each in one call.
+
+Every sum has one order, whatever the number of rows: an element of a matrix product is a chain of fused multiply-adds
+over ascending k, and rows are blocked so that a weight that was read is used for all rows of a block. So a row has the
+same bits alone and among others, which deterministic mode needs, by construction.
+
+Letters as in model.py: R rows, H hidden, K key/value heads, G query heads of each, D head, F intermediate, C capacity.
+Widths are multiples of LANES; kernel.py sees to that. */
+#include <math.h>
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define PANEL 4
+#else
+#define LANES 8
+#define PANEL 2
+#endif
+#define ROWS 6 /* x PANEL accumulators fit the registers */
+#define BLOCK 64 /* of the vocabulary, whose width is a multiple of it */
+#define AHEAD 8 /* rows of a matrix that are asked for before they are needed */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float four __attribute__((vector_size(16), aligned(4)));
+#if defined(__clang__)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#else
+typedef int32_t four_ints __attribute__((vector_size(16)));
+#define EVEN(a, b) __builtin_shuffle(a, b, (four_ints){0, 2, 4, 6})
+#define ODD(a, b) __builtin_shuffle(a, b, (four_ints){1, 3, 5, 7})
+#endif
+
+typedef struct {
+    const float *qkv, *qkv_bias, *qk_gain, *output, *output_bias, *gate_up, *down;
+    float *keys, *values;
+} Layer;
+
+typedef struct {
+    int64_t num_layers, hidden_size, num_kv_heads, heads_per_kv, head_dim, intermediate_size, vocab_size, vocab_width,
+        capacity, hidden_stride;
+    double norm_eps;
+    const float *embedding; /* NULL: tied, a token is a column of head */
+    const float *head, *norm, *rotations;
+    const Layer *layers;
+    float *hidden, *normed, *qkv, *attended, *gate_up, *activated, *logits, *scratch; /* scratch: max(C, V / BLOCK) */
+} Model;
+
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec value) { *(vec *)to = value; }
+INLINE vec all(float value) { return value - (vec){}; }
+
+/* The larger of each; NaN stays NaN. */
+INLINE vec at_least(float limit, vec x) {
+    ints below = x < all(limit);
+    return (vec)((below & (ints)all(limit)) | (~below & (ints)x));
+}
+
+INLINE four quarter_of(vec value) {
+    float part[LANES];
+    store(part, value);
+    four sum = *(four *)part;
+    for (int i = 4; i < LANES; i += 4) sum += *(four *)(part + i);
+    return sum;
+}
+
+INLINE float sum_of(vec value) {
+    four sum = quarter_of(value);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* The sums of four vectors, each in the order of sum_of. */
+INLINE four sums_of(vec a, vec b, vec c, vec d) {
+    four w = quarter_of(a), x = quarter_of(b), y = quarter_of(c), z = quarter_of(d);
+    four wx = EVEN(w, x) + ODD(w, x), yz = EVEN(y, z) + ODD(y, z);
+    return EVEN(wx, yz) + ODD(wx, yz);
+}
+
+/* exp for x <= 88; below -87 it is 2^-126 or so, which no sum here sees. Cephes' expf: within 2 units of the last place. */
+INLINE vec exp_of(vec x) {
+    x = at_least(-87.0f, x);
+    vec shifted = x * 1.44269504f + 12582912.0f;
+    vec n = shifted - 12582912.0f;
+    vec r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    ints exponent = ((ints)shifted - 0x4B400000 + 127) << 23;
+    return p * (vec)exponent;
+}
+
+/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, whose rows have `width` elements. */
+INLINE void panel(const int rows, const int panels, int64_t depth, const float *x, int64_t x_stride, const float *w,
+                  int64_t width, float *y, int64_t y_stride, int add) {
+    vec sums[ROWS][PANEL];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) sums[r][p] = add ? load(y + r * y_stride + p * LANES) : (vec){};
+    for (int64_t k = 0; k < depth; k++) {
+        const float *row = w + k * width;
+        vec weights[PANEL];
+        for (int p = 0; p < panels; p++) {
+            __builtin_prefetch(row + AHEAD * width + p * LANES);
+            weights[p] = load(row + p * LANES);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < panels; p++) sums[r][p] += x[r * x_stride + k] * weights[p];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) store(y + r * y_stride + p * LANES, sums[r][p]);
+}
+
+/* One row: the matrix is read front to back, eight rows side by side, and y stays in the nearest cache. */
+static void one_row(int64_t depth, const float *x, const float *w, int64_t width, float *y, int add) {
+    if (!add)
+        for (int64_t n = 0; n < width; n += LANES) store(y + n, (vec){});
+    int64_t k = 0;
+    for (; k + 8 <= depth; k += 8) {
+        const float *a = w + k * width, *b = a + width, *c = b + width, *d = c + width;
+        const float *e = d + width, *f = e + width, *g = f + width, *h = g + width;
+        for (int64_t n = 0; n < width; n += LANES) {
+            vec sum = load(y + n);
+            sum += x[k] * load(a + n);
+            sum += x[k + 1] * load(b + n);
+            sum += x[k + 2] * load(c + n);
+            sum += x[k + 3] * load(d + n);
+            sum += x[k + 4] * load(e + n);
+            sum += x[k + 5] * load(f + n);
+            sum += x[k + 6] * load(g + n);
+            sum += x[k + 7] * load(h + n);
+            store(y + n, sum);
+        }
+    }
+    for (; k < depth; k++)
+        for (int64_t n = 0; n < width; n += LANES) store(y + n, load(y + n) + x[k] * load(w + k * width + n));
+}
+
+/* All rows of one panel of w, which stays in the nearest cache meanwhile. */
+INLINE void column_of(const int panels, int64_t rows, int64_t depth, const float *x, int64_t x_stride, const float *w,
+                      int64_t width, float *y, int64_t y_stride, int add) {
+    int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS)
+        panel(ROWS, panels, depth, x + r * x_stride, x_stride, w, width, y + r * y_stride, y_stride, add);
+    x += r * x_stride;
+    y += r * y_stride;
+    switch (rows - r) {
+        case 1: panel(1, panels, depth, x, x_stride, w, width, y, y_stride, add); break;
+        case 2: panel(2, panels, depth, x, x_stride, w, width, y, y_stride, add); break;
+        case 3: panel(3, panels, depth, x, x_stride, w, width, y, y_stride, add); break;
+        case 4: panel(4, panels, depth, x, x_stride, w, width, y, y_stride, add); break;
+        case 5: panel(5, panels, depth, x, x_stride, w, width, y, y_stride, add); break;
+    }
+}
+
+/* y (rows, width) = (add ? y : 0) + x (rows, depth) w (depth, width). */
+static void product(int64_t rows, int64_t depth, const float *x, int64_t x_stride, const float *w, int64_t width, float *y,
+                    int64_t y_stride, int add) {
+    if (rows == 1) {
+        one_row(depth, x, w, width, y, add);
+        return;
+    }
+    int64_t n = 0;
+    for (; n + PANEL * LANES <= width; n += PANEL * LANES)
+        column_of(PANEL, rows, depth, x, x_stride, w + n, width, y + n, y_stride, add);
+    for (; n < width; n += LANES) column_of(1, rows, depth, x, x_stride, w + n, width, y + n, y_stride, add);
+}
+
+/* normed = x / sqrt(|x|^2 + H eps), times a factor and, where there is one, a gain. */
+static void normalise(const Model *m, int64_t row, float factor, const float *gain) {
+    const float *x = m->hidden + row * m->hidden_stride;
+    float *normed = m->normed + row * m->hidden_size;
+    vec squares = {};
+    for (int64_t i = 0; i < m->hidden_size; i += LANES) squares += load(x + i) * load(x + i);
+    float scale = factor / sqrtf(sum_of(squares) + (float)(m->hidden_size * m->norm_eps));
+    for (int64_t i = 0; i < m->hidden_size; i += LANES)
+        store(normed + i, gain ? load(x + i) * scale * load(gain + i) : load(x + i) * scale);
+}
+
+/* Norm and rotate the queries and the key of one key/value head, and append key and value to the cache. */
+static void place(const Model *m, const Layer *layer, float *heads, int64_t slot, int64_t position) {
+    const int64_t D = m->head_dim, G = m->heads_per_kv;
+    const float *turn = m->rotations + position * D;
+    for (int64_t j = 0; j <= G; j++) {
+        float *head = heads + j * D, scale = 1;
+        if (layer->qk_gain) {
+            vec squares = {};
+            for (int64_t d = 0; d < D; d += LANES) squares += load(head + d) * load(head + d);
+            scale = 1 / sqrtf(sum_of(squares) / D + (float)m->norm_eps);
+            for (int64_t d = 0; d < D; d += LANES)
+                store(head + d, load(head + d) * scale * load(layer->qk_gain + j * D + d));
+        }
+        for (int64_t d = 0; d < D; d += 2) {
+            float real = head[d], imaginary = head[d + 1];
+            head[d] = real * turn[d] - imaginary * turn[d + 1];
+            head[d + 1] = real * turn[d + 1] + imaginary * turn[d];
+        }
+    }
+    int64_t at = (slot * m->capacity + position) * D;
+    for (int64_t d = 0; d < D; d += LANES) {
+        store(layer->keys + at + d, load(heads + G * D + d));
+        store(layer->values + at + d, load(heads + (G + 1) * D + d));
+    }
+}
+
+/* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. */
+INLINE void attend_parts(const int parts, const float *query, const float *keys, const float *values, int64_t length,
+                         float *scores, float *out) {
+    const int64_t D = parts * LANES;
+    float highest = -INFINITY, scale = 1 / sqrtf((float)D);
+    int64_t l = 0, padded = (length + LANES - 1) / LANES * LANES;
+    for (; l + 4 <= length; l += 4) {
+        vec sums[4];
+        for (int i = 0; i < 4; i++) {
+            sums[i] = load(query) * load(keys + (l + i) * D);
+            for (int p = 1; p < parts; p++) sums[i] += load(query + p * LANES) * load(keys + (l + i) * D + p * LANES);
+        }
+        *(four *)(scores + l) = sums_of(sums[0], sums[1], sums[2], sums[3]) * scale;
+    }
+    for (; l < length; l++) {
+        vec sums = load(query) * load(keys + l * D);
+        for (int p = 1; p < parts; p++) sums += load(query + p * LANES) * load(keys + l * D + p * LANES);
+        scores[l] = sum_of(sums) * scale;
+    }
+    for (l = 0; l < length; l++) highest = scores[l] > highest ? scores[l] : highest;
+    for (l = length; l < padded; l++) scores[l] = -INFINITY;
+    vec totals = {};
+    for (l = 0; l < padded; l += LANES) {
+        vec weights = exp_of(load(scores + l) - highest);
+        store(scores + l, weights);
+        totals += weights;
+    }
+    float inverse = 1 / sum_of(totals);
+    for (int p = 0; p < parts; p += 2) { /* a chain of additions for each: two keep the multiplier busy */
+        vec first = {}, second = {};
+        for (l = 0; l < length; l++) {
+            first += scores[l] * load(values + l * D + p * LANES);
+            if (p + 1 < parts) second += scores[l] * load(values + l * D + (p + 1) * LANES);
+        }
+        store(out + p * LANES, first * inverse);
+        if (p + 1 < parts) store(out + (p + 1) * LANES, second * inverse);
+    }
+}
+
+static void attend(const Model *m, const Layer *layer, const float *query, int64_t slot, int64_t length, float *out) {
+    const int64_t D = m->head_dim;
+    const float *keys = layer->keys + slot * m->capacity * D, *values = layer->values + slot * m->capacity * D;
+    switch (D / LANES) {
+        case 1: attend_parts(1, query, keys, values, length, m->scratch, out); break;
+        case 2: attend_parts(2, query, keys, values, length, m->scratch, out); break;
+        case 4: attend_parts(4, query, keys, values, length, m->scratch, out); break;
+        case 8: attend_parts(8, query, keys, values, length, m->scratch, out); break;
+        default: attend_parts((int)(D / LANES), query, keys, values, length, m->scratch, out);
+    }
+}
+
+static void embed(const Model *m, int64_t row, int64_t token) {
+    float *x = m->hidden + row * m->hidden_stride;
+    for (int64_t i = 0; i < m->hidden_size; i++)
+        x[i] = m->embedding ? m->embedding[token * m->hidden_size + i] : m->head[i * m->vocab_width + token];
+}
+
+static void add_bias(float *y, const float *bias, int64_t width) {
+    for (int64_t i = 0; bias && i < width; i += LANES) store(y + i, load(y + i) + load(bias + i));
+}
+
+/* tokens, positions: (R,). Leaves the last layer's output in hidden. */
+void decode(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *positions) {
+    const int64_t H = m->hidden_size, K = m->num_kv_heads, G = m->heads_per_kv, D = m->head_dim, F = m->intermediate_size;
+    const int64_t qkv_width = K * (G + 2) * D;
+    for (int64_t r = 0; r < rows; r++) embed(m, r, tokens[r]);
+    for (const Layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
+        for (int64_t r = 0; r < rows; r++) normalise(m, r, 1, 0);
+        product(rows, H, m->normed, H, layer->qkv, qkv_width, m->qkv, qkv_width, 0);
+        for (int64_t r = 0; r < rows; r++) {
+            add_bias(m->qkv + r * qkv_width, layer->qkv_bias, qkv_width);
+            for (int64_t k = 0; k < K; k++) {
+                float *heads = m->qkv + r * qkv_width + k * (G + 2) * D;
+                place(m, layer, heads, r * K + k, positions[r]);
+                for (int64_t g = 0; g < G; g++)
+                    attend(m, layer, heads + g * D, r * K + k, positions[r] + 1,
+                           m->attended + ((r * K + k) * G + g) * D);
+            }
+        }
+        product(rows, K * G * D, m->attended, K * G * D, layer->output, H, m->hidden, m->hidden_stride, 1);
+        for (int64_t r = 0; r < rows; r++) {
+            add_bias(m->hidden + r * m->hidden_stride, layer->output_bias, H);
+            normalise(m, r, 1, 0);
+        }
+        product(rows, H, m->normed, H, layer->gate_up, 2 * F, m->gate_up, 2 * F, 0);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *gate = m->gate_up + r * 2 * F;
+            for (int64_t f = 0; f < F; f += LANES) {
+                vec x = load(gate + f); /* below -80 it is as good as 0 */
+                store(m->activated + r * F + f, x / (1.0f + exp_of(-at_least(-80.0f, x))) * load(gate + F + f));
+            }
+        }
+        product(rows, F, m->activated, F, layer->down, H, m->hidden, m->hidden_stride, 1);
+    }
+}
+
+/* Scores of the first rows over the temperature, in logits; inverse_temperature: (R,), or NULL where all are 1. */
+void logits(const Model *m, int64_t rows, const float *inverse_temperature) {
+    for (int64_t r = 0; r < rows; r++) normalise(m, r, inverse_temperature ? inverse_temperature[r] : 1, m->norm);
+    product(rows, m->hidden_size, m->normed, m->hidden_size, m->head, m->vocab_width, m->logits, m->vocab_width, 0);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = m->vocab_size; v < m->vocab_width; v++) m->logits[r * m->vocab_width + v] = -INFINITY;
+}
+
+/* SplitMix64's finalizer, as in drawing.py. */
+static uint64_t mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+/* scores (V,) become exponentials over the largest; `sums` gets those of each BLOCK. Returns the total. */
+static double exponentials(float *scores, int64_t width, float *sums) {
+    float highest = -INFINITY;
+    vec most = all(-INFINITY);
+    for (int64_t v = 0; v < width; v += LANES) {
+        ints larger = load(scores + v) > most;
+        most = (vec)((larger & (ints)load(scores + v)) | (~larger & (ints)most));
+    }
+    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    double total = 0;
+    for (int64_t v = 0; v < width; v += BLOCK) {
+        vec sum = {};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vec value = exp_of(load(scores + v + i) - highest);
+            store(scores + v + i, value);
+            sum += value;
+        }
+        total += sums[v / BLOCK] = sum_of(sum);
+    }
+    return total;
+}
+
+/* One token a row and its log-probability. is_greedy: the likeliest, else where a uniform number falls, which follows
+from the row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
+void draw(const Model *m, int64_t rows, const uint8_t *is_greedy, const uint64_t *keys, const int64_t *counts,
+          int64_t *tokens, double *logprobs) {
+    const int64_t width = m->vocab_width;
+    for (int64_t r = 0; r < rows; r++) {
+        float *scores = m->logits + r * width, *sums = m->scratch;
+        double total = exponentials(scores, width, sums), before = 0;
+        int64_t token = 0;
+        if (is_greedy[r]) { /* the likeliest has exp(0) = 1 */
+            while (token < width - 1 && scores[token] != 1.0f) token++;
+        } else {
+            double uniform = (mix(keys[r] + (uint64_t)(counts[r] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
+            double target = fmin(uniform, 1 - 0x1p-52) * total;
+            int64_t block = 0;
+            while (block < width / BLOCK - 1 && !(before + sums[block] > target)) before += sums[block++];
+            token = block * BLOCK;
+            /* The block's sum was rounded to float: what its elements add up to may be a little less. */
+            int64_t last = token;
+            for (int64_t v = token; v < token + BLOCK; v++)
+                if (scores[v] > 0) last = v;
+            while (token < last && !(before + scores[token] > target)) before += scores[token++];
+        }
+        double probability = scores[token] / total;
+        tokens[r] = token;
+        logprobs[r] = log(probability > 1 ? 1 : probability); /* NaN stays NaN */
+    }
+}

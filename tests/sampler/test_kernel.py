@@ -1,0 +1,125 @@
+"""The compiled decode step against torch's: the same tokens, and rows that do not see one another."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from nanodag.sampler import kernel, model
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.protocol import Request, SamplingParams
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 80}  # 80: one panel of columns and a rest
+
+
+def requests(count):
+    """Ragged prompts, drawn in every way."""
+    rng = np.random.default_rng(0)
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 5}]
+    return [
+        Request(
+            input_ids=rng.integers(0, 150, size=1 + 7 * index % 60).tolist(),
+            params=SamplingParams(max_new_tokens=40, ignore_eos=True, sampling_seed=index, **kinds[index % 5]),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture
+def torch_engine(monkeypatch):
+    def make(folder, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "bind", lambda *parts: None)
+            return Engine(folder, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_it_draws_what_torch_draws(make_checkpoint, torch_engine, kind, tied):
+    folder = make_checkpoint(kind, **SHAPE, tie_word_embeddings=tied)
+    compiled, plain = Engine(folder, dtype="float32"), torch_engine(folder, dtype="float32")
+    assert compiled.model.kernel is not None
+    assert plain.model.kernel is None
+    found = [sample for of_request in compiled.generate(requests(20)) for sample in of_request]
+    wanted = [sample for of_request in plain.generate(requests(20)) for sample in of_request]
+    assert [sample.output_ids for sample in found] == [sample.output_ids for sample in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, head_dim):
+    engine = Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype="float32", max_batch=20)
+    decoder, prompt = engine.model, np.arange(37)
+    seen = []
+    for rows in range(1, 21):
+        decoder.prefill([prompt], [list(range(20))])
+        positions = np.full(rows, len(prompt))
+        decoder.decode(np.full(rows, 11), positions, 0)
+        scores = decoder.logits(rows, None).clone()
+        assert torch.equal(scores, scores[:1].expand_as(scores)), rows
+        seen.append((decoder.buffers.hidden[0].clone(), scores[0]))
+    for hidden, scores in seen[1:]:
+        assert torch.equal(hidden, seen[0][0])
+        assert torch.equal(scores, seen[0][1])
+
+
+def test_scores_that_are_not_finite_have_a_logprob_of_nan(make_checkpoint):
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=2)
+    engine.model.buffers.logits.zero_()
+    engine.model.buffers.logits[1, 5] = float("nan")
+    keys, counts = np.array([1, 2], dtype=np.uint64), np.zeros(2, dtype=np.int64)
+    for greedy in (False, True):
+        tokens, logprobs = engine.model.kernel.draw(np.array([greedy] * 2), keys, counts)
+        assert np.isfinite(logprobs[0])
+        assert np.isnan(logprobs[1])
+        assert (tokens < 192).all()
+        engine.model.buffers.logits[0] = 0.0
+
+
+def test_a_token_without_probability_is_never_drawn(make_checkpoint):
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=64)
+    drawn = set()
+    for count in range(50):
+        engine.model.buffers.logits.fill_(-torch.inf)
+        engine.model.buffers.logits[:, [3, 70, 149]] = 0.0
+        keys = np.arange(64, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        tokens, logprobs = engine.model.kernel.draw(np.zeros(64, dtype=bool), keys, np.full(64, count))
+        drawn |= set(tokens.tolist())
+        assert logprobs == pytest.approx(np.full(64, -np.log(3.0)), abs=1e-6)
+    assert drawn == {3, 70, 149}
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "intermediate_size", "dtype"), [(40, 80, "float32"), (64, 60, "float32"), (64, 1056, "bfloat16")]
+)
+def test_other_shapes_and_dtypes_are_left_to_torch(make_checkpoint, hidden_size, intermediate_size, dtype):
+    folder = make_checkpoint("qwen3", hidden_size=hidden_size, intermediate_size=intermediate_size)
+    assert Engine(folder, dtype=dtype).model.kernel is None
+
+
+def test_without_a_compiler_torch_decodes_and_a_warning_says_so(make_checkpoint, monkeypatch, caplog):
+    folder = make_checkpoint("qwen3", **SHAPE)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    kernel._library.cache_clear()
+    try:
+        engine = Engine(folder, dtype="float32")
+    finally:
+        kernel._library.cache_clear()
+    assert engine.model.kernel is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel, "FLAGS", ("-no-such-flag",))
+    kernel._library.cache_clear()
+    try:
+        assert kernel._library() is None
+    finally:
+        kernel._library.cache_clear()
+    assert "no-such-flag" in caplog.text
+    assert list(tmp_path.iterdir()) == []
