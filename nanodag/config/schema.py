@@ -225,10 +225,11 @@ class RLStage(StageBase):
     requests under way: they are waited for, ended, begun again from their tokens with the new weights, or go on as they
     are. sync_check_every: the first sync and every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says. clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are
-    1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's
-    temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the loss with its true
-    gradient. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a token, 0 for none.
+    reward `auto` is what each prompt says; names with weights are summed. clip_low, clip_high: of ppo_clip, gspo and
+    cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive,
+    sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the
+    loss with its true gradient. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
+    token, 0 for none.
     overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
     compile: compile the layers, as the supervised stages do.
     """
@@ -236,7 +237,7 @@ class RLStage(StageBase):
     kind: Literal["rl"]
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: tuple[SourceConfig, ...] = ()
-    reward: str = "auto"
+    reward: str | dict[str, float] = "auto"
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
     sync: Literal["disk"] = operational("disk")
@@ -321,10 +322,18 @@ class RLStage(StageBase):
         if self.dual_clip and self.policy_loss in ("gspo", "cispo", "sapo", "reinforce"):
             raise ValueError(f"policy_loss {self.policy_loss} has no dual_clip; leave it out, or use ppo_clip")
         self._check_off_policy()
-        for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss), ("reward", self.reward)):
-            if not (kind == "reward" and name == "auto"):
-                entries.import_path(kind, name)
+        for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss)):
+            entries.import_path(kind, name)
+        self._check_reward()
         return self
+
+    def _check_reward(self) -> None:
+        weights = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+        if not weights or not all(weights.values()):
+            raise ValueError(f"reward {self.reward} has nothing to add up, or a weight of 0; name rewards with weights")
+        for name in weights:
+            if name != "auto":
+                entries.import_path("reward", name)
 
     def _check_off_policy(self) -> None:
         if self.kl_in == "reward" and not self.kl_coefficient:

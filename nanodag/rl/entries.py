@@ -1,8 +1,8 @@
 """Named entries: what a config may choose for each part of the algorithm. Imports nothing before it is used.
 
-An entry is a function. A config names one of ours (`grpo`), or a user's own by import path
-(`my_package.module:function`). The same contract holds for both; tests/rl/test_contracts.py spells it out and runs over
-every entry of ours.
+An entry is a function. A config names one of ours (`grpo`), a user's own by import path (`my_package.module:function`),
+or one made from an argument (`remote:http://...`). The same contract holds for all; tests/rl/test_contracts.py spells
+it out and runs over every entry of ours.
 """
 
 import importlib
@@ -52,6 +52,9 @@ ENTRIES: dict[str, dict[str, str]] = {
         "gsm8k": "nanodag.rl.rewards.gsm8k:gsm8k",
         "multiple_choice": "nanodag.rl.rewards.multiple_choice:multiple_choice",
         "reasoning_gym": "nanodag.rl.rewards.reasoning_gym_answer:reasoning_gym_answer",
+        "f1": "nanodag.rl.rewards.f1:f1",
+        "instruction_following": "nanodag.rl.rewards.instruction_following:instruction_following",
+        "code": "nanodag.rl.rewards.code:code",
     },
     "filter": {
         "nonzero_spread": "nanodag.rl.filters:nonzero_spread",
@@ -59,6 +62,11 @@ ENTRIES: dict[str, dict[str, str]] = {
         "length": "nanodag.rl.filters:length",
         "diversity": "nanodag.rl.filters:diversity",
     },
+}
+
+# `prefix:argument` names an object made with the argument.
+WITH_ARGUMENT: dict[str, dict[str, str]] = {
+    "reward": {"remote": "nanodag.rl.rewards.remote:Remote", "model": "nanodag.rl.rewards.model:Model"},
 }
 
 
@@ -72,6 +80,9 @@ def import_path(kind: str, name: str) -> str:
     if name in ENTRIES[kind]:
         return ENTRIES[kind][name]
     module, separator, function = name.partition(":")
+    if separator and module in WITH_ARGUMENT.get(kind, {}):
+        _check_argument(module, function)
+        return WITH_ARGUMENT[kind][module]
     if separator and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
         return name
     raise ConfigError(
@@ -84,13 +95,22 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of an entry. Raises ConfigError when a user's own cannot be imported."""
     path = import_path(kind, name)
     module, _, function = path.partition(":")
+    prefix, _, argument = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
+        return found(argument) if prefix in WITH_ARGUMENT.get(kind, {}) else found
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {error}. Check the spelling, and that its "
             "package is installed or on PYTHONPATH."
         ) from error
+
+
+def _check_argument(prefix: str, argument: str) -> None:
+    if prefix == "remote" and not argument.startswith(("http://", "https://")):
+        raise ConfigError(f"The reward remote:{argument} needs a URL that begins with http:// or https://.")
+    if prefix == "model" and not argument.startswith("/"):
+        raise ConfigError(f"The reward model:{argument} needs the absolute path of a Hugging Face directory.")
 
 
 def load_filter(name: str, options: Mapping[str, float]) -> Callable[..., str | None]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from nanodag.rl import entries
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MAX_BYTES = 4 << 30
+MOST_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +38,40 @@ class Score:
 class RewardPool:
     """Scores samples in `num_processes` processes.
 
-    names: entries that prompts may ask for (`prompt["reward"]`), checked when the pool is made: a reward that cannot be
-    imported raises ConfigError there, not sample by sample. name: `auto` for each prompt's own, else one for all.
-    timeout_s: for each sample, from when a process takes it. max_bytes: address space of a process.
+    reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights, whose sum it
+    is. A name that does not exist raises ConfigError when the pool is made, one that cannot be imported when it is
+    first used. timeout_s: for each sample, from when a process takes it. max_bytes: address space of a process; none
+    for a reward model.
     """
 
     def __init__(
-        self, name: str = "auto", *, num_processes: int = 1, timeout_s: float = 10.0, max_bytes: int = DEFAULT_MAX_BYTES
+        self,
+        reward: str | Mapping[str, float] = "auto",
+        *,
+        num_processes: int = 1,
+        timeout_s: float = 10.0,
+        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        if name != "auto":
-            entries.import_path("reward", name)
-        self._name = name
+        self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        for name in self._weights:
+            if name != "auto":
+                entries.import_path("reward", name)
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any], str, Future[Score]] | None] = queue.SimpleQueue()
+        self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
+        self._waiting: queue.SimpleQueue[_Sample | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[Score]":
         """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
-        name = prompt["reward"] if self._name == "auto" else self._name
-        path = entries.import_path("reward", name)
+        weights: dict[str, float] = {}
+        for name, weight in self._weights.items():
+            own = prompt["reward"] if name == "auto" else name
+            entries.import_path("reward", own)
+            weights[own] = weights.get(own, 0.0) + weight
         future: Future[Score] = Future()
-        self._waiting.put((path, dict(prompt), completion, future))
+        self._waiting.put(_Sample(weights, dict(prompt), completion, future))
         return future
 
     def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
@@ -80,21 +92,55 @@ class RewardPool:
         self.close()
 
     def _serve(self) -> None:
-        """One thread, one process at a time: the next sample to it, its answer to the future."""
+        """One thread, one process at a time: the next samples to it, its answers to their futures."""
         process: _Process | None = None
-        while (sample := self._waiting.get()) is not None:
-            path, prompt, completion, future = sample
+        held: deque[_Sample] = deque()
+        while samples := self._next(held):
             try:
                 if process is None:
                     process = _Process(self._timeout_s, self._max_bytes)
-                future.set_result(process.score(path, prompt, completion))
+                for sample, score in zip(samples, process.score(samples), strict=True):
+                    sample.future.set_result(score)
             except _Lost as lost:
                 process = None
-                future.set_result(Score(None, {}, str(lost)))
-            except Exception as error:  # noqa: BLE001 - whoever waits for this sample must hear of it
-                future.set_exception(error)
+                for sample in samples:
+                    sample.future.set_result(Score(None, {}, str(lost)))
+            except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
+                for sample in samples:
+                    sample.future.set_exception(error)
         if process is not None:
             process.end()
+
+    def _next(self, held: "deque[_Sample]") -> "list[_Sample]":
+        """The samples that go to a process together: one, or for a remote reward all that wait, up to MOST_TOGETHER.
+        held: taken, but not for this time. Empty at the end."""
+        first = held.popleft() if held else self._waiting.get()
+        if first is None:
+            return []
+        samples = [first]
+        while any(name.startswith("remote:") for name in first.weights) and len(samples) < MOST_TOGETHER:
+            try:
+                other = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if other is None:
+                self._waiting.put(None)
+                break
+            if other.weights != first.weights:
+                held.append(other)
+                break
+            samples.append(other)
+        return samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """weights: by reward."""
+
+    weights: dict[str, float]
+    prompt: dict[str, Any]
+    completion: str
+    future: "Future[Score]"
 
 
 class _Lost(Exception):
@@ -127,19 +173,18 @@ class _Process:
         self._rest = b""
         self._loaded: set[str] = set()
 
-    def score(self, path: str, prompt: Mapping[str, Any], completion: str) -> Score:
-        """Raises _Lost with the sample's reason, ConfigError when the reward cannot be imported."""
-        if path not in self._loaded:
-            error = self._request({"load": path}, START_TIMEOUT_S, f"importing the reward {path}").get("error")
+    def score(self, samples: Sequence[_Sample]) -> list[Score]:
+        """Scores of samples with the same weights. Raises _Lost with their reason, ConfigError when a reward cannot be
+        imported."""
+        weights = samples[0].weights
+        for name in weights.keys() - self._loaded:
+            error = self._request({"load": name}, START_TIMEOUT_S, f"importing the reward {name}").get("error")
             if error:
-                raise ConfigError(
-                    f"The reward {path!r} cannot be imported: {error}. Check the spelling and PYTHONPATH."
-                )
-            self._loaded.add(path)
-        answer = self._request(
-            {"score": path, "prompt": prompt, "completion": completion}, self._timeout_s, f"the reward {path}"
-        )
-        return Score(answer.get("value"), answer.get("components", {}), answer.get("error", ""))
+                raise ConfigError(f"The reward {name!r} cannot be used: {error}")
+            self._loaded.add(name)
+        question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
+        answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
+        return [Score(one.get("value"), one.get("components", {}), one.get("error", "")) for one in answers]
 
     def end(self) -> None:
         """Close the pipes; a process that does not end by itself is killed."""
@@ -151,7 +196,7 @@ class _Process:
             self._process.kill()
             self._process.wait()
 
-    def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
+    def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> Any:
         try:
             _write_all(self._ask, json.dumps(message, default=str).encode() + b"\n")
         except BrokenPipeError:

@@ -2,22 +2,24 @@
 
 `python -m nanodag.rl.rewards.process ASK ANSWER TIMEOUT_S MAX_BYTES`.
 
-Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed.
-`{"load": path}` -> `{}` or `{"error"}`; `{"score": path, "prompt", "completion"}` -> `{"value", "components"}` or
-`{"error"}`.
+Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
+`{"load": name}` -> `{}` or `{"error"}`; `{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list
+of `{"value", "components"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
 """
 
-import importlib
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.rewards.reward import Reward
+from nanodag.rl.rewards.weighted import weighted_sum
 
 ALARM_GRACE_S = 5.0
 
@@ -25,7 +27,8 @@ ALARM_GRACE_S = 5.0
 def main() -> None:
     """Serve until the asking end is closed."""
     asked, answered, timeout_s, max_bytes = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    if max_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     ignore_stop_signals()
     with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(answered, "w", encoding="utf-8") as answers:
         for line in questions:
@@ -33,32 +36,73 @@ def main() -> None:
             answers.flush()
 
 
-def _answer(question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     if "load" in question:
         return _load(question["load"])
+    samples = question["samples"]
     # The asker ends this process at the time limit. Should the asker be gone, the kernel does: nothing handles SIGALRM.
-    signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s * len(samples) + ALARM_GRACE_S)
     try:
-        found = _function(question["score"])(question["prompt"], question["completion"])
-        reward = found if isinstance(found, Reward) else Reward(float(found))
-    except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return _scores(question["score"], samples)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _scores(weights: Mapping[str, float], samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
+    by_reward = [_rewards(name, samples) for name in weights]
+    return [_score(weights, [rewards[place] for rewards in by_reward]) for place in range(len(samples))]
+
+
+def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
+    """One sample's answer. found: its reward by each name, or the reason why there is none."""
+    rewards = [one for one in found if isinstance(one, Reward)]
+    if len(rewards) < len(found):
+        reasons = [
+            one if len(found) == 1 else f"{name}: {one}"
+            for name, one in zip(weights, found, strict=True)
+            if isinstance(one, str)
+        ]
+        return {"error": "; ".join(reasons)[:500]}
+    try:
+        reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
+    except ValueError as error:  # not finite
+        return {"error": str(error)}
     return {"value": float(reward.value), "components": {k: float(v) for k, v in reward.components.items()}}
 
 
-def _load(path: str) -> dict[str, Any]:
+def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
+    function = _function(name)
     try:
-        _function(path)
-    except (ImportError, AttributeError) as error:
+        if hasattr(function, "score_batch"):
+            return function.score_batch(samples)
+    except Exception as error:  # noqa: BLE001 - as below
+        return [_reason(error)] * len(samples)
+    return [_reward(function, prompt, completion) for prompt, completion in samples]
+
+
+def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion: str) -> Reward | str:
+    try:
+        found = function(prompt, completion)
+        return found if isinstance(found, Reward) else Reward(float(found))
+    except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
+        return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _load(name: str) -> dict[str, Any]:
+    try:
+        _function(name)
+    except Exception as error:  # noqa: BLE001 - whatever a module raises when it is imported
         return {"error": str(error)}
     return {}
 
 
-def _function(path: str) -> Any:
-    module, _, function = path.partition(":")
-    return getattr(importlib.import_module(module), function)
+@cache
+def _function(name: str) -> Any:
+    return entries.load("reward", name)
 
 
 if __name__ == "__main__":
