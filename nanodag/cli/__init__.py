@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from nanodag.cli import store as store_commands
 from nanodag.errors import ConfigError, NanodagError
 
 app = typer.Typer(
@@ -118,6 +119,9 @@ def server_status(file: File = "", preset: Preset = "auto") -> None:
     from nanodag.cli.use import server_is_up
 
     raise typer.Exit(0 if server_is_up(file=file, preset=preset) else 3)
+
+
+store_commands.add_to(app)
 
 
 def main() -> None:

@@ -181,6 +181,34 @@ class Store:
         last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
         return self._place.put(artifact, parts, last + 1)
 
+    # ---- taking away (what decides what goes: nanodag.retention)
+
+    def hide(self, key: str, attempt: str) -> str:
+        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
+        return self._place.hide(_safe(key), _safe(attempt))
+
+    def bring_back(self, key: str, attempt: str, hidden: str) -> None:
+        """Undo `hide`."""
+        self._place.bring_back(_safe(key), _safe(attempt), hidden)
+
+    def delete(self, key: str, attempt: str, hidden: str) -> None:
+        """Remove what `hide` took out of sight, and this host's copy of it."""
+        self._place.delete(_safe(key), _safe(attempt), hidden)
+        shutil.rmtree(self.local / "cache" / key / attempt, ignore_errors=True)
+
+    def set_aside(self, key: str, attempt: str) -> str:
+        """Move a damaged attempt to where it does not count; returns where that is."""
+        with self.building(key, timeout_s=0.0):
+            return self._place.set_aside(_safe(key), _safe(attempt))
+
+    def leftovers(self) -> dict[str, int]:
+        """What killed writers left behind: path below the store -> bytes."""
+        return self._place.leftovers()
+
+    def clear(self, leftover: str) -> None:
+        """Remove one of `leftovers`."""
+        self._place.clear(leftover)
+
     # ---- workspaces and locks
 
     def workspace(self, key: str) -> Path:
@@ -263,8 +291,13 @@ class Store:
 
     def runs(self) -> list[str]:
         """Names of all runs that have a readable record, oldest first."""
+        return list(self.records_of_runs())
+
+    def records_of_runs(self) -> dict[str, dict[str, Any]]:
+        """Every readable record by its run's name, oldest first."""
         records = self._records()
-        return sorted(records, key=lambda n: (records[n].get("number", 0), float(records[n].get("created", 0.0))))
+        order = sorted(records, key=lambda n: (records[n].get("number", 0), float(records[n].get("created", 0.0))))
+        return {name: records[name] for name in order}
 
     def remove_run(self, run: str) -> None:
         """Remove a run's record; what it made stays until `gc`."""

@@ -1,0 +1,298 @@
+"""What a store can do without, and how it is let go: `nanodag gc`.
+
+An attempt stays as long as a run's record names it, or an attempt that stays was made from it. Beside that a policy
+says which runs' records stay. What goes is taken out of sight first; then the records are read again, and what a run
+has come to refer to meanwhile is brought back.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
+from nanodag.runs import ENDED_WELL
+from nanodag.store import Artifact, Store
+from nanodag.store.check import targets
+from nanodag.store.files import sizes_below
+
+# Longer than a stage takes from finding an artifact to noting it in its run's record.
+SETTLE_S = 2.0
+ANY = "*"
+_NAMED = re.compile(r"([0-9a-f]{40})/(\d{4}(?:-[0-9a-f]{8})?)")
+
+Reference = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Keep the best of a stage by one of its metrics. stage: its name, or `*` for each."""
+
+    stage: str
+    metric: str
+    is_lowest: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which records of runs stay: the newest keep_runs, those begun within keep_days; 0 and 0 for all of them. A run
+    that is under way stays. keep_days also holds for attempts that no run refers to. best: kept whatever refers to it,
+    with what it was made from."""
+
+    keep_runs: int = 0
+    keep_days: float = 0.0
+    best: tuple[Best, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words."""
+
+    what: str
+    name: str
+    num_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """items: what can go. num_kept, kept_bytes: attempts that stay. notes: what should be known."""
+
+    items: tuple[Item, ...]
+    num_kept: int
+    kept_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
+def best_of(text: str) -> Best:
+    """`STAGE.METRIC` for the highest, `STAGE.METRIC:min` for the lowest. Raises ConfigError for anything else."""
+    found = re.fullmatch(r"(?P<stage>[^.:]+)\.(?P<metric>[^:]+)(:(?P<side>min|max))?", text)
+    if found is None:
+        raise ConfigError(f"--keep-best {text!r}: write STAGE.METRIC, STAGE.METRIC:max or STAGE.METRIC:min.")
+    return Best(stage=found["stage"], metric=found["metric"], is_lowest=found["side"] == "min")
+
+
+def plan(store: Store, policy: Policy) -> Plan:
+    """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
+    if damaged := store.damaged_runs():
+        raise StoreError(
+            f"The record of run {damaged[0]} in {store.url} is damaged, so what it refers to is not known. Remove "
+            f"runs/{damaged[0]}.json if it is of no use, then go on."
+        )
+    records = store.records_of_runs()
+    retired = _retired(records, policy)
+    staying = {name: record for name, record in records.items() if name not in retired}
+    notes: list[str] = []
+    attempts = _attempts(store, notes)
+    kept = _with_origins(attempts, _references(staying) | _best(attempts, policy.best) | _young(attempts, policy))
+    items = [Item(what="run", name=name, num_bytes=0, why="older than what is kept") for name in retired]
+    for (key, attempt), artifact in attempts.items():
+        if not _is_in((key, attempt), kept) and artifact != "newer":
+            why = "no run refers to it" if isinstance(artifact, Artifact) else "damaged, and no run refers to it"
+            items.append(Item(what="attempt", name=f"{key}/{attempt}", num_bytes=_bytes(artifact), why=why))
+    items += _workspaces(store, staying)
+    items += _copies(store, attempts, kept)
+    items += [
+        Item(what="leftover", name=name, num_bytes=size, why="its writer was killed")
+        for name, size in store.leftovers().items()
+    ]
+    staying_attempts = [a for reference, a in attempts.items() if _is_in(reference, kept) or a == "newer"]
+    return Plan(
+        items=tuple(items),
+        num_kept=len(staying_attempts),
+        kept_bytes=sum(_bytes(a) for a in staying_attempts),
+        notes=tuple(notes),
+    )
+
+
+def free(store: Store, items: tuple[Item, ...], *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
+    """Let go of what a plan lists; returns the bytes freed and, in words, what stayed after all."""
+    stayed: list[str] = []
+    freed = 0
+    for item in items:
+        if item.what == "run":
+            store.remove_run(item.name)
+        elif item.what == "leftover":
+            store.clear(item.name)
+            freed += item.num_bytes
+    freed += _free_folders(store, items, stayed)
+    hidden: dict[Reference, tuple[str, int]] = {}
+    gone: set[Reference] = set()
+    try:
+        for item in (i for i in items if i.what == "attempt"):
+            key, _, attempt = item.name.partition("/")
+            try:
+                with store.building(key, timeout_s=0.0):
+                    hidden[key, attempt] = (store.hide(key, attempt), item.num_bytes)
+            except StoreBusy:
+                stayed.append(f"{item.name}: somebody is building that key")
+            except FileNotFoundError:
+                stayed.append(f"{item.name}: it is gone already")
+        if hidden:
+            time.sleep(settle_s)
+        referred = _references(store.records_of_runs())
+        for (key, attempt), (token, num_bytes) in hidden.items():
+            if _is_in((key, attempt), referred):
+                stayed.append(f"{key}/{attempt}: a run has come to refer to it")
+                continue
+            gone.add((key, attempt))
+            store.delete(key, attempt, token)
+            freed += num_bytes
+    finally:
+        for (key, attempt), (token, _) in hidden.items():
+            if (key, attempt) not in gone:
+                store.bring_back(key, attempt, token)
+    return freed, stayed
+
+
+def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> int:
+    freed = 0
+    for item in items:
+        if item.what not in ("workspace", "copy"):
+            continue
+        key = item.name.split("/")[1]
+        try:
+            with store.building(key, timeout_s=0.0):
+                shutil.rmtree(store.local / item.name)
+                freed += item.num_bytes
+        except StoreBusy:
+            stayed.append(f"{item.name}: somebody is building that key")
+    return freed
+
+
+def _retired(records: Mapping[str, Mapping[str, Any]], policy: Policy) -> list[str]:
+    """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone."""
+    if not policy.keep_runs and not policy.keep_days:
+        return []
+    plain = [name for name, record in records.items() if "nightly" not in record]
+    newest = set(plain[-policy.keep_runs :]) if policy.keep_runs else set()
+    limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
+    return [
+        name
+        for name, record in records.items()
+        if name not in newest
+        and record.get("state") != "running"
+        and float(record.get("created", 0.0)) < limit
+        and (name in plain or policy.keep_days)
+    ]
+
+
+def _attempts(store: Store, notes: list[str]) -> dict[Reference, Any]:
+    """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers."""
+    found: dict[Reference, Any] = {}
+    for key, attempt in targets(store, ""):
+        try:
+            found[key, attempt] = store.attempt(key, attempt)
+        except ArtifactNotFound:
+            continue
+        except NewerFormat as error:
+            found[key, attempt] = "newer"
+            notes.append(f"{error} It stays.")
+        except CorruptArtifact:
+            found[key, attempt] = "damaged"
+    return found
+
+
+def _references(records: Mapping[str, Mapping[str, Any]]) -> set[Reference]:
+    """What records name: (key, attempt), or (key, ANY) for a stage that is not finished."""
+    found: set[Reference] = set()
+    for record in records.values():
+        found |= set(_named(record))
+        found |= {(key, attempt) for key, attempt in _NAMED.findall(json.dumps(record))}
+    return found
+
+
+def _named(value: Any) -> Iterator[Reference]:
+    if isinstance(value, Mapping):
+        if isinstance(key := value.get("key"), str):
+            is_finished = "attempt" in value and value.get("state", "built") in ENDED_WELL
+            yield key, str(value["attempt"]) if is_finished else ANY
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _named(inner)
+
+
+def _is_in(reference: Reference, references: set[Reference]) -> bool:
+    return reference in references or (reference[0], ANY) in references
+
+
+def _with_origins(attempts: Mapping[Reference, Any], wanted: set[Reference]) -> set[Reference]:
+    """These references, and what the artifacts that they mean were made from, all the way up."""
+    found, waiting = set(wanted), [r for r in attempts if _is_in(r, wanted)]
+    while waiting:
+        artifact = attempts.get(waiting.pop())
+        if not isinstance(artifact, Artifact):
+            continue
+        for source in artifact.lineage.values():
+            above = (str(source.get("key")), str(source.get("attempt")))
+            if above not in found:
+                found.add(above)
+                waiting.append(above)
+    return found
+
+
+def _best(attempts: Mapping[Reference, Any], rules: tuple[Best, ...]) -> set[Reference]:
+    found: set[Reference] = set()
+    for rule in rules:
+        scores: dict[str, list[tuple[float, Reference]]] = {}
+        for reference, artifact in attempts.items():
+            if isinstance(artifact, Artifact) and rule.stage in ("*", artifact.stage):
+                value = _metric(artifact.metrics, rule.metric)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    scores.setdefault(artifact.stage, []).append((-value if rule.is_lowest else value, reference))
+        if not scores:
+            raise ConfigError(f"--keep-best {rule.stage}.{rule.metric}: no stage of that name has such a metric.")
+        found |= {max(values)[1] for values in scores.values()}
+    return found
+
+
+def _metric(values: Mapping[str, Any], name: str) -> Any:
+    """A metric by its dotted name."""
+    if name in values:
+        return values[name]
+    head, dot, rest = name.partition(".")
+    return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
+
+
+def _young(attempts: Mapping[Reference, Any], policy: Policy) -> set[Reference]:
+    limit = time.time() - policy.keep_days * 86400.0
+    found = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
+    return found if policy.keep_days else set()
+
+
+def _workspaces(store: Store, staying: Mapping[str, Mapping[str, Any]]) -> list[Item]:
+    """Workspaces of stages that no run is going to go on with."""
+    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    folder = store.local / "work"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name not in unfinished:
+            size = sum(n for n in sizes_below(path).values() if n > 0)
+            found.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run goes on with it"))
+    return found
+
+
+def _copies(store: Store, attempts: Mapping[Reference, Any], kept: set[Reference]) -> list[Item]:
+    """This host's copies of a remote store's attempts that do not stay."""
+    found = []
+    for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
+        reference = (path.parent.name, path.name)
+        if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
+            size = sum(n for n in sizes_below(path).values() if n > 0)
+            name = f"cache/{reference[0]}/{reference[1]}"
+            found.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
+    return found
+
+
+def _bytes(artifact: Any) -> int:
+    if not isinstance(artifact, Artifact):
+        return 0
+    return artifact.num_bytes + sum(int(facts["bytes"]) for facts in artifact.records.values())

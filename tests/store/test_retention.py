@@ -1,0 +1,206 @@
+"""What goes and what stays: nothing that a run refers to ever goes."""
+
+import random
+import time
+
+import pytest
+
+from nanodag.errors import ConfigError, StoreError
+from nanodag.retention import Best, Policy, best_of, free, plan
+from nanodag.store import Store
+from tests.store.making import forge, product_in, publish
+
+OLD, NOW = 1_000_000.0, time.time()
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path):
+    url = tmp_path / "s" if request.param == "local" else f"memory://{tmp_path.name}"
+    return Store(url, local=tmp_path / "here" if request.param == "memory" else None)
+
+
+@pytest.fixture
+def product(tmp_path):
+    return product_in(tmp_path / "product")
+
+
+def key(letter):
+    return letter * 40
+
+
+def entry(artifact, state="built"):
+    return {"key": artifact.key, "attempt": artifact.attempt, "state": state, "inputs": {}}
+
+
+def made_from(artifact):
+    return {"model": {"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest}}
+
+
+def write_run(store, name, *artifacts, **fields):
+    stages = {f"s{number}": entry(artifact) for number, artifact in enumerate(artifacts)}
+    store.write_run(name, {"run": name, "state": "completed", "created": NOW, "stages": stages, **fields})
+
+
+def can_go(store, **policy):
+    return {(item.what, item.name) for item in plan(store, Policy(**policy)).items}
+
+
+def name_of(artifact):
+    return ("attempt", f"{artifact.key}/{artifact.attempt}")
+
+
+def test_only_what_no_run_refers_to_goes(store, product):
+    base = publish(store, product, key("a"))
+    used = publish(store, product, key("b"), lineage=made_from(base))
+    superseded = publish(store, product, key("c"))
+    newest = publish(store, product, key("c"))
+    write_run(store, "r", used, newest)  # base is not named, but `used` was made from it
+    assert can_go(store) == {name_of(superseded)}
+    found = plan(store, Policy())
+    assert found.num_kept == 3 and found.num_bytes == 9
+    freed, stayed = free(store, found.items, settle_s=0)
+    assert (freed, stayed) == (9, [])
+    assert store.lookup(key("c")) == newest and store.attempts(key("c")) == [newest.attempt]
+    assert all((store.materialize(a) / "weights").read_bytes() == b"abcdefgh" for a in (base, used, newest))
+    assert can_go(store) == set()
+
+
+def test_all_attempts_of_a_stage_that_is_under_way_stay(store, product):
+    first, second = publish(store, product, key("a")), publish(store, product, key("a"))
+    store.write_run("r", {"state": "running", "created": OLD, "stages": {"s": {**entry(first), "state": "failed"}}})
+    assert can_go(store, keep_runs=1, keep_days=1) == set()
+    assert store.lookup(key("a")) == second
+
+
+def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, monkeypatch):
+    artifact, other = publish(store, product, key("a")), publish(store, product, key("b"))
+    items = plan(store, Policy()).items
+    was_hidden = []
+
+    def meanwhile(seconds):
+        was_hidden.append(store.lookup(key("a")) is None)
+        write_run(store, "r", artifact)
+
+    monkeypatch.setattr(time, "sleep", meanwhile)
+    _, stayed = free(store, items)
+    assert was_hidden == [True] and stayed == [f"{key('a')}/{artifact.attempt}: a run has come to refer to it"]
+    assert store.lookup(key("a")) == artifact and store.lookup(key("b")) is None
+    assert (store.materialize(artifact) / "weights").read_bytes() == b"abcdefgh"
+    assert store.attempts(other.key) == []
+
+
+def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, monkeypatch):
+    artifacts = [publish(store, product, key(letter)) for letter in "ab"]
+
+    def ended(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", ended)
+    with pytest.raises(KeyboardInterrupt):
+        free(store, plan(store, Policy()).items)
+    assert [store.lookup(a.key) for a in artifacts] == artifacts
+
+
+def test_a_key_that_is_being_built_is_left_alone(store, product):
+    artifact = publish(store, product, key("a"))
+    with store.building(key("a")):
+        _, stayed = free(store, plan(store, Policy()).items, settle_s=0)
+    assert len(stayed) == 1 and "is building that key" in stayed[0]
+    assert store.lookup(key("a")) == artifact
+
+
+def test_runs_are_kept_by_number_or_by_age(store, product):
+    made = [publish(store, product, key(letter)) for letter in "abcd"]
+    for number, artifact in enumerate(made):
+        write_run(store, f"r{number}", artifact, created=OLD if number < 3 else NOW)
+    assert can_go(store) == set()
+    assert {name for what, name in can_go(store, keep_runs=2) if what == "run"} == {"r0", "r1"}
+    by_age = can_go(store, keep_days=1.0)
+    assert {name for what, name in by_age if what == "run"} == {"r0", "r1", "r2"}
+    assert not any(what == "attempt" for what, _ in by_age), "they were made today"
+    both = plan(store, Policy(keep_runs=2, keep_days=1.0))
+    assert [i.name for i in both.items if i.what == "run"] == ["r0", "r1"]
+    free(store, plan(store, Policy(keep_runs=2)).items, settle_s=0)
+    assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
+
+
+def test_nights_go_by_age_alone(store, product):
+    write_run(store, "night", publish(store, product, key("a")), nightly={}, created=OLD)
+    write_run(store, "r0", publish(store, product, key("b")))
+    assert can_go(store, keep_runs=1) == set()
+    assert ("run", "night") in can_go(store, keep_days=1.0)
+
+
+def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
+    bases = [publish(store, product, key(letter)) for letter in "abc"]
+    evals = [
+        publish(store, product, key(k), stage="eval", lineage=made_from(base), metrics={"gsm": {"accuracy": value}})
+        for k, base, value in zip("def", bases, (0.2, 0.7, 0.4))
+    ]
+    best = Best(stage="eval", metric="gsm.accuracy", is_lowest=False)
+    gone = {name_of(a) for number in (0, 2) for a in (bases[number], evals[number])}
+    assert can_go(store, best=(best,)) == gone
+    lowest = can_go(store, best=(best_of("eval.gsm.accuracy:min"),))
+    assert name_of(evals[0]) not in lowest and name_of(evals[1]) in lowest
+    with pytest.raises(ConfigError, match="no stage of that name"):
+        plan(store, Policy(best=(best_of("eval.acuracy"),)))
+    with pytest.raises(ConfigError, match=r"STAGE\.METRIC"):
+        best_of("accuracy")
+
+
+def test_what_cannot_be_read_is_not_judged(store, product):
+    newer = publish(store, product, key("a"))
+    forge(store, newer, lambda raw: raw.update(format=9))
+    assert can_go(store) == set() and "has format 9" in plan(store, Policy()).notes[0]
+    store.write_run("r", {"stages": {}})
+    store._place.write_text("runs/r.json", '{"stages"')
+    with pytest.raises(StoreError, match=r"record of run r .* is damaged"):
+        plan(store, Policy())
+
+
+def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
+    for letter in "ab":
+        (store.workspace(key(letter)) / "state").write_text("abc")
+    store.write_run("r", {"stages": {"s": {"key": key("a"), "state": "stopped"}}})
+    assert can_go(store) == {("workspace", f"work/{key('b')}")}
+    free(store, plan(store, Policy()).items, settle_s=0)
+    assert [path.name for path in (store.local / "work").iterdir()] == [key("a")]
+
+
+def test_leftovers_of_killed_writers_go_and_those_of_other_hosts_stay(tmp_path, product):
+    store = Store(tmp_path / "s")
+    good = publish(store, product)
+    write_run(store, "r", good)
+    home = store.local / "artifacts" / good.key
+    from nanodag.store.places import _host
+
+    for name in (f".{_host()}-999999999-00000000.tmp", f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"):
+        (home / name).mkdir()
+        (home / name / "half").write_text("abc")
+    assert can_go(store) == {("leftover", f"artifacts/{good.key}/.{_host()}-999999999-00000000.tmp")}
+    publish(store, product)  # the next publisher clears away the same
+    assert sorted(p.name for p in home.glob(".*")) == sorted(
+        [f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"]
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_runs_and_the_policy_what_remains_is_whole(tmp_path, product, seed):
+    source = random.Random(seed)
+    store = Store(tmp_path / "s")
+    made = []
+    for number in range(10):
+        above = source.choice(made) if made and source.random() < 0.7 else None
+        lineage = made_from(above) if above else {}
+        made.append(publish(store, product, key("abcdef"[number % 6]), lineage=lineage))
+    for number in range(4):
+        write_run(store, f"r{number}", *source.sample(made, 2), created=source.choice([OLD, NOW]))
+    policy = Policy(keep_runs=source.randrange(3), keep_days=source.choice([0.0, 1.0]))
+    free(store, plan(store, policy).items, settle_s=0)
+    for record in store.records_of_runs().values():
+        waiting = [(e["key"], e["attempt"]) for e in record["stages"].values()]
+        while waiting:
+            artifact = store.attempt(*waiting.pop())
+            store.materialize(artifact)
+            waiting += [(up["key"], up["attempt"]) for up in artifact.lineage.values()]
+    assert can_go(store, keep_runs=policy.keep_runs, keep_days=policy.keep_days) == set()
