@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nanodag.launch import worker_environment
+
 SIDES = ("plain", "zero0", "zero1", "zero2", "zero3")
 
 
@@ -58,23 +60,11 @@ def _options() -> argparse.Namespace:
 
 def _run(side: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.pretrain", *sys.argv[1:], "--side", side]
-    out = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    out = subprocess.run(command, env=worker_environment(_options().threads), capture_output=True, text=True)
     lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise SystemExit(f"side {side} gave no result:\n{out.stdout}\n{out.stderr}")
     return json.loads(lines[-1].removeprefix("RESULT "))
-
-
-def _environment() -> dict[str, str]:
-    threads = str(_options().threads)
-    return dict(
-        os.environ,
-        OMP_NUM_THREADS=threads,
-        MKL_NUM_THREADS=threads,
-        OMP_WAIT_POLICY="PASSIVE",
-        DS_ACCELERATOR="cpu",
-        CUDA_VISIBLE_DEVICES="",
-    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -249,11 +249,9 @@ def matmul_peak(precision: str, threads: int) -> float:
 
 def in_child(python: str, side: str, folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
     """Run one side in a process of its own; returns its steps."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONWARNINGS": "ignore",
-    }
+    from nanodag.launch import worker_environment
+
+    environment = worker_environment(threads) | {"PYTHONWARNINGS": "ignore"}
     command = [python, str(Path(__file__).resolve()), "--side", side, "--folder", str(folder)]
     command += ["--setting", setting, "--threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, check=False)

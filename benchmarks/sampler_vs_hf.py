@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nanodag.launch import worker_environment
+
 REFERENCE = "transformers"
 SIDES = (REFERENCE, "sampler", "sampler, deterministic", "sampler over HTTP", "bare matmuls")
 RANDOM_MODEL = {
@@ -110,7 +112,7 @@ class Worker:
             "benchmarks.sampler_vs_hf",
             *(f"--{name}={value}" for name, value in options.items()),
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = worker_environment(args.threads)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

@@ -40,9 +40,14 @@ def folder_sha256(folder: Path) -> str:
 
 def default_cache_path() -> Path:
     """Where digests are remembered."""
+    return cache_folder() / "digests.jsonl"
+
+
+def cache_folder() -> Path:
+    """What this user's processes share between runs; all of it can be deleted."""
     if folder := os.environ.get("NANODAG_CACHE"):
-        return Path(folder) / "digests.jsonl"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag" / "digests.jsonl"
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
 
 
 def _read_cache(cache_path: Path) -> dict[str, str]:

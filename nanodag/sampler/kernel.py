@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodag.data.digests import cache_folder
 from nanodag.sampler.architecture import Architecture
 from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
@@ -159,7 +160,7 @@ def _library() -> ctypes.CDLL | None:
 def _built(compiler: str) -> Path:
     """The shared library, made now or found. Two processes may build it at once: each renames its own into place."""
     identity = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor()])
-    path = _cache_folder() / f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    path = cache_folder() / f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -178,13 +179,6 @@ def _processor() -> str:
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(wanted))
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("NANODAG_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
 
 
 def _address(tensor: Tensor | None) -> int | None:
