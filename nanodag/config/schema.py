@@ -220,6 +220,7 @@ class RLStage(StageBase):
     data: prompts. prompts_per_step x samples_per_prompt rollouts train one step; over_sampling prompts are generated
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
+    max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.schedule).
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: they are waited for, ended, begun again from their tokens with the new weights, or go on as they
@@ -243,7 +244,7 @@ class RLStage(StageBase):
     sync: Literal["disk"] = operational("disk")
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     sync_check_every: int = operational(20, ge=0)
-    max_staleness: Literal[0] = 0
+    max_staleness: int = Field(0, ge=0)
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     over_sampling: int = Field(0, ge=0)

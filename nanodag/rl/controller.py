@@ -1,16 +1,17 @@
 """The RL stage: `python -m nanodag.rl job.json`. It owns the clock, the prompts, the rollouts and the ledger. No torch.
 
-A step, with everything on policy:
+A step:
 
     generate   groups for the next prompts, rewards computed beside it, groups chosen in prompt order
     train      the trainer's ranks read the rollouts from a file and update the weights
     sync       they write the weights to memory, the samplers take them
     note       metrics, ledger; now and then evaluation and a checkpoint
 
-A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every rank, position in
-the prompts, counts. With the embedded sampler in deterministic mode a stage that was killed at any instant and started
-again ends on the same bytes as one that was not. Not covered: staleness above 0, samplers on other machines, partial
-rollouts.
+nanodag.rl.schedule says what of this runs beside what; with `max_staleness: 0` a step trains what its own weights
+sampled. A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every rank,
+position in the prompts, rollouts that wait to be trained, counts. With the embedded sampler in deterministic mode a
+stage that was killed at any instant and started again ends on the same bytes as one that was not. Not covered: samplers
+on other machines.
 """
 
 import asyncio
@@ -20,18 +21,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 from nanodag.config.schema import RLStage
 from nanodag.data.mixture import Mixture
-from nanodag.errors import NanodagError, SamplerError, StageFailed
-from nanodag.rl.generation import Generator, Harvest
-from nanodag.rl.metrics import Sums, drop_counts, rollout_metrics, trainer_metrics
+from nanodag.errors import NanodagError, StageFailed
+from nanodag.rl.generation import Generator
+from nanodag.rl.harvest import Harvest, read_harvest, write_harvest
+from nanodag.rl.metrics import Sums, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.prompts import Prompt, PromptCursor, first_prompts
 from nanodag.rl.records import Records
+from nanodag.rl.schedule import Position, Schedule, Stopped
 from nanodag.rl.services import Services
+from nanodag.rl.staleness import staleness_metrics, without_stale
+from nanodag.rl.stopwatch import Stopwatch
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.store.files import write_json
 from nanodag.tokenizer.chat import load_renderer
@@ -40,19 +44,15 @@ from nanodag.worker import Job, finish, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2
 EMPTY_STEPS_IN_A_ROW = 10
-# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the trainer's weights.
+# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the weights it says. In
+# that of stale rollouts is also what the policy learned since, so only what no step can do is refused.
 LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
-T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """A stop was asked for while the next step was being generated."""
+LARGEST_STALE_MISMATCH = 2.0
 
 
 class Controller:
-    """One RL stage. services: started, ended by who made them."""
+    """One RL stage. services: started, ended by who made them. It does the work that its schedule asks for."""
 
     def __init__(self, job: Job, services: Services, runner: asyncio.Runner) -> None:
         self._job = job
@@ -63,6 +63,7 @@ class Controller:
         longest = services.context - self._config.max_new_tokens
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
         self._cursor = PromptCursor(mixture, self._renderer, longest=longest)
+        self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
         self._held_out = self._held_out_prompts(longest)
         self._generator = Generator(
             self._config,
@@ -73,91 +74,127 @@ class Controller:
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
-        self._state: dict[str, Any] = {"step": 0, "version": 0, "totals": totals, "evals": {}}
-        self._seconds: dict[str, float] = {}
+        self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
+        self._published: dict[int, tuple[int, Path]] = {}  # turn -> version and folder of its weights
+        self._stopwatch = Stopwatch()
+        self._values: dict[str, float] = {}
 
     def run(self) -> None:
         """Carry out the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
         for, leaves a checkpoint and ends the process."""
-        is_resumed = self._resume()
-        self._records = Records(self._job, resume_step=self._step if is_resumed else -1)
+        position = self._resume()
+        self._records = Records(
+            self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
+        )
+        if self._config.max_staleness and self._config.correction == "none":
+            log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
+        schedule = Schedule(
+            self,
+            num_steps=self._config.num_steps,
+            lag=self._config.max_staleness,
+            is_exact=self._config.sampler.deterministic,
+            position=position or Position(),
+            timed=self._stopwatch.timed,
+        )
         try:
-            self._work()
+            self._runner.run(schedule.run())
         except Stopped:
-            self._leave()
+            self._leave(schedule.position)
         self._finish()
 
-    def _work(self) -> None:
-        """Steps, evaluations and checkpoints to the end. Wherever it raises Stopped, a checkpoint can be written."""
-        saved = self._step
-        self._sync()
-        while True:
-            if self._is_evaluation_due():
-                self._evaluate()
-            if self._step == self._config.num_steps:
-                return
-            if self._step % self._config.checkpoint_every == 0 and self._step != saved:
-                self._save()
-                saved = self._step
-            if stop_requested():
-                raise Stopped
-            self._one_step()
+    def check(self) -> None:
+        """Raise StageFailed when a child has ended."""
+        self._services.children.check()
 
-    @property
-    def _step(self) -> int:
-        """Steps done."""
-        return self._state["step"]
+    def is_stop_requested(self) -> bool:
+        """True once a stop signal came."""
+        return stop_requested()
 
-    # One step
+    # The samplers' side
 
-    def _one_step(self) -> None:
-        self._seconds = {}
-        step, version = self._step + 1, self._state["version"]
-        with self._timed("generate"):
-            harvest = self._generate(step)
+    async def load(self, turn: int) -> None:
+        """Give the samplers the weights of a turn. Raises SamplerError when they do not have them then."""
+        version, folder = self._published[turn]
+        with self._stopwatch.timed("sync"):
+            await self._services.sync.load(folder, version)
+        for older in [found for found in self._published if found < turn]:
+            shutil.rmtree(self._published.pop(older)[1])
+
+    async def generate(self, step: int) -> Harvest:
+        """What a step will train on."""
+        harvest = await self._generator.step(self._cursor, step)
+        if stop_requested():  # the signal may have ended what computes rewards
+            raise Stopped
+        self._used_up = self._cursor.state_dict()
+        return harvest
+
+    def is_evaluation_due(self, turn: int) -> bool:
+        """Whether the weights of a turn are to be evaluated and have not been."""
+        is_time = turn % self._config.eval_every == 0 or turn == self._config.num_steps
+        return bool(self._held_out) and is_time and str(turn) not in self._state["evals"]
+
+    async def evaluate(self, turn: int) -> None:
+        """Answer the held-out prompts greedily."""
+        began = time.monotonic()
+        with self._stopwatch.timed("evaluate"):
+            rollouts = await self._generator.greedy(self._held_out)
+        if stop_requested():
+            raise Stopped
+        self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, time.monotonic() - began)
+
+    # The trainer's side
+
+    async def train(self, step: int, harvest: Harvest) -> None:
+        """One step: counts, ledger and rollouts included."""
+        harvest = without_stale(harvest, self._state["versions"], largest=self._config.max_staleness)
         values = rollout_metrics(harvest.all_rollouts) | drop_counts([drop.reason for drop in harvest.dropped])
-        with self._timed("train"):
-            path = self._records.rollouts(step, harvest)
-            if harvest.kept:
-                values |= self._train(step, path)
-        self._count(harvest, values)
-        self._state["step"] = step
-        self._records.ledger(step, harvest, self._cursor.dropped_overlong())
+        values |= staleness_metrics(harvest.trained, self._state["versions"])
+        path = self._records.rollouts(step, harvest)
         if harvest.kept:
-            with suppress(Stopped):  # the step is done; a restart gives the samplers its weights
-                self._sync()
-        behind = [version - found for rollout in harvest.trained for found in rollout.versions]
-        values |= {"version": self._state["version"], "staleness": max(behind, default=0)}
-        self._records.step(step, harvest, self._seconds, values)
+            with self._stopwatch.timed("train"):
+                values |= await self._update(step, path)
+            self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
+        self._count(harvest, values)
+        self._records.ledger(step, harvest)
+        sampled = sum(rollout.num_sampled for rollout in harvest.all_rollouts)
+        values |= {"sampled_tokens": sampled, "seconds_generate": harvest.seconds, "version": self._state["version"]}
+        self._values = values
 
-    def _generate(self, step: int) -> Harvest:
-        before = self._cursor.state_dict()
-        try:
-            return self._await(self._generator.step(self._cursor, step))
-        except Stopped:
-            self._cursor.load_state_dict(before)  # nothing of this step was used up
-            raise
+    def note(self, step: int) -> None:
+        """Write the metrics of a step."""
+        seconds = self._stopwatch.taken()
+        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_parameters)
+        self._records.step(step, seconds, self._values | rates)
 
-    def _train(self, step: int, path: str) -> dict[str, float]:
-        replies = self._services.link.ask("train", step=step, rollouts=path)
-        first = replies[0]
-        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_updates"])
-        self._state["version"] += first["num_updates"]
-        self._check_mismatch(values["mismatch_absolute"])
-        return values | {
+    async def publish(self, turn: int) -> None:
+        """Write the trainer's weights to memory, for the samplers."""
+        with self._stopwatch.timed("sync"):
+            folder = self._services.sync_folder / f"turn-{turn}"
+            await self._services.sync.publish(folder, self._state["version"], self._ask)
+            self._published[turn] = (self._state["version"], folder)
+
+    async def _update(self, step: int, path: str) -> dict[str, float]:
+        replies = await self._ask("train", step=step, rollouts=path)
+        first, state = replies[0], self._state
+        state["version"] += first["num_updates"]
+        # one more than may be used, so that what is too old is seen to be
+        state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
+        return trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_updates"]) | {
             "gradient_norm": first["gradient_norm"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
+            "peak_flops": sum(reply["peak_flops"] for reply in replies),
         }
 
-    def _check_mismatch(self, found: float) -> None:
+    def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
         precision = "bf16" if "bf16" in (self._config.precision, self._config.sampler.precision) else "fp32"
-        limit = LARGEST_MISMATCH[precision]
+        limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
         if found > limit:
             raise StageFailed(
                 f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; {limit} "
-                f"is the limit for {precision}. The sampler does not have the trainer's weights, or computes something "
-                "else."
+                f"is the limit for {'stale rollouts' if is_stale else precision}. The sampler does not have the "
+                "trainer's weights, or computes something else"
+                + (", or learning_rate is far too high." * is_stale or ".")
             )
 
     def _count(self, harvest: Harvest, values: dict[str, float]) -> None:
@@ -175,21 +212,80 @@ class Controller:
                 "others."
             )
 
-    def _sync(self) -> None:
-        """Give the samplers the trainer's weights."""
-        with self._timed("sync"):
-            version, sync = self._state["version"], self._services.sync
-            folder = self._services.sync_folder / f"version-{version}"
-            self._await(sync.publish(folder, version, self._ask))
-            self._await(sync.load(folder, version))
-            for older in self._services.sync_folder.iterdir():
-                if older != folder:
-                    shutil.rmtree(older)
-
     async def _ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        return self._services.link.ask(do, **arguments)
+        self._services.link.send(do, **arguments)
+        return await self._services.link.replies()
 
-    # Evaluation
+    # Checkpoints and the end
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        return step % self._config.checkpoint_every == 0
+
+    async def save(self, position: Position) -> None:
+        """One commit of everything that the rest of the stage depends on, as it is when this is called."""
+        weights = {t: self._published[t] for t in range(position.turn, position.step) if t in self._published}
+        saved = json.dumps(
+            {
+                "state": self._state,
+                "cursor": self._used_up,
+                "step": position.step,
+                "turn": position.turn,
+                "weights": {turn: version for turn, (version, _) in weights.items()},
+            }
+        )
+        with self._stopwatch.timed("checkpoint"):
+            began, folder = time.monotonic(), self._checkpoints.begin(position.step)
+            replies = await self._ask("save", folder=str(folder))
+            assert all(reply["num_updates"] == self._state["version"] for reply in replies)
+            for number, harvest in enumerate(position.waiting, start=position.step + 1):
+                write_harvest(folder / f"harvest-{number}.json", harvest)
+            for turn, (_, source) in weights.items():
+                shutil.copytree(source, folder / f"turn-{turn}")
+            write_json(folder / "controller.json", json.loads(saved))
+            self._checkpoints.commit(position.step)
+        log.info("step %d: checkpoint (%.2f s)", position.step, time.monotonic() - began)
+
+    def _resume(self) -> Position | None:
+        """Go back to the newest valid checkpoint; None when there is none."""
+        found = self._checkpoints.newest_valid()
+        if found is None:
+            return None
+        step, folder = found
+        saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
+        self._state, self._used_up = saved["state"], saved["cursor"]
+        self._cursor.load_state_dict(self._used_up)
+        for turn, version in saved["weights"].items():
+            copy = self._services.sync_folder / f"turn-{turn}"
+            shutil.copytree(folder / f"turn-{turn}", copy)
+            self._published[int(turn)] = (version, copy)
+        self._services.link.ask("load", folder=str(folder), num_updates=self._state["version"])
+        waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        log.info("going on after step %d; %d harvests wait", step, len(waiting))
+        return Position(step, saved["turn"], tuple(read_harvest(path) for path in waiting))
+
+    def _leave(self, position: Position) -> None:
+        self._runner.run(self.save(position))
+        self._records.close()
+        self._services.end()
+        leave_stopped()
+
+    def _finish(self) -> None:
+        self._job.output.parent.mkdir(parents=True, exist_ok=True)
+        self._services.link.ask("export", folder=str(self._job.output))
+        self._records.close()
+        totals, parameters = self._state["totals"], self._services.model.num_parameters
+        evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
+        metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        if evals:
+            metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
+        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
+        flops = 6 * parameters * totals["computed"] + 2 * parameters * (totals["sampled"] + totals["prompt"])
+        finish(
+            self._job,
+            metrics=metrics,
+            cost={"tokens": totals["computed"], "sampled_tokens": totals["sampled"], "flops": flops},
+        )
 
     def _held_out_prompts(self, longest: int) -> list[Prompt]:
         config, job = self._config, self._job
@@ -207,96 +303,6 @@ class Controller:
             mirror=job.mirror,
         )
         return first_prompts(mixture, self._renderer, count=config.eval_prompts, longest=longest)
-
-    def _is_evaluation_due(self) -> bool:
-        is_time = self._step % self._config.eval_every == 0 or self._step == self._config.num_steps
-        return bool(self._held_out) and is_time and str(self._step) not in self._state["evals"]
-
-    def _evaluate(self) -> None:
-        began = time.monotonic()
-        rollouts = self._await(self._generator.greedy(self._held_out))
-        reward = self._records.evaluation(self._step, rollouts, time.monotonic() - began)
-        self._state["evals"][str(self._step)] = reward
-
-    # Checkpoints and the end
-
-    def _save(self) -> None:
-        """One commit of everything that the rest of the stage depends on."""
-        with self._timed("checkpoint"):
-            folder = self._checkpoints.begin(self._step)
-            replies = self._services.link.ask("save", folder=str(folder))
-            assert all(reply["num_updates"] == self._state["version"] for reply in replies)
-            write_json(folder / "controller.json", {"state": self._state, "cursor": self._cursor.state_dict()})
-            self._checkpoints.commit(self._step)
-        log.info("step %d: checkpoint (%.2f s)", self._step, self._seconds["checkpoint"])
-
-    def _resume(self) -> bool:
-        """Go back to the newest valid checkpoint; False when there is none."""
-        found = self._checkpoints.newest_valid()
-        if found is not None:
-            step, folder = found
-            saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
-            self._state = saved["state"]
-            self._cursor.load_state_dict(saved["cursor"])
-            self._services.link.ask("load", folder=str(folder), num_updates=self._state["version"])
-            log.info("going on after step %d", step)
-        return found is not None
-
-    def _leave(self) -> None:
-        self._save()
-        self._records.close()
-        self._services.end()
-        leave_stopped()
-
-    def _finish(self) -> None:
-        self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        self._services.link.ask("export", folder=str(self._job.output))
-        self._records.close()
-        totals, parameters = self._state["totals"], self._services.model.num_parameters
-        evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
-        metrics: dict[str, Any] = {"steps": self._step, "version": self._state["version"]}
-        if evals:
-            metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
-        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
-        flops = 6 * parameters * totals["computed"] + 2 * parameters * (totals["sampled"] + totals["prompt"])
-        finish(
-            self._job,
-            metrics=metrics,
-            cost={"tokens": totals["computed"], "sampled_tokens": totals["sampled"], "flops": flops},
-        )
-
-    # Waiting
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
-
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; given up when a stop is asked for (Stopped) or a child has ended (StageFailed)."""
-        return self._runner.run(self._watched(work))
-
-    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=POLL_S)
-                if task.done():
-                    break
-                self._services.children.check()
-                if stop_requested():
-                    raise Stopped
-            return task.result()
-        except SamplerError:
-            if stop_requested():  # the signal reached the sampler too
-                raise Stopped from None
-            raise
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 def main() -> None:

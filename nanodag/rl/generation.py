@@ -6,13 +6,14 @@ differ from run to run. The seed of a group depends on the stage's seed, the ste
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import SamplerError, StageFailed
 from nanodag.rl import entries
+from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool
 from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
@@ -36,43 +37,6 @@ class Sampler(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group that is not trained on."""
-
-    prompt: Prompt
-    rollouts: list[Rollout]
-    reason: str
-
-
-@dataclass(slots=True)
-class Harvest:
-    """What one step generated. kept: groups to train on, in prompt order, without members whose reward failed, which
-    are in `failed`; dropped: the other groups that were judged."""
-
-    kept: list[tuple[Prompt, list[Rollout]]] = field(default_factory=list)
-    failed: list[Rollout] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """Every prompt that was judged."""
-        return [prompt for prompt, _ in self.kept] + [drop.prompt for drop in self.dropped]
-
-    @property
-    def trained(self) -> list[Rollout]:
-        return [rollout for _, group in self.kept for rollout in group]
-
-    @property
-    def untrained(self) -> list[Rollout]:
-        return self.failed + [rollout for drop in self.dropped for rollout in drop.rollouts]
-
-    @property
-    def all_rollouts(self) -> list[Rollout]:
-        """Every rollout that was judged."""
-        return self.trained + self.untrained
-
-
 class Generator:
     """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated."""
 
@@ -93,7 +57,7 @@ class Generator:
         waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
         a wave that are not needed go back to the cursor.
         """
-        config, harvest = self._config, Harvest()
+        config, harvest, began = self._config, Harvest(), time.monotonic()
         num_waves = WAVES_A_STEP if config.over_sampling else 1
         for _ in range(num_waves):
             prompts = cursor.take(config.over_sampling or config.prompts_per_step)
@@ -102,6 +66,8 @@ class Generator:
             if len(harvest.kept) == config.prompts_per_step:
                 break
         _refuse_broken_rewards(harvest.all_rollouts)
+        harvest.overlong = cursor.dropped_overlong()
+        harvest.seconds = time.monotonic() - began
         return harvest
 
     async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:

@@ -5,6 +5,7 @@ and waits for every reply. Large things (rollouts, weights, checkpoints) are fil
 ends, by SIGKILL too, closes its connection: the other side sees that at once and ends with the reason.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -80,15 +81,13 @@ class RankLink:
             while len(replies) < self.num_ranks:
                 for key, _ in selector.select():
                     rank = key.data
-                    reply = self._connections[rank].read()
-                    if reply is None:
-                        raise StageFailed(f"Trainer rank {rank} ended while it was asked to {self._asked}.")
-                    if "error" in reply:
-                        kind = _ERRORS.get(reply["error"], StageFailed)
-                        raise kind(f"Trainer rank {rank}: {reply['message']}")
-                    replies[rank] = reply
+                    replies[rank] = self._take(rank)
                     selector.unregister(self._connections[rank].socket)
         return [replies[rank] for rank in range(self.num_ranks)]
+
+    async def replies(self) -> list[dict[str, Any]]:
+        """`receive` beside what else runs in the event loop."""
+        return list(await asyncio.gather(*(self._reply(rank) for rank in range(self.num_ranks))))
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """`send`, then `receive`."""
@@ -102,6 +101,20 @@ class RankLink:
                 connection.write({"do": "end"})
             connection.socket.close()
         self._server.close()
+
+    async def _reply(self, rank: int) -> dict[str, Any]:
+        await _readable(self._connections[rank].socket)
+        return self._take(rank)
+
+    def _take(self, rank: int) -> dict[str, Any]:
+        """The reply of a rank that has sent one, or has ended."""
+        reply = self._connections[rank].read()
+        if reply is None:
+            raise StageFailed(f"Trainer rank {rank} ended while it was asked to {self._asked}.")
+        if "error" in reply:
+            kind = _ERRORS.get(reply["error"], StageFailed)
+            raise kind(f"Trainer rank {rank}: {reply['message']}")
+        return reply
 
 
 class ControllerLink:
@@ -136,6 +149,16 @@ class ControllerLink:
                 return
         os.write(2, f"rank {self._rank}: the controller has gone; ending\n".encode())
         os._exit(1)
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)
 
 
 class _Lines:

@@ -3,12 +3,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import fmean, median
 
 from nanodag.rl.rollout import Rollout, groups_of, reward_spread
 from nanodag.rl.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
+GRAM = 4
+REPEATED_FROM = 0.5
 
 
 @dataclass(slots=True)
@@ -55,11 +58,12 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Over all generated rollouts, dropped ones too: reward and its parts, pass rate, lengths, truncated share, groups
-    without spread.
+    """Over all generated rollouts, dropped ones too: reward and its parts, pass rate, lengths, truncated and repeated
+    share, groups without spread.
 
     pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
-    with at least one such. Rollouts whose reward failed count as reward_failed only.
+    with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
+    failed count as reward_failed only. repeated_share: share of responses with a `repetition` above 0.5.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
@@ -71,13 +75,43 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "response_tokens_median": float(median(lengths)) if lengths else 0.0,
         "response_tokens_largest": float(max(lengths, default=0)),
         "truncated_share": _share([rollout.finish_reason == "length" for rollout in rollouts]),
+        "repeated_share": _share([repetition(rollout.sampled_token_ids) > REPEATED_FROM for rollout in rollouts]),
         "zero_spread_share": _share([reward_spread(group) == 0.0 for group in groups]),
     }
     if scored:
         metrics["reward"] = fmean(rollout.reward for rollout in scored if rollout.reward is not None)
         metrics["pass_rate"] = _share([_is_solved(rollout) for rollout in scored])
         metrics["pass_at_n"] = _share([any(map(_is_solved, group)) for group in groups])
+        metrics |= _pass_at([(len(group), sum(map(_is_solved, group))) for group in groups])
     return metrics | _component_means(scored)
+
+
+def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
+    """Chance that of k samples, drawn from these without putting back, one is right: 1 - C(n - c, k) / C(n, k), which
+    estimates pass@k without bias for k <= n (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def repetition(token_ids: Sequence[int]) -> float:
+    """Share of 4-grams that occurred before in the same response: 1 - different / all, 0.0 below 4 tokens (seq-rep-4 of
+    Welleck et al. 2019, arXiv:1908.04319)."""
+    grams = list(zip(*(token_ids[start:] for start in range(GRAM)), strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def speeds(values: Mapping[str, float], seconds: Mapping[str, float], *, num_parameters: int) -> dict[str, float]:
+    """Tokens a second of either side while it worked, and `mfu`, the share of the matmul peak of all ranks that
+    training reached.
+
+    values: sampled_tokens, seconds_generate; and where something was trained computed_tokens and peak_flops, the peak.
+    seconds: train. FLOPs are 6 a parameter and token (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361,
+    table 1), without attention, and without what scoring with old or reference weights takes.
+    """
+    found = {"sampled_tokens_per_second": values["sampled_tokens"] / max(values["seconds_generate"], 1e-9)}
+    if "computed_tokens" in values:
+        found["tokens_per_second"] = values["computed_tokens"] / max(seconds["train"], 1e-9)
+        found["mfu"] = 6 * num_parameters * found["tokens_per_second"] / values["peak_flops"]
+    return found
 
 
 def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
@@ -88,6 +122,15 @@ def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
 def _is_solved(rollout: Rollout) -> bool:
     taken = rollout.reward_components.get(OVERLONG, 0.0)
     return rollout.reward is not None and rollout.reward - taken >= SOLVED_FROM
+
+
+def _pass_at(groups: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """groups: (samples, solved) of each."""
+    found, k = {}, 1
+    while enough := [(size, solved) for size, solved in groups if size >= k and size > 1]:
+        found[f"pass_at_{k}"] = fmean(pass_at(k, num_samples=size, num_solved=solved) for size, solved in enough)
+        k *= 2
+    return found
 
 
 def _share(flags: Sequence[bool]) -> float:

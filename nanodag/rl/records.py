@@ -1,13 +1,15 @@
 """What a stage leaves behind as it goes: metrics, ledger, rollouts. Each is there once, however often it was killed."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nanodag.config.schema import RLStage
-from nanodag.rl.generation import Harvest
+from nanodag.rl.harvest import Harvest
 from nanodag.rl.metrics import rollout_metrics
-from nanodag.rl.prompts import OVERLONG, Ledger, Prompt
+from nanodag.rl.prompts import OVERLONG, Ledger
 from nanodag.rl.rollout import Rollout, write_rollouts
 from nanodag.worker import Job, MetricsLog
 
@@ -15,15 +17,17 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """resume_step: what was noted after this step, by a process that was killed, is removed; -1 removes everything."""
+    """resume_step: what was noted after this step, by a process that was killed, is removed; -1 removes everything.
+    evaluated: steps whose evaluation the checkpoint has; it does not wait for that of its own step."""
 
-    def __init__(self, job: Job, *, resume_step: int) -> None:
+    def __init__(self, job: Job, *, resume_step: int, evaluated: Container[str] = ()) -> None:
         self._config: RLStage = job.config
         self._folder = job.records / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.iterdir():
             if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
                 path.unlink()
+        _drop_evaluations(job.metrics_path, evaluated)
         self._metrics = MetricsLog(job, resume_step=resume_step)
         self._ledger = Ledger(job.records / "ledger.jsonl", resume_step=resume_step)
 
@@ -34,22 +38,19 @@ class Records:
         write_rollouts(path.with_suffix(".dropped.jsonl"), harvest.untrained)
         return str(path)
 
-    def step(self, step: int, harvest: Harvest, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
-        """One line of metrics. seconds: by part of the step; the parts do not overlap."""
-        sampled = sum(rollout.num_sampled for rollout in harvest.all_rollouts)
-        computed = values.get("computed_tokens", 0.0)
+    def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
+        """One line of metrics. seconds: by part, since the line before; `step` is the wall time, and what ran beside
+        something else is counted in full. values: `seconds_generate` among them, which the rollouts took, whenever that
+        was."""
         self._metrics.write(
             step,
             total=self._config.num_steps,
-            seconds_step=sum(seconds.values()),
-            sampled_tokens_per_second=sampled / max(seconds["generate"], 1e-9),
-            tokens_per_second=computed / max(seconds["train"], 1e-9) if computed else 0.0,
             **{f"seconds_{name}": value for name, value in seconds.items()},
             **values,
         )
         names = ("reward", "pass_rate", "response_tokens", "entropy")
         shown = {name: round(values[name], 4) for name in names if name in values}
-        log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, sum(seconds.values()))
+        log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, seconds["step"])
 
     def evaluation(self, step: int, rollouts: Sequence[Rollout], seconds: float) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
@@ -68,13 +69,13 @@ class Records:
         log.info("step %d: held out, greedy: %s", step, {name: round(value, 4) for name, value in values.items()})
         return values.get("eval_reward")
 
-    def ledger(self, step: int, harvest: Harvest, overlong: Sequence[Prompt]) -> None:
+    def ledger(self, step: int, harvest: Harvest) -> None:
         """What became of the prompts that a step used up."""
         for prompt, _ in harvest.kept:
             self._ledger.record(step, prompt, "trained")
         for drop in harvest.dropped:
             self._ledger.record(step, drop.prompt, "dropped", drop.reason)
-        for prompt in overlong:
+        for prompt in harvest.overlong:
             self._ledger.record(step, prompt, "dropped", OVERLONG)
         self._ledger.flush()
 
@@ -82,3 +83,17 @@ class Records:
         """Close every file."""
         self._metrics.close()
         self._ledger.close()
+
+
+def _drop_evaluations(path: Path, evaluated: Container[str]) -> None:
+    """Remove the lines of evaluations that are done again from metrics.jsonl."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
+    records = [json.loads(line) for line in lines]
+    kept = [
+        line
+        for line, record in zip(lines, records, strict=True)
+        if record["event"] != "eval" or str(record["step"]) in evaluated
+    ]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

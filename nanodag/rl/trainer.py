@@ -42,6 +42,7 @@ from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.engine import DTYPES, Engine, leave
+from nanodag.train.peak import matmul_peak
 from nanodag.worker import Job, read_job
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Trainer:
         if config.kl_coefficient > 0:
             reference = load_policy(model_path, temperature=config.temperature).requires_grad_(False)
             self._reference = reference.to(self.engine.device, self.engine.dtype)
+        self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
 
@@ -126,6 +128,7 @@ class Trainer:
             "num_updates": num_updates,
             "gradient_norm": max(norms),
             "learning_rate": self._learning_rate(),
+            "peak_flops": self._peak_flops,
             "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
         }
 

@@ -19,6 +19,9 @@ from nanodag.worker import STOPPED_EXIT_CODE
 from tests.rl.stages import make_job, metrics, run, start
 
 
+AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
+
+
 def digest(folder: Path) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
@@ -26,7 +29,7 @@ def digest(folder: Path) -> str:
 
 def wait_for_step(job, process, step: int) -> None:
     """Return once metrics.jsonl has the step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job)):
             return
@@ -35,7 +38,18 @@ def wait_for_step(job, process, step: int) -> None:
 
 
 def without_time(lines: list[dict]) -> list[dict]:
-    return [{k: v for k, v in line.items() if "second" not in k and k != "time"} for line in lines]
+    return [
+        {k: v for k, v in line.items() if "second" not in k and k not in ("time", "mfu", "peak_flops")}
+        for line in lines
+    ]
+
+
+def same_in_the_end(job, undisturbed) -> None:
+    """Product, metrics, evaluations and ledger are what they would have been."""
+    assert digest(job.output) == digest(undisturbed.output)
+    assert without_time(metrics(job)) == without_time(metrics(undisturbed))
+    assert without_time(metrics(job, "eval")) == without_time(metrics(undisturbed, "eval"))
+    assert read_ledger(job.records / "ledger.jsonl") == read_ledger(undisturbed.records / "ledger.jsonl")
 
 
 def end_group(process) -> None:
@@ -69,7 +83,11 @@ def test_every_step_is_on_policy_and_trainer_and_sampler_agree_on_logprobs(finis
     steps = metrics(finished)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for line in steps:
-        assert line["staleness"] == 0 and line["ratio"] == 1.0 and line["clipped_share"] == 0.0
+        assert (
+            line["staleness"] == line["staleness_largest"] == 0
+            and line["ratio"] == 1.0
+            and line["clipped_share"] == 0.0
+        )
         assert line["mismatch_largest"] < 1e-4
         assert line["seconds_generate"] > 0 and line["seconds_train"] > 0 and line["seconds_sync"] > 0
     assert [line["step"] for line in metrics(finished, "eval")] == [0, 3, 6]
@@ -98,10 +116,42 @@ def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_byt
         time.sleep(moment.random() * 0.2)
         end_group(process)
     run(job)
-    assert digest(job.output) == digest(finished.output)
-    assert without_time(metrics(job)) == without_time(metrics(finished))
-    assert without_time(metrics(job, "eval")) == without_time(metrics(finished, "eval"))
-    assert read_ledger(job.records / "ledger.jsonl") == read_ledger(finished.records / "ledger.jsonl")
+    same_in_the_end(job, finished)
+
+
+@pytest.fixture(scope="module")
+def finished_ahead(tmp_path_factory):
+    """The same with rollouts generated one step ahead."""
+    job = make_job(tmp_path_factory.mktemp("ahead"), **AHEAD)
+    run(job)
+    return job
+
+
+def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_the_run_learns(finished_ahead):
+    steps = metrics(finished_ahead)
+    assert [line["staleness"] for line in steps] == [0, 1, 1, 1, 1, 1] == [line["staleness_largest"] for line in steps]
+    for step in range(1, 7):
+        rollouts = read_rollouts(finished_ahead.records / "rollouts" / f"step-{step:08d}.jsonl")
+        assert {version for rollout in rollouts for version in rollout.versions} == {max(0, step - 2)}
+    assert steps[0]["mismatch_largest"] < 1e-4 < steps[1]["mismatch_largest"]  # what the policy learned meanwhile
+    result = json.loads((finished_ahead.workspace / "result.json").read_text())
+    assert result["metrics"]["eval_reward"] > result["metrics"]["eval_reward_before"]
+    lines = read_ledger(finished_ahead.records / "ledger.jsonl")
+    assert len(lines) == 12 and {line["outcome"] for line in lines} == {"trained"}
+    assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
+
+
+def test_one_step_ahead_a_stage_killed_and_one_asked_to_stop_end_on_the_same_bytes(finished_ahead, tmp_path):
+    job = make_job(tmp_path, **AHEAD)
+    moment = random.Random(os.getpid())
+    for step, signum in ((moment.randint(1, 2), signal.SIGKILL), (moment.randint(3, 5), signal.SIGTERM)):
+        process = start(job)
+        wait_for_step(job, process, step)
+        time.sleep(moment.random() * 0.2)
+        os.killpg(process.pid, signum)
+        process.wait(timeout=60)
+    run(job)
+    same_in_the_end(job, finished_ahead)
 
 
 def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(finished, tmp_path):

@@ -1,0 +1,105 @@
+"""What the samplers made for one step: groups to train on, and what was left out with its reason. No torch here.
+
+A harvest may be generated steps before it is trained, so a checkpoint holds those that wait: one JSON object each, in
+which a rollout is a line of nanodag.rl.rollout.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanodag.rl.prompts import Prompt
+from nanodag.rl.rollout import Rollout, from_json, to_json
+from nanodag.store.files import write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that is not trained on."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+    reason: str
+
+
+@dataclass(slots=True)
+class Harvest:
+    """What was generated for one step.
+
+    kept: groups to train on, in prompt order, without members whose reward failed, which are in `failed`; dropped: the
+    other groups that were judged; overlong: prompts that were passed over for their length; seconds: it took.
+    """
+
+    kept: list[tuple[Prompt, list[Rollout]]] = field(default_factory=list)
+    failed: list[Rollout] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    overlong: list[Prompt] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Every prompt that was judged."""
+        return [prompt for prompt, _ in self.kept] + [drop.prompt for drop in self.dropped]
+
+    @property
+    def trained(self) -> list[Rollout]:
+        return [rollout for _, group in self.kept for rollout in group]
+
+    @property
+    def untrained(self) -> list[Rollout]:
+        return self.failed + [rollout for drop in self.dropped for rollout in drop.rollouts]
+
+    @property
+    def all_rollouts(self) -> list[Rollout]:
+        """Every rollout that was judged."""
+        return self.trained + self.untrained
+
+
+def write_harvest(path: Path, harvest: Harvest) -> None:
+    """Write a harvest that waits to be trained on."""
+    write_json(
+        path,
+        {
+            "kept": [{"prompt": _prompt_record(p), "rollouts": _rollout_records(group)} for p, group in harvest.kept],
+            "failed": _rollout_records(harvest.failed),
+            "dropped": [
+                {"prompt": _prompt_record(d.prompt), "rollouts": _rollout_records(d.rollouts), "reason": d.reason}
+                for d in harvest.dropped
+            ],
+            "overlong": [_prompt_record(prompt) for prompt in harvest.overlong],
+            "seconds": harvest.seconds,
+        },
+    )
+
+
+def read_harvest(path: Path) -> Harvest:
+    """What `write_harvest` wrote, bit for bit."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return Harvest(
+        kept=[(_prompt_from(group["prompt"]), _rollouts_from(group["rollouts"])) for group in saved["kept"]],
+        failed=_rollouts_from(saved["failed"]),
+        dropped=[
+            Dropped(_prompt_from(drop["prompt"]), _rollouts_from(drop["rollouts"]), drop["reason"])
+            for drop in saved["dropped"]
+        ],
+        overlong=[_prompt_from(prompt) for prompt in saved["overlong"]],
+        seconds=saved["seconds"],
+    )
+
+
+def _prompt_record(prompt: Prompt) -> dict[str, Any]:
+    return {"epoch": prompt.epoch, "record": dict(prompt.record), "token_ids": list(prompt.token_ids)}
+
+
+def _prompt_from(saved: Mapping[str, Any]) -> Prompt:
+    return Prompt(epoch=saved["epoch"], record=saved["record"], token_ids=tuple(saved["token_ids"]))
+
+
+def _rollout_records(rollouts: list[Rollout]) -> list[str]:
+    return [to_json(rollout) for rollout in rollouts]
+
+
+def _rollouts_from(lines: list[str]) -> list[Rollout]:
+    return [from_json(line) for line in lines]

@@ -1,0 +1,73 @@
+"""How old the weights are that sampled a token, and the cap on it. No torch here.
+
+The staleness of a token that step k trains is the number of steps that changed the weights after those which sampled it
+and before step k began. With `updates_per_step` above 1 a step makes several versions and still counts as one; a step
+that trained nothing made none and does not count.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from nanodag.errors import StageFailed
+from nanodag.rl.harvest import Dropped, Harvest
+from nanodag.rl.rollout import Rollout, Span
+
+log = logging.getLogger(__name__)
+
+TOO_STALE = "too_stale"
+
+
+def staleness_of(version: int, versions: Sequence[int]) -> int:
+    """versions: those at the ends of the last steps that changed the weights, ascending, the current one last.
+
+    Raises StageFailed for a version that the trainer has not reached.
+    """
+    if version > versions[-1]:
+        raise StageFailed(
+            f"A token says that weights of version {version} sampled it; the trainer is at version {versions[-1]}. The "
+            "samplers got their weights from somebody else."
+        )
+    return sum(later > version for later in versions)
+
+
+def without_stale(harvest: Harvest, versions: Sequence[int], *, largest: int) -> Harvest:
+    """The harvest with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
+    without any token left is dropped as `too_stale`.
+
+    Schedules keep to the cap, so this finds something only when a sampler had other weights than it was given.
+    """
+    oldest = min((v for _, group in harvest.kept for r in group for v in r.versions), default=versions[-1])
+    if staleness_of(oldest, versions) <= largest:
+        return harvest
+    kept, dropped = [], list(harvest.dropped)
+    for prompt, group in harvest.kept:
+        masked = [_masked(rollout, versions, largest) for rollout in group]
+        if any(any(span.mask) for rollout in masked for span in rollout.spans):
+            kept.append((prompt, masked))
+        else:
+            dropped.append(Dropped(prompt, masked, TOO_STALE))
+    log.warning("Tokens of version %d and on are too stale to be trained and were masked.", oldest)
+    return replace(harvest, kept=kept, dropped=dropped)
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> dict[str, float]:
+    """Over the tokens that are trained: mean and largest staleness, in steps."""
+    found = [
+        staleness_of(version, versions)
+        for rollout in rollouts
+        for span in rollout.spans
+        for version, mask in zip(span.versions, span.mask, strict=True)
+        if mask
+    ]
+    return {"staleness": fmean(found) if found else 0.0, "staleness_largest": float(max(found, default=0))}
+
+
+def _masked(rollout: Rollout, versions: Sequence[int], largest: int) -> Rollout:
+    return replace(rollout, spans=tuple(_masked_span(span, versions, largest) for span in rollout.spans))
+
+
+def _masked_span(span: Span, versions: Sequence[int], largest: int) -> Span:
+    fresh = [staleness_of(version, versions) <= largest for version in span.versions]
+    return replace(span, mask=tuple(mask if keep else 0 for mask, keep in zip(span.mask, fresh, strict=True)))

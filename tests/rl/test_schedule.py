@@ -1,0 +1,193 @@
+"""Who runs beside whom, with which weights, and where a checkpoint can be written. The work is a fake that we own."""
+
+import asyncio
+from contextlib import contextmanager
+
+import pytest
+
+from nanodag.errors import SamplerError, StageFailed
+from nanodag.rl.harvest import Harvest
+from nanodag.rl.schedule import Position, Schedule, Stopped
+
+STEPS = 5
+
+
+class FakeWork:
+    """Notes what is called. Each call takes as many turns of the event loop as `slow` says for its kind."""
+
+    def __init__(self, *, evals=(), saves=(), slow=(), stop_at=None, fail=None) -> None:
+        self.evals, self.saves, self.slow = set(evals), set(saves), dict(slow)
+        self.stop_at, self.fail, self.stopping = stop_at, fail, False
+        self.log: list[tuple] = []
+        self.loaded = self.step = None
+        self.positions: list[Position] = []
+        self.sampled_by: dict[int, int] = {}
+        self.busy: set[str] = set()
+        self.beside: set[frozenset] = set()
+
+    @contextmanager
+    def timed(self, name):
+        yield
+
+    async def takes(self, kind: str, number: int) -> None:
+        if self.stop_at == (kind, number):
+            self.stopping = True
+        if self.fail is not None and self.fail[:2] == (kind, number):
+            raise self.fail[2]
+        self.busy.add(kind)
+        for _ in range(self.slow.get(kind, 3)):
+            await asyncio.sleep(0)
+            self.beside.add(frozenset(self.busy))
+        if self.stop_at == (kind, number):
+            await asyncio.sleep(0.3)  # until the watch has seen it
+        self.busy.discard(kind)
+        self.log.append((kind, number))
+
+    async def load(self, turn):
+        self.loaded = turn
+        assert ("publish", turn) in self.log or turn in getattr(self, "kept", ())
+        await self.takes("load", turn)
+
+    async def generate(self, step):
+        weights = self.loaded
+        await self.takes("generate", step)
+        if self.stopping:
+            raise Stopped
+        assert self.loaded == weights  # no weights change under a harvest
+        self.sampled_by[step] = weights
+        return Harvest(seconds=step)
+
+    def is_evaluation_due(self, turn):
+        return turn in self.evals
+
+    async def evaluate(self, turn):
+        assert self.loaded == turn
+        await self.takes("evaluate", turn)
+        assert self.loaded == turn
+        self.evals.discard(turn)
+
+    async def train(self, step, harvest):
+        assert harvest.seconds == step
+        await self.takes("train", step)
+
+    async def publish(self, turn):
+        await self.takes("publish", turn)
+
+    def note(self, step):
+        self.log.append(("note", step))
+
+    def is_checkpoint_due(self, step):
+        return step in self.saves
+
+    async def save(self, position):
+        self.positions.append(position)
+        await self.takes("save", position.step)
+
+    def check(self):
+        pass
+
+    def is_stop_requested(self):
+        return self.stopping
+
+
+def schedule(work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True) -> Schedule:
+    start = position or Position()
+    return Schedule(work, num_steps=STEPS, lag=lag, is_exact=is_exact, position=start, timed=work.timed)
+
+
+def carry_out(work: FakeWork, lag: int, **options) -> FakeWork:
+    asyncio.run(schedule(work, lag, **options).run())
+    return work
+
+
+def of(work: FakeWork, kind: str) -> list[int]:
+    return [number for found, number in work.log if found == kind]
+
+
+SPEEDS = [{}, {"train": 40}, {"generate": 40}, {"evaluate": 60, "publish": 9}]
+
+
+@pytest.mark.parametrize("slow", SPEEDS)
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+def test_which_weights_sample_a_harvest_depends_on_its_step_alone(lag, slow):
+    work = carry_out(FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow), lag)
+    assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
+    assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5]
+    assert of(work, "evaluate") == [0, 2, 5] and of(work, "save") == [2, 4]
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_with_a_lag_a_step_trains_while_the_next_rollouts_are_generated(lag):
+    work = carry_out(FakeWork(evals=(2,), slow={"train": 30}), lag)
+    assert {"generate", "train"} in work.beside and any({"evaluate", "train"} <= busy for busy in work.beside)
+
+
+def test_without_a_lag_nothing_is_generated_while_a_step_trains():
+    work = carry_out(FakeWork(), 0)
+    assert not any({"generate", "train"} <= busy for busy in work.beside)
+
+
+def test_no_more_harvests_than_the_lag_wait_behind_the_one_that_trains():
+    class Counting(FakeWork):
+        most = 0
+
+        async def train(self, step, harvest):
+            await super().train(step, harvest)
+            self.most = max(self.most, len(of(self, "generate")) - step)
+
+    assert carry_out(Counting(slow={"train": 90}), 2).most == 2
+
+
+def test_the_last_weights_are_published_only_to_be_evaluated():
+    assert of(carry_out(FakeWork(), 1), "publish") == [0, 1, 2, 3, 4]
+    assert of(carry_out(FakeWork(evals=(5,)), 1), "publish") == [0, 1, 2, 3, 4, 5]
+
+
+def test_where_bytes_are_not_promised_the_newest_weights_sample_and_the_cap_holds():
+    work = carry_out(FakeWork(slow={"generate": 40}), 3, is_exact=False)
+    assert work.sampled_by[STEPS] > STEPS - 1 - 3
+    assert all(step - 1 - turn <= 3 for step, turn in work.sampled_by.items())
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
+    whole = carry_out(FakeWork(evals=(0, 3), saves=range(1, STEPS)), lag)
+    assert [position.step for position in whole.positions] == [1, 2, 3, 4]
+    for position in whole.positions:
+        assert position.turn >= position.step  # no older weights are needed
+        rest = carry_out(FakeWork(evals={t for t in (0, 3) if t >= position.turn}), lag, position=position)
+        waiting = {position.step + 1 + n for n in range(len(position.waiting))}
+        assert rest.sampled_by == {s: t for s, t in whole.sampled_by.items() if s > position.step and s not in waiting}
+        assert of(rest, "train") == list(range(position.step + 1, STEPS + 1))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("moment", [("generate", 1), ("generate", 4), ("train", 2), ("train", 5), ("evaluate", 2)])
+def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, moment):
+    work = FakeWork(evals=(0, 2, 5), slow={"evaluate": 20}, stop_at=moment)
+    begun = schedule(work, lag)
+    with pytest.raises(Stopped):
+        asyncio.run(begun.run())
+    found = begun.position
+    assert found.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
+    rest = FakeWork(evals=work.evals)
+    rest.kept = range(found.turn, found.step)  # the controller keeps these weights in the checkpoint
+    carry_out(rest, lag, position=found)
+    assert work.sampled_by | rest.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
+    assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
+    assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
+
+
+@pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
+def test_an_error_on_either_side_ends_both(kind):
+    work = FakeWork(evals=(2,), fail=(kind, 2, StageFailed("broken")))
+    with pytest.raises(StageFailed, match="broken"):
+        carry_out(work, 1)
+
+
+def test_a_sampler_that_the_stop_signal_ended_is_no_error():
+    work = FakeWork(fail=("generate", 3, SamplerError("gone")))
+    work.is_stop_requested = lambda: ("train", 1) in work.log
+    with pytest.raises(Stopped):
+        carry_out(work, 1)
+    assert of(work, "note") == of(work, "train")

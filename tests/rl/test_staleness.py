@@ -1,0 +1,82 @@
+"""A token older than the cap is never trained, and a harvest that waits is the same after a restart."""
+
+import pytest
+
+from nanodag.errors import StageFailed
+from nanodag.rl.harvest import Dropped, Harvest, read_harvest, write_harvest
+from nanodag.rl.prompts import Prompt
+from nanodag.rl.rollout import Rollout, Span, prompt_span
+from nanodag.rl.staleness import staleness_metrics, staleness_of, without_stale
+
+
+def prompt(name: str) -> Prompt:
+    return Prompt(
+        epoch=0, record={"prompt_id": name, "messages": [{"role": "user", "content": name}]}, token_ids=(1, 2)
+    )
+
+
+def rollout(versions: list[int], *, reward: float | None = 1.0, sample: int = 0) -> Rollout:
+    size = len(versions)
+    sampled = Span(
+        kind="sampled",
+        token_ids=tuple(range(size)),
+        mask=(1,) * size,
+        logprobs=(-0.1,) * size,
+        versions=tuple(versions),
+    )
+    return Rollout(
+        group_id="p@0",
+        prompt_id="p",
+        sample_index=sample,
+        spans=(prompt_span([1, 2]), sampled),
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+def harvest(*groups: list[Rollout]) -> Harvest:
+    return Harvest(kept=[(prompt(f"p{n}"), list(group)) for n, group in enumerate(groups)])
+
+
+def masks(found: Harvest) -> list[tuple[int, ...]]:
+    return [rollout.spans[1].mask for rollout in found.trained]
+
+
+def test_staleness_counts_steps_that_changed_the_weights_not_versions():
+    versions = [0, 4, 8]  # four updates a step
+    assert [staleness_of(version, versions) for version in (8, 7, 4, 3, 0)] == [0, 1, 1, 2, 2]
+
+
+def test_a_version_that_the_trainer_has_not_reached_is_an_error():
+    with pytest.raises(StageFailed, match="version 9 sampled it; the trainer is at version 8"):
+        staleness_of(9, [0, 4, 8])
+
+
+def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained():
+    found = without_stale(harvest([rollout([0, 1, 2]), rollout([2, 2])]), [0, 1, 2], largest=1)
+    assert masks(found) == [(0, 1, 1), (1, 1)] and not found.dropped
+    assert staleness_metrics(found.trained, [0, 1, 2]) == {"staleness": 0.25, "staleness_largest": 1.0}
+
+
+def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason():
+    found = without_stale(harvest([rollout([0, 0])], [rollout([1])]), [0, 1, 2], largest=1)
+    assert [group[0].versions for _, group in found.kept] == [(1,)]
+    assert [(drop.prompt.prompt_id, drop.reason) for drop in found.dropped] == [("p0", "too_stale")]
+
+
+def test_what_is_fresh_enough_is_left_as_it_is():
+    given = harvest([rollout([1, 2])])
+    assert without_stale(given, [0, 1, 2], largest=1) is given
+    assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0}
+
+
+def test_a_harvest_that_waits_is_written_and_read_bit_for_bit(tmp_path):
+    given = Harvest(
+        kept=[(prompt("a"), [rollout([1], reward=0.1 + 0.2), rollout([1], sample=1)])],
+        failed=[rollout([1], reward=None, sample=2)],
+        dropped=[Dropped(prompt("b"), [rollout([0])], "zero_spread")],
+        overlong=[prompt("c")],
+        seconds=0.25,
+    )
+    write_harvest(tmp_path / "harvest.json", given)
+    assert read_harvest(tmp_path / "harvest.json") == given
