@@ -36,10 +36,11 @@ DISCOUNTS = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Memory(threading.Thread):
-    """Samples, every two seconds, the sum of the proportional set sizes of all processes that run our interpreter."""
+    """Samples, every two seconds, the sum of the proportional set sizes of all processes that work for one store."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Path) -> None:
         super().__init__(daemon=True)
+        self.store = store
         self.peak_bytes = 0
         self.done = threading.Event()
 
@@ -50,16 +51,18 @@ class Memory(threading.Thread):
     def _sizes(self) -> Iterator[int]:
         for process in psutil.process_iter():
             try:
-                if process.cmdline() and process.cmdline()[0].startswith(sys.prefix) and process.pid != os.getpid():
+                if process.environ().get("NANODAG_STORE") == str(self.store):  # inherited by all that a run starts
                     yield process.memory_full_info().pss
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
 
 
-def nanodag(store: Path, port: int, *arguments: str) -> None:
-    """Run the command; raises CalledProcessError when it fails."""
-    command = [str(Path(sys.prefix) / "bin" / "nanodag"), "run", f"server.port={port}", *arguments]
-    subprocess.run(command, check=True, env={**os.environ, "NANODAG_STORE": str(store)}, cwd=PROJECT)
+def nanodag(store: Path, command: str, *arguments: str) -> float:
+    """Run a command of `nanodag` and return its seconds; raises CalledProcessError when it fails."""
+    began = time.monotonic()
+    line = [str(Path(sys.prefix) / "bin" / "nanodag"), command, *arguments]
+    subprocess.run(line, check=True, env={**os.environ, "NANODAG_STORE": str(store)}, cwd=PROJECT)
+    return time.monotonic() - began
 
 
 def with_control(folder: Path) -> Path:
@@ -132,17 +135,29 @@ def measure(seed: int, folder: Path, benchmark: str, port: int) -> dict[str, Any
     """One seed: the run, its control, and what came out."""
     store = Store(folder)
     run = f"pocket-seed{seed}"
-    memory = Memory()
+    unchanged = ("run", f"server.port={port}", "--preset", "pocket", f"seed={seed}")
+    memory = Memory(folder)
     memory.start()
-    began = time.monotonic()
-    nanodag(folder, port, "--preset", "pocket", "--name", run, f"seed={seed}")
-    wall_s = time.monotonic() - began
+    wall_s = nanodag(folder, *unchanged, "--name", run)
     memory.done.set()
+    warm_s = nanodag(folder, *unchanged)
+    nanodag(folder, "server", "stop")
+    cold_s = nanodag(folder, *unchanged)
     rl, sft = artifact_of(store, run, "rl"), artifact_of(store, run, "sft")
     step = int(sft.config["batch_tokens"])
     tokens = control_tokens(rl, sft)
     nanodag(
-        *(folder, port, "--preset", "control", "--file", str(with_control(folder)), "--name", f"{run}-control"),
+        *(
+            folder,
+            "run",
+            f"server.port={port}",
+            "--preset",
+            "control",
+            "--file",
+            str(with_control(folder)),
+            "--name",
+            f"{run}-control",
+        ),
         *(f"seed={seed}", f"control.horizon_tokens={tokens // step * step}"),
     )
     control_run = f"{run}-control"
@@ -157,6 +172,7 @@ def measure(seed: int, folder: Path, benchmark: str, port: int) -> dict[str, Any
     return {
         "seed": seed,
         "wall_s": wall_s,
+        "second_run_s": {"server up": warm_s, "cold": cold_s},
         "peak_pss_gib": memory.peak_bytes / 2**30,
         "bits_per_byte": artifact_of(store, run, "pretrain").metrics,
         "floor": floor(store, run),
