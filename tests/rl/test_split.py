@@ -1,0 +1,80 @@
+"""One step of the trainer is the same for any number of ranks and micro-batches, whatever the algorithm."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STEPS = """
+import json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from safetensors.torch import save_file
+from nanodag.config.schema import RLStage
+from nanodag.rl.trainer import Trainer
+from nanodag.train.engine import leave
+from tests.rl.models import rollout, save_tiny_model
+
+ALGORITHMS = {
+    "gspo": dict(advantage="reinforce_pp_baseline", policy_loss="gspo", aggregation="sequence", correction="mis",
+                 correction_cap=1e6, kl_coefficient=0.1, kl_in="reward", kl_kind="k1", opsm_limit=0.1),
+    "cispo": dict(advantage="reinforce_pp", policy_loss="cispo", correction="icepop", correction_cap=50.0,
+                  kl_coefficient=0.1, kl_unbiased=True),
+    "sapo": dict(advantage="rloo", policy_loss="sapo", aggregation="constant", correction="tis_sequence",
+                 entropy_coefficient=0.01),
+}
+folder, name = Path(sys.argv[1]), sys.argv[2]
+model = save_tiny_model(folder / f"model-{name}")
+rollouts = [
+    rollout(f"g{g}", i, [1 + g, 2, 3][: g + 1], [4 + i, 5, 6 + g, 7, 8, 9][: 2 + (g + i) % 5],
+            reward=float((g + i) % 3), logprob=-3.0 - 0.1 * i)
+    for g in range(4) for i in range(3)
+]
+for algorithm, values in ALGORITHMS.items():
+    for budget in map(int, sys.argv[3:]):
+        config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, max_new_tokens=8,
+                         sampler={"context": 16}, micro_batch_tokens=budget, updates_per_step=2, **values)
+        trainer = Trainer(config, model, device="cpu")
+        sums = [trainer.train(step, rollouts)["sums"]["summed"] for step in (1, 2)]
+        weights = {name: tensor.clone().contiguous() for name, tensor in trainer.engine.weights()}
+        left_out = sum(one["left_out"] for one in sums)
+        if trainer.engine.rank == 0:
+            save_file(weights, folder / f"{name}-{algorithm}-{budget}.safetensors")
+            print(algorithm, budget, left_out)
+leave()
+"""
+
+
+@pytest.mark.slow
+def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        start(tmp_path, "one", ["1000", "16"], {}),
+        *(start(tmp_path, f"two-{n}", ["1000"], {**ranks, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in (0, 1)),
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=550)
+        assert process.returncode == 0, output[-3000:]
+    for algorithm in ("gspo", "cispo", "sapo"):
+        whole = load_file(tmp_path / f"one-{algorithm}-1000.safetensors")
+        for other in (f"one-{algorithm}-16", f"two-0-{algorithm}-1000"):
+            for name, tensor in load_file(tmp_path / f"{other}.safetensors").items():
+                torch.testing.assert_close(
+                    tensor, whole[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name, o=other: f"{o}, {n}: {m}"
+                )
+
+
+def start(folder, name, budgets, environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", STEPS, str(folder), name, *budgets],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
