@@ -9,7 +9,8 @@ NanodagError
 │   ├── NewerFormat                     a newer nanodag wrote it
 │   └── StoreBusy                       another writer holds the key
 ├── StageFailed (RuntimeError)          a worker ended without publishing a result
-│   ├── StageKilled                     a signal ended it; started again, it may get through
+│   ├── StageInterrupted                what ended it may pass: started again, it may get through
+│   │   └── StageKilled                 a signal ended it
 │   └── StageStopped                    it was asked to stop; started again, it goes on
 ├── TrainingDiverged (ArithmeticError)  NaN or infinity in a loss, gradient or weight
 ├── MissingTool (RuntimeError)          a program or package that is needed is not installed
@@ -59,7 +60,11 @@ class StageFailed(NanodagError, RuntimeError):
     """A worker ended without publishing a result."""
 
 
-class StageKilled(StageFailed):
+class StageInterrupted(StageFailed):
+    """What ended the worker may pass (a signal, the network, its sampler): started again, it may get through."""
+
+
+class StageKilled(StageInterrupted):
     """A signal that nobody here sent ended the worker; the same stage may get through when started again."""
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.errors import StageFailed, StageKilled, StageStopped
-from nanodag.worker import STOPPED_EXIT_CODE, Job, write_job
+from nanodag.failure import LOOK_BACK_LINES, Ended, cause_of, explained
+from nanodag.worker import Job, write_job
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
-STOPPED = "was stopped on request; it goes on from its newest checkpoint when started again"
-TAIL_LINES = 15
+WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and SIGKILL, for a group and its orphans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +39,11 @@ def worker_command(module: str, job_path: Path, *, num_ranks: int) -> list[str]:
     return [*launcher, "-m", module, str(job_path)]
 
 
-def worker_environment(threads: int, *, device: str = "cpu") -> dict[str, str]:
-    """This process's environment with thread counts set. Waiting threads sleep: two processes may share two cores."""
+def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> dict[str, str]:
+    """This process's environment with thread counts set. Waiting threads sleep: two processes may share two cores.
+
+    gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
+    """
     environment = dict(os.environ)
     environment.update(
         OMP_NUM_THREADS=str(threads),
@@ -57,6 +58,12 @@ def worker_environment(threads: int, *, device: str = "cpu") -> dict[str, str]:
     )
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Keep freed memory: a step's large tensors are else mapped anew each time, and their page faults took two
+        # thirds of the time of the output head's matrix product.
+        environment.setdefault("MALLOC_MMAP_MAX_", "0")
+        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 40))
+    elif gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     return environment
 
 
@@ -82,8 +89,17 @@ def _spawned(
         yield process
     finally:
         os.close(write_end)
+        _wait_for_end(process)
+
+
+def _wait_for_end(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the watchdog has ended its group. It has seen the closed pipe; should another process hold a copy of
+    that pipe's end, it hears of it by signal."""
+    for tell in (lambda: None, process.terminate, process.kill):
+        tell()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=60)
+            process.wait(timeout=WATCHDOG_TIMEOUT_S)
+            return
 
 
 def run_worker(
@@ -93,6 +109,7 @@ def run_worker(
     num_ranks: int = 1,
     threads: int = 1,
     device: str = "cpu",
+    gpus: str = "",
     niceness: int = 0,
     hold: Sequence[int] = (),
     stop: threading.Event | None = None,
@@ -107,20 +124,20 @@ def run_worker(
     by an exception (cancel, Ctrl-C), or once `stop` is set, the worker's whole process group is ended first. hold: file
     descriptors of locks that must outlive this process until that is done.
 
-    Raises StageFailed with the reason, the last log lines and the workspace when no result was published; StageKilled
-    when a signal from elsewhere ended the worker, StageStopped when it ended on request.
+    Raises StageFailed, or the class below it that fits (nanodag.failure), with the reason, what to do, the workspace
+    and the last log lines when no result was published.
     """
     (job.workspace / "result.json").unlink(missing_ok=True)
     command = worker_command(module, write_job(job), num_ranks=num_ranks)
-    environment = worker_environment(threads, device=device)
+    environment = worker_environment(threads, device=device, gpus=gpus)
     log_tail, metrics_tail = _Tail(job.workspace / LOG_NAME), _Tail(job.metrics_path)
-    last_lines: deque[str] = deque(maxlen=TAIL_LINES)
-    began = time.monotonic()
+    last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
+    began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
-    reason = ""
+    is_over_time = was_asked = False
     with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as process:
         alive = True
-        while alive and not reason:
+        while alive and not (is_over_time or was_asked):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=poll_s)
             alive = process.poll() is None
@@ -131,15 +148,21 @@ def run_worker(
                 first_metrics = first_metrics or time.monotonic()
                 with contextlib.suppress(ValueError):
                     on_metrics(json.loads(line))
-            if time.monotonic() - began > timeout_s:
-                reason = f"took longer than its timeout_s of {timeout_s:.0f} s"
-            elif alive and stop is not None and stop.is_set():
-                reason = STOPPED
+            is_over_time = time.monotonic() - began > timeout_s
+            was_asked = alive and stop is not None and stop.is_set()
     end = time.monotonic()
     result_path = job.workspace / "result.json"
     if not result_path.exists():
-        error = StageStopped if reason == STOPPED else StageFailed if reason else _error_of(process.returncode)
-        raise error(_reason(job, reason or _exit_reason(process.returncode), list(last_lines)))
+        last_lines.extend(log_tail.lines())  # what it said while it was being ended
+        ended = Ended(
+            code=process.returncode if process.returncode >= 0 else 128 - process.returncode,
+            lines=list(last_lines),
+            timeout_s=timeout_s if is_over_time else 0.0,
+            was_asked=was_asked,
+            out_of_memory=_num_oom_kills() > oom_kills,
+        )
+        cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run)
+        raise cause.error(explained(cause, stage=job.name, folder=job.workspace, log_name=LOG_NAME, lines=ended.lines))
     raw = json.loads(result_path.read_text())
     first_metrics = first_metrics or end
     return Result(metrics=raw["metrics"], cost=raw["cost"], start_s=first_metrics - began, work_s=end - first_metrics)
@@ -179,24 +202,8 @@ class _Tail:
         return whole.decode(errors="replace").split("\n")
 
 
-def _error_of(code: int) -> type[StageFailed]:
-    return StageStopped if code == STOPPED_EXIT_CODE else StageKilled if code > 128 else StageFailed
-
-
-def _exit_reason(code: int) -> str:
-    if code == STOPPED_EXIT_CODE:
-        return STOPPED
-    if code > 128:
-        name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
-        hint = " (often: out of memory)" if name == "SIGKILL" else ""
-        return f"was ended by {name}{hint}"
-    return f"exited with code {code} without a result"
-
-
-def _reason(job: Job, what: str, last_lines: list[str]) -> str:
-    cause = next((line for line in reversed(last_lines) if "Error" in line or "error:" in line), "")
-    parts = [f"Stage {job.name} {what}."]
-    if cause:
-        parts.append(cause.strip())
-    parts += [f"Folder: {job.workspace}", f"Last lines of its {LOG_NAME}:", *(f"  {line}" for line in last_lines)]
-    return "\n".join(parts)
+def _num_oom_kills() -> int:
+    """How many processes the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
+    path = Path("/proc/vmstat")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -38,7 +38,7 @@ def main() -> int:
         signal.signal(signum, lambda signum, frame: stop_asked.append(signum))
     _adopt_orphans()
     # A session of its own: signals for the terminal's group (Ctrl-C) reach the asker alone, who decides.
-    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=_end_with_parent)
+    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=end_with_parent_process)
     if niceness:
         os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
     for readable in (descriptor, child_ended):
@@ -51,8 +51,9 @@ def main() -> int:
     while child.poll() is None and not asker_ended and not stop_asked:
         for key, _ in selector.select(timeout=1.0):
             with contextlib.suppress(BlockingIOError):
-                if os.read(key.fd, 64) == b"" and key.fd == descriptor:
-                    asker_ended = True
+                if os.read(key.fd, 64) == b"":
+                    asker_ended = asker_ended or key.fd == descriptor
+                    selector.unregister(key.fd)  # an end that has been seen would be seen for ever
     end_group(child)  # the command, or what it left behind
     _write_usage(usage_path, began, child.returncode)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
@@ -64,8 +65,8 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _end_with_parent() -> None:
-    """Have Linux end the command when the watchdog itself is killed; elsewhere a killed watchdog leaves it alone."""
+def end_with_parent_process() -> None:
+    """Have Linux kill this process when its parent ends; elsewhere a killed parent leaves it alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,0 +1,188 @@
+"""Why a worker ended without a result: one readable reason, what to do next, and whether starting again may help.
+
+Read from what every worker leaves, whatever it died of: its exit code and the last lines of its log. Several processes
+may have written there, each with its own traceback; the last one counts that does not just say that another process is
+gone.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+
+TAIL_LINES = 15
+LOOK_BACK_LINES = 400
+STOPPED_EXIT_CODE = 75  # as in nanodag.worker
+
+_EXCEPTION = re.compile(
+    r"(?:\[rank\d+\]: ?|\[\d+\]: ?)?"
+    r"(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Timeout|Diverged|NotFound|Busy|Lost|Artifact|Request|Tool|Format"
+    r"|Failed|Killed|Stopped|Interrupted))"
+    r"(?:: (?P<message>.*))?"
+)
+_CONSEQUENCE = re.compile(
+    r"ChildFailedError|CalledProcessError|BrokenProcessPool|RemoteException|Trainer rank \d+ ended|closed by peer"
+    r"|[Rr]emote process exited|DistBackendError|BrokenPipeError|ConnectionResetError"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a worker ended. code: its exit code, 128 + signal for one that a signal ended. lines: its log's last ones.
+    timeout_s: the limit that it exceeded, 0 for none. was_asked: to stop, by us. out_of_memory: the kernel's
+    out-of-memory killer was at work on this machine meanwhile."""
+
+    code: int
+    lines: Sequence[str]
+    timeout_s: float = 0.0
+    was_asked: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """error: what to raise. what: happened. advice: what to do next."""
+
+    error: type[StageFailed]
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """pattern: found in an exception's line. what: put before that line. is_deep: also where another exception hides
+    it, as nothing goes on after it."""
+
+    pattern: re.Pattern[str]
+    what: str
+    advice: str
+    error: type[StageFailed] = StageFailed
+    is_deep: bool = False
+
+
+_GO_ON = "Then Retry the run in the UI, or: nanodag run --name {run}. It goes on from its newest checkpoint."
+_RULES = (
+    _Rule(
+        pattern=re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full"),
+        what="ran out of disk space",
+        is_deep=True,
+        advice="Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(
+            r"OutOfMemoryError|CUDA out of memory|\bMemoryError|[Cc]an(?:no|')t allocate memory|std::bad_alloc"
+        ),
+        what="ran out of memory",
+        is_deep=True,
+        advice="Lower what it holds at once, as in: nanodag rerun {run} --stage {stage} {stage}.{memory}.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bTrainingDiverged"),
+        what="diverged",
+        is_deep=True,
+        advice="The same would come again. Be gentler, as in: nanodag rerun {run} --from {stage} {stage}.{rate}.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bSourceError"),
+        what="cannot use its data",
+        advice="Mend that source or leave it out of {stage}.data. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bCorruptArtifact|\bNewerFormat"),
+        what="was given bytes that are not those recorded",
+        advice="What is damaged does not count as done. Do as the line above says. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bConfigError|\bValidationError"),
+        what="refuses its config",
+        advice="Correct that value: nanodag rerun {run} --stage {stage} {stage}.NAME=VALUE.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bMissingTool"),
+        what="lacks something that is not installed",
+        advice="Install it. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bSamplerLost"),
+        what="lost its sampler",
+        advice="It is started again by itself, twice at most. Should it come to an end all the same, read why the "
+        "sampler ended in the folder below. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+    _Rule(
+        pattern=re.compile(
+            r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
+            r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
+        ),
+        what="lost the network",
+        advice="It is started again by itself, twice at most. Should it come to an end all the same, look whether the "
+        "address above can be reached. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+)
+_MEMORY = {"eval": "batch_size=8", "tokenizer": "max_bytes=10000000"}
+_RATE = {"rl": "learning_rate=5e-7"}
+
+
+def cause_of(ended: Ended, *, stage: str, kind: str, run: str) -> Cause:
+    """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal."""
+    words = {
+        "stage": stage,
+        "run": run,
+        "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
+        "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
+    }
+    go_on = _GO_ON.format(**words)
+    if ended.was_asked:
+        return Cause(error=StageStopped, what="was stopped on request", advice=go_on.removeprefix("Then "))
+    if ended.timeout_s:
+        what = f"took longer than its timeout_s of {ended.timeout_s:.0f} s"
+        more = f"nanodag rerun {run} --stage {stage} {stage}.timeout_s={2 * ended.timeout_s:.0f}"
+        return Cause(error=StageFailed, what=what, advice=f"Give it longer; it goes on from its checkpoint: {more}")
+    found = _exceptions(ended.lines)
+    last = next((line for line in reversed(found) if not _CONSEQUENCE.search(line)), "")
+    for lines in ([last], found[::-1]):
+        for rule in _RULES:
+            line = next((line for line in lines if rule.pattern.search(line)), "")
+            if line and (rule.is_deep or line is last):
+                return Cause(error=rule.error, what=f"{rule.what}: {line}", advice=rule.advice.format(**words))
+    if ended.code == STOPPED_EXIT_CODE or ended.code > 128:
+        return _signalled(ended, go_on, words)
+    line = last or (found[-1] if found else f"exit code {ended.code}")
+    return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
+
+
+def explained(cause: Cause, *, stage: str, folder: Path, log_name: str, lines: Sequence[str]) -> str:
+    """The message of the error that is raised: reason, advice, where to look, the log's last lines."""
+    last = list(lines)[-TAIL_LINES:]
+    parts = [f"Stage {stage} {cause.what}", f"What to do: {cause.advice}", f"Folder: {folder.as_uri()}"]
+    return "\n".join([*parts, f"Last lines of its {log_name}:", *(f"  {line}" for line in last)])
+
+
+def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
+    by_itself = f"It is started again by itself, twice at most. Should that not do: {go_on.removeprefix('Then ')}"
+    if ended.code in (STOPPED_EXIT_CODE, 128 + signal.SIGTERM):
+        what = "was told to end by somebody else (SIGTERM): its machine is wanted back, or a limit was reached"
+        return Cause(error=StageInterrupted, what=what, advice=by_itself)
+    number = ended.code - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if ended.out_of_memory and number == signal.SIGKILL:
+        what = f"was ended by {name}: the machine ran out of memory"
+        lower = f"Lower what it holds at once: nanodag rerun {words['run']} --stage {words['stage']}"
+        return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower} {words['stage']}.{words['memory']}")
+    hint = " (often: out of memory)" if number == signal.SIGKILL else ""
+    return Cause(error=StageKilled, what=f"was ended by {name}{hint}", advice=by_itself)
+
+
+def _exceptions(lines: Sequence[str]) -> list[str]:
+    """The lines that end a traceback, without the rank that wrote them."""
+    found = []
+    for line in lines[-LOOK_BACK_LINES:]:
+        match = _EXCEPTION.fullmatch(line.strip())
+        if match:
+            name = match["name"].rpartition(".")[2] if match["name"].startswith("nanodag.") else match["name"]
+            found.append(f"{name}: {match['message']}" if match["message"] else name)
+    return found

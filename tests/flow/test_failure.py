@@ -1,0 +1,130 @@
+"""Every way a worker can end, read from its exit code and its log: one reason, what to do, and if to start again."""
+
+import pytest
+
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.failure import Ended, cause_of, explained
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>', "    main()"]
+
+
+def cause(*lines, code=1, kind="sft", **how):
+    return cause_of(Ended(code=code, lines=[*TRACEBACK, *lines], **how), stage="sft", kind=kind, run="r")
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "what", "advice"),
+    [
+        (
+            "nanodag.errors.SourceError: file:a.jsonl: row 7 has no field 'messages'",
+            StageFailed,
+            "cannot use its data: SourceError: file:a.jsonl: row 7 has no field 'messages'",
+            "Mend that source or leave it out of sft.data.",
+        ),
+        (
+            "nanodag.errors.TrainingDiverged: The loss is nan at step 12.",
+            StageFailed,
+            "diverged: TrainingDiverged: The loss is nan at step 12.",
+            "nanodag rerun r --from sft sft.optimizer.learning_rate=",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            StageFailed,
+            "ran out of memory: torch.OutOfMemoryError: CUDA out of memory.",
+            "nanodag rerun r --stage sft sft.micro_batch_tokens=",
+        ),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
+            StageFailed,
+            "ran out of memory: RuntimeError:",
+            "sft.micro_batch_tokens=",
+        ),
+        ("MemoryError", StageFailed, "ran out of memory: MemoryError", "sft.micro_batch_tokens="),
+        (
+            "OSError: [Errno 28] No space left on device: 'x'",
+            StageFailed,
+            "ran out of disk space: OSError: [Errno 28]",
+            "Free some of the disk",
+        ),
+        (
+            "nanodag.errors.SamplerLost: http://127.0.0.1:9 was lost 3 times",
+            StageInterrupted,
+            "lost its sampler: SamplerLost: http://127.0.0.1:9",
+            "It is started again by itself",
+        ),
+        (
+            "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co')",
+            StageInterrupted,
+            "lost the network: requests.exceptions.ConnectionError",
+            "look whether the address above can be reached",
+        ),
+        ("httpx.ConnectTimeout", StageInterrupted, "lost the network: httpx.ConnectTimeout", "by itself"),
+        (
+            "nanodag.errors.CorruptArtifact: the bytes of a differ from their recorded sha256",
+            StageFailed,
+            "was given bytes that are not those recorded: CorruptArtifact",
+            "does not count as done",
+        ),
+        (
+            "KeyError: 'loss'",
+            StageFailed,
+            "failed: KeyError: 'loss'",
+            "Retry the run in the UI, or: nanodag run --name r",
+        ),
+    ],
+)
+def test_an_exception_becomes_a_reason_and_what_to_do(line, error, what, advice):
+    found = cause(line)
+    assert found.error is error
+    assert found.what.startswith(what)
+    assert advice in found.advice
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "error", "what"),
+    [
+        (137, {}, StageKilled, "was ended by SIGKILL (often: out of memory)"),
+        (137, {"out_of_memory": True}, StageKilled, "was ended by SIGKILL: the machine ran out of memory"),
+        (139, {}, StageKilled, "was ended by SIGSEGV"),
+        (75, {}, StageInterrupted, "was told to end by somebody else (SIGTERM)"),
+        (143, {}, StageInterrupted, "was told to end by somebody else (SIGTERM)"),
+        (75, {"was_asked": True}, StageStopped, "was stopped on request"),
+        (75, {"timeout_s": 60.0}, StageFailed, "took longer than its timeout_s of 60 s"),
+        (3, {}, StageFailed, "failed: exit code 3"),
+    ],
+)
+def test_an_end_without_an_exception_is_told_by_its_code(code, how, error, what):
+    found = cause_of(Ended(code=code, lines=["step 3"], **how), stage="sft", kind="sft", run="r")
+    assert found.error is error
+    assert found.what.startswith(what)
+
+
+def test_what_a_cause_brought_about_in_other_processes_is_not_the_cause():
+    found = cause(
+        "[rank1]: nanodag.errors.TrainingDiverged: The loss is nan at step 2.",
+        "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    )
+    assert found.what == "diverged: TrainingDiverged: The loss is nan at step 2."
+
+
+def test_what_was_got_over_is_not_the_cause():
+    assert (
+        cause("httpx.ConnectError: refused", "ValueError: a row is empty").what == "failed: ValueError: a row is empty"
+    )
+
+
+def test_a_full_disk_is_seen_below_another_exception():
+    found = cause("OSError: [Errno 28] No space left on device", "RuntimeError: the checkpoint was not written")
+    assert found.what.startswith("ran out of disk space")
+
+
+def test_the_message_has_reason_advice_folder_and_log_in_that_order(tmp_path):
+    lines = [f"line {n}" for n in range(40)]
+    text = explained(cause("KeyError: 'x'"), stage="sft", folder=tmp_path, log_name="worker.log", lines=lines)
+    head = text.splitlines()
+    assert head[0] == "Stage sft failed: KeyError: 'x'"
+    assert head[1].startswith("What to do: ")
+    assert head[2] == f"Folder: {tmp_path.as_uri()}"
+    assert head[3:5] == ["Last lines of its worker.log:", "  line 25"]
+    assert head[-1] == "  line 39"
