@@ -12,11 +12,18 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks import TASKS
-from tasks.stage import begin, ending, inputs_of, outcome
+from tasks.stage import begin, begin_again, ending, inputs_of, outcome
 
 
 @flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
-def speedrun(name: str, preset: str = "auto", overrides: list[str] | None = None, file: str = "") -> State:
+def speedrun(
+    name: str,
+    preset: str = "auto",
+    overrides: tuple[str, ...] = (),
+    file: str = "",
+    begin_at: str = "",
+    force: bool = False,
+) -> State:
     """Carry out a pipeline, or what of it the store does not have yet.
 
     Args:
@@ -24,12 +31,18 @@ def speedrun(name: str, preset: str = "auto", overrides: list[str] | None = None
         preset: a preset of the pipeline file; auto chooses by hardware
         overrides: dotted.name=value, as in rl.learning_rate=2e-6
         file: the pipeline file; empty for the one that nanodag comes with
+        begin_at: only this stage of a run that there is already, and what follows it; its preset and file are the run's
+        force: build again what the store has; the new attempts are the ones that count
     """
-    run = begin(name, file=file, preset=preset, overrides=overrides or [])
+    if begin_at:
+        run = begin_again(name, begin_at=begin_at, overrides=overrides)
+    else:
+        run = begin(name, file=file, preset=preset, overrides=overrides)
     futures = {}
     with ending(run):
-        for stage in run.order:
+        for stage in run.to_do:
             inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
             if inputs is not None:
-                futures[stage] = TASKS[run.pipeline.stages[stage].kind].submit(stage, run, inputs)
-        return outcome(run.order, futures)
+                kind = run.pipeline.stages[stage].kind
+                futures[stage] = TASKS[kind].submit(stage, run, inputs, force=force)
+        return outcome(run.to_do, futures)

@@ -1,12 +1,11 @@
 """One run of a pipeline: its resolved config, its store, and the record of what became of each stage."""
 
-import contextlib
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,29 +37,28 @@ class StageResult:
 class Run:
     """A run under way. Not a dataclass, so that what carries it about does not look inside."""
 
-    def __init__(self, name: str, resolved: Resolved, store: Store, code_path: Path) -> None:
+    def __init__(self, name: str, resolved: Resolved, store: Store, code_path: Path, flow_run: str = "") -> None:
         self.name = name
+        self.flow_run = flow_run  # Prefect's id
         self.code_path = code_path  # the pipeline file's folder: a user's own modules lie beside it
         self.pipeline: Pipeline = resolved.pipeline
         self.origins: Mapping[str, str] = resolved.origins
         self.store = store
         self.stop = threading.Event()
-        self._lanes = {False: threading.Semaphore(1), True: threading.Semaphore(1)}
+        self.to_do = self.order
 
     @property
     def order(self) -> list[str]:
-        """Stage names, inputs first."""
+        """Stage names, inputs first. to_do: those of them that are carried out this time."""
         return order_of(self.pipeline)
 
     def note(self, stage: str, **fields: Any) -> None:
         """Change what the run's record says about one stage."""
         self.store.change_run(self.name, lambda record: record["stages"][stage].update(fields))
 
-    @contextlib.contextmanager
-    def lane(self, stage: str) -> Iterator[None]:
-        """Hold the machine's one place for stages that train, or its one place for those that run beside them."""
-        with self._lanes[KINDS[self.pipeline.stages[stage].kind].is_beside]:
-            yield
+    def entry(self, stage: str) -> dict[str, Any]:
+        """What the run's record says about one stage."""
+        return self.store.read_run(self.name)["stages"][stage]
 
     def close(self) -> None:
         """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`."""
@@ -90,7 +88,10 @@ def open_run(
     """
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
-    run = Run(name, resolved, store, pipeline_file(file).parent)
+    run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
+    if unknown := [stage for stage in only if stage not in run.pipeline.stages]:
+        raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
+    run.to_do = [stage for stage in run.order if not only or stage in only]
     if str(run.code_path) not in sys.path:
         sys.path.append(str(run.code_path))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
@@ -102,7 +103,13 @@ def open_run(
     stages = {
         stage: kept.get(stage)
         if only and stage not in only and stage in kept
-        else {**kept.get(stage, {}), "kind": config.kind, "inputs": dict(config.inputs), "state": "waiting"}
+        else {
+            **kept.get(stage, {}),
+            "kind": config.kind,
+            "inputs": dict(config.inputs),
+            "state": "waiting",
+            "forced": before.get("stages", {}).get(stage, {}).get("forced", []),
+        }
         for stage, config in run.pipeline.stages.items()
     }
     record = {
@@ -129,33 +136,62 @@ def open_run(
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What it takes to open a run again."""
+    """What it takes to open a run again. stages: those that are to be carried out."""
 
     file: str
     preset: str
     overrides: list[str]
+    stages: tuple[str, ...]
 
 
-def recorded_run(store: Store, name: str, stage: str, overrides: Sequence[str]) -> Recorded:
-    """What a run's record says, with more overrides for one of its stages.
+def recorded_run(
+    store: Store, name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()
+) -> Recorded:
+    """What a run's record says, for one of its stages alone, or for one (`begin_at`) and all that follow it; with more
+    overrides for these.
 
     Raises ArtifactNotFound for an unknown run, ConfigError for an unknown stage or an override of another one: its
     results would no longer be those of this run.
     """
     record = store.read_run(name)
-    if stage not in record["stages"]:
-        raise ConfigError(f"Run {name} has no stage {stage!r}; it has {', '.join(record['order'])}.")
-    foreign = [text for text in overrides if not text.startswith(f"{stage}.")]
+    first = stage or begin_at
+    if first not in record["stages"]:
+        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
+    stages = (stage,) if stage else following(record, begin_at)
+    foreign = [text for text in overrides if text.partition(".")[0] not in stages]
     if foreign:
-        raise ConfigError(f"Override {foreign[0]!r} is not of stage {stage}; run the whole pipeline with it instead.")
-    return Recorded(file=record["file"], preset=record["preset"], overrides=[*record["overrides"], *overrides])
+        raise ConfigError(
+            f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."
+        )
+    overrides = merged([*record["overrides"], *overrides])
+    return Recorded(file=record["file"], preset=record["preset"], overrides=overrides, stages=stages)
 
 
-def recorded_inputs(run: Run, stage: str) -> dict[str, StageResult]:
-    """The inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
+def merged(overrides: Sequence[str]) -> list[str]:
+    """The same overrides, each name only where it was given last: that is the one that holds."""
+    last: dict[str, str] = {}
+    for text in overrides:
+        name = text.partition("=")[0]
+        last.pop(name, None)
+        last[name] = text
+    return list(last.values())
+
+
+def following(record: Mapping[str, Any], first: str) -> tuple[str, ...]:
+    """A stage of a run's record and all that take its result, directly or through others, in the DAG's order."""
+    found = [first]
+    for stage in record["order"]:
+        if stage not in found and set(record["stages"][stage]["inputs"].values()) & set(found):
+            found.append(stage)
+    return tuple(found)
+
+
+def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
+    """Those inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
     stages = run.store.read_run(run.name)["stages"]
     found = {}
-    for label, source in run.pipeline.stages[stage].inputs.items():
+    for label in labels:
+        source = run.pipeline.stages[stage].inputs[label]
         if stages[source]["state"] in ENDED_WELL:
             entry = stages[source]
             artifact = run.store.attempt(entry["key"], entry["attempt"])

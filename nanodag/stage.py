@@ -20,6 +20,7 @@ from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
 from nanodag.provenance import environment
 from nanodag.runs import Run, StageResult, result_of
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, places_for
 from nanodag.store import Artifact, stage_key
 from nanodag.worker import Job
 
@@ -44,12 +45,14 @@ def carry_out(
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
-    began = time.monotonic()
+    began, waited_s = time.monotonic(), 0.0
     stage = run.pipeline.stages[name]
-    run.note(name, state="running", started=time.time(), ended=0.0, reason="")
+    run.note(name, started=time.time(), ended=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
-        run.note(name, key=key)
+        # A flow run that is retried does not force again what it has forced already.
+        mark = [run.flow_run, key]
+        force = force and not (run.flow_run and run.entry(name)["forced"] == mark)
         artifact = None if force else run.store.lookup(key)
         was_found = artifact is not None
         if artifact is None:
@@ -57,8 +60,9 @@ def carry_out(
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
-                    build = _Build(run, name, inputs, key, sources, lock, began)
+                    build = _Build(run, name, inputs, key, sources, lock)
                     artifact = build(on_line, on_metrics)
+                    waited_s = build.waited_s
                 run.store.discard_workspace(key)
     except BaseException as error:
         state = "stopped" if run.stop.is_set() else "failed"
@@ -68,11 +72,13 @@ def carry_out(
         name,
         state="found" if was_found else "built",
         ended=time.time(),
+        key=key,
         attempt=artifact.attempt,
         digest=artifact.digest,
         bytes=artifact.num_bytes,
         cost=artifact.cost,
-        took_s=round(time.monotonic() - began, 3),
+        took_s=round(time.monotonic() - began - waited_s, 3),
+        **({"forced": mark} if force else {}),
     )
     return result_of(name, artifact, was_found=was_found)
 
@@ -140,31 +146,38 @@ def _with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
 class _Build:
     """One stage that the store does not have."""
 
-    def __init__(
-        self, run: Run, name: str, inputs: Inputs, key: str, sources: dict[str, Any], lock: int, began: float
-    ) -> None:
+    def __init__(self, run: Run, name: str, inputs: Inputs, key: str, sources: dict[str, Any], lock: int) -> None:
         self._run, self._name, self._inputs = run, name, inputs
-        self._key, self._sources, self._lock, self._began = key, sources, lock, began
+        self._key, self._sources, self._lock, self._began = key, sources, lock, time.monotonic()
+        self.waited_s = 0.0  # for a place on the machine
         self._stage = run.pipeline.stages[name]
 
     def __call__(self, on_line: Callable[[str], None], on_metrics: Callable[[dict[str, Any]], None]) -> Artifact:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
-        run.note(self._name, workspace=str(job.workspace))
-        log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
-        result = run_worker(
-            kind.module,
-            job,
-            num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-            threads=int(stage.resources.threads),
-            device=stage.resources.device,
-            niceness=kind.niceness,
-            hold=(self._lock,),
-            stop=run.stop,
-            on_line=on_line,
-            on_metrics=on_metrics,
-            timeout_s=stage.timeout_s,
-        )
+        device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
+        places = places_for(device=device, num_ranks=num_ranks, is_beside=kind.is_beside)
+        step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
+        asked = time.monotonic()
+        # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.
+        with hold(run.store.local / "locks" / "places", places, stop=run.stop, step_back_s=step_back_s) as held:
+            self.waited_s = time.monotonic() - asked
+            run.note(self._name, state="running", started=time.time(), key=self._key, workspace=str(job.workspace))
+            log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
+            result = run_worker(
+                kind.module,
+                job,
+                num_ranks=num_ranks if kind.has_ranks else 1,
+                threads=int(stage.resources.threads),
+                device=device,
+                gpus=named_gpus(held.numbers) if device == "cuda" else "",
+                niceness=kind.niceness,
+                hold=(self._lock, *held.descriptors),
+                stop=run.stop,
+                on_line=on_line,
+                on_metrics=on_metrics,
+                timeout_s=stage.timeout_s,
+            )
         return self._publish(job, result)
 
     def _job(self) -> Job:
@@ -199,7 +212,10 @@ class _Build:
             "device": device,
             "start_s": round(result.start_s, 3),
             "work_s": round(result.work_s, 3),
-            "orchestration_s": round(time.monotonic() - self._began - result.start_s - result.work_s, 3),
+            "waited_s": round(self.waited_s, 3),
+            "orchestration_s": round(
+                time.monotonic() - self._began - self.waited_s - result.start_s - result.work_s, 3
+            ),
         }
         _collect_records(job)
         return self._run.store.publish(

@@ -1,7 +1,8 @@
 """What every stage's task does: carry it out, and let Prefect see it.
 
 The store decides what is done, so Prefect caches nothing: a finished stage's task returns in milliseconds, shown as
-Cached. A worker that a signal ended is started again and goes on from its checkpoint.
+Cached. A worker that a signal ended, or that lost its sampler or the network, is started again after a while and goes
+on from its checkpoint.
 """
 
 import logging
@@ -9,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
@@ -16,37 +18,48 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.futures import PrefectFuture
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed, State
 from prefect.tasks import Task
 
-from nanodag.errors import StageKilled
+from nanodag.errors import NanodagError, StageInterrupted, StageStopped
+from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
-from nanodag.runs import Run, StageResult, open_run
+from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
 
 PROGRESS_EVERY_S = 2.0
+RETRY_AFTER_S = [2.0, 30.0]
 # As nanodag.worker sets it up.
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<text>[\w.]+: .*)")
 
 
-def was_killed(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """True for a failure that starting again may mend."""
-    return isinstance(state.result(raise_on_failure=False), StageKilled)
+def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """True for a failure that starting again may mend: a signal, sampler or network; never config, NaN or data."""
+    return isinstance(state.result(raise_on_failure=False), StageInterrupted | ConnectionError | TimeoutError)
 
 
 OPTIONS: dict[str, Any] = {
     "task_run_name": "{name}",
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "retries": 2,
-    "retry_condition_fn": was_killed,
+    "retries": len(RETRY_AFTER_S),
+    "retry_delay_seconds": RETRY_AFTER_S,
+    "retry_condition_fn": may_pass,
 }
 
 
-def begin(name: str, *, file: str, preset: str, overrides: list[str], only: tuple[str, ...] = ()) -> Run:
+def begin(name: str, *, file: str, preset: str, overrides: Sequence[str], only: tuple[str, ...] = ()) -> Run:
     """The run that this flow run carries out, and its record in the store."""
+    if deployment.id:  # in a process of its own, started by the one that serves
+        end_with_parent()
     return open_run(name, file=file, preset=preset, overrides=overrides, only=only, flow_run=str(flow_run.id or ""))
+
+
+def begin_again(name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()) -> Run:
+    """A run that there is already, for one stage of it, or for one and all that follow it."""
+    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, overrides=overrides)
+    return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
 
 
 @contextmanager
@@ -60,9 +73,12 @@ def ending(run: Run) -> Iterator[None]:
 
 
 def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
-    """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it."""
+    """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it.
+
+    Inputs from stages that are not carried out this time are those of the run's record.
+    """
     wanted = run.pipeline.stages[stage].inputs
-    found: dict[str, StageResult] = {}
+    found = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
     for label, source in wanted.items():
         if source in futures:
             futures[source].wait()
@@ -92,7 +108,7 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
 
 
 def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
-    """Carry out a stage in its lane: one stage that trains at a time, one that evaluates beside it."""
+    """Carry out a stage, and show what comes of it."""
     logger = get_run_logger()
     progress = _Progress(name)
 
@@ -102,8 +118,12 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
         else:
             logger.info(line)
 
-    with run.lane(name):
+    try:
         result = carry_out(run, name, inputs, force=force, on_line=on_line, on_metrics=progress)
+    except NanodagError as error:
+        if not isinstance(error, StageStopped):
+            _show_failure(run, name, error)
+        raise
     if result.was_found:
         return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
     progress.finish()
@@ -143,6 +163,19 @@ def _show_result(run: Run, result: StageResult) -> None:
     lines = [f"# {result.stage} of {run.name}", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
+
+
+def _show_failure(run: Run, name: str, error: NanodagError) -> None:
+    """Why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
+    reason, _, rest = str(error).partition("\n")
+    head, _, log_lines = rest.partition("\nLast lines of ")
+    advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
+    lines = [f"# {name} of {run.name} failed", "", reason, "", *advice, ""]
+    if workspace := run.entry(name).get("workspace"):
+        lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
+    if log_lines:
+        lines += ["```", f"Last lines of {log_lines}", "```"]
+    create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
 def _rows(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,10 +1,13 @@
 """A stage that takes milliseconds: counts to `max_steps` with a checkpoint a step, and writes what it was given.
 
 What it does beside that is said by files in the folder FAKE_ORDERS, one a stage, each holding one order:
-    fail            raise                       wait            count no further than 2 until told otherwise
-    orphan          leave a child in a session of its own       hold    as wait, deaf to SIGTERM
+    fail            raise                       fail-late       raise after step 2
+    wait            count no further than 2 until told otherwise
+    hold            as wait, deaf to SIGTERM    orphan          leave a child in a session of its own
+    raise MODULE:CLASS MESSAGE                  once MODULE:CLASS MESSAGE       the same, the first time only
 """
 
+import importlib
 import json
 import os
 import signal
@@ -24,6 +27,16 @@ def order(name: str) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def raise_as_told(name: str) -> None:
+    do, _, what = order(name).partition(" ")
+    if do in ("raise", "once"):
+        if do == "once":
+            (Path(os.environ["FAKE_ORDERS"]) / name).write_text("")
+        error, _, message = what.partition(" ")
+        module, _, kind = error.partition(":")
+        raise getattr(importlib.import_module(module), kind)(message)
+
+
 def main() -> None:
     job = load_job()
     (job.workspace / "pids").open("a").write(f"{os.getpid()}\n")
@@ -37,8 +50,9 @@ def main() -> None:
     first = newest[0] if newest else 0
     log = MetricsLog(job, resume_step=first)
     for step in range(first + 1, NUM_STEPS + 1):
-        if order(job.name) == "fail":
+        if order(job.name) == "fail" or (order(job.name) == "fail-late" and step > 2):
             raise ValueError(f"{job.name} was told to fail")
+        raise_as_told(job.name)
         while order(job.name) in ("wait", "hold") and step > 2 and not stop_requested():
             time.sleep(0.01)
         if stop_requested():

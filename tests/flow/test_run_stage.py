@@ -28,9 +28,9 @@ def test_a_stage_alone_has_the_pipelines_key_and_force_adds_an_attempt(store):
 
 def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_refused(store):
     before = store.read_run("r")["stages"]["sft"]["key"]
-    assert run_stage("r", "sft", overrides=["sft.seed=9"], return_state=True).is_completed()
+    assert run_stage("r", "sft", overrides=("sft.seed=9",), return_state=True).is_completed()
     assert store.read_run("r")["stages"]["sft"]["key"] != before
-    state = run_stage("r", "sft", overrides=["pretrain.seed=9"], return_state=True)
+    state = run_stage("r", "sft", overrides=("pretrain.seed=9",), return_state=True)
     assert state.is_failed() and "Override 'pretrain.seed=9' is not of stage sft" in state.message
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from prefect.client.orchestration import get_client
 
 from flows.speedrun import speedrun
 
@@ -39,13 +40,13 @@ def test_every_stage_is_built_then_found(project):
 
 def test_one_changed_option_rebuilds_its_stage_and_what_follows(project):
     speedrun("first", preset="tiny", return_state=True)
-    state = speedrun("second", preset="tiny", overrides=["sft.num_epochs=2"], return_state=True)
+    state = speedrun("second", preset="tiny", overrides=("sft.num_epochs=2",), return_state=True)
     assert state.is_completed()
     states = states_of("second", project)
     assert {stage for stage, state in states.items() if state == "built"} == {"sft"}
     # The fake makes the same bytes whatever its epochs, and equal bytes need no rebuilding of what takes them.
     assert states["eval_sft"] == states["report"] == "found"
-    state = speedrun("third", preset="tiny", overrides=["sft.seed=2"], return_state=True)
+    state = speedrun("third", preset="tiny", overrides=("sft.seed=2",), return_state=True)
     built = {stage for stage, state in states_of("third", project).items() if state == "built"}
     assert built == {"sft", "eval_sft", "report"}
 
@@ -93,6 +94,25 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_its_checkpoint(projec
     thread.join(120)
     assert ended[0].is_completed()
     assert record_of("r", project)["stages"]["sft"]["cost"]["num_attempts"] == 2
+
+
+def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
+    tell("tokenizer", "once nanodag.errors:SamplerLost it is gone")
+    tell("sft", "once nanodag.errors:TrainingDiverged loss is nan")
+    state = speedrun("r", preset="tiny", return_state=True)
+    assert state.is_failed() and "diverged: TrainingDiverged: loss is nan" in state.message
+    stages = record_of("r", project)["stages"]
+    assert (stages["tokenizer"]["state"], stages["tokenizer"]["cost"]["num_attempts"]) == ("built", 2)
+    assert stages["sft"]["state"] == "failed"
+    shown = [a.data for a in artifacts() if "# sft of r failed" in str(a.data)]
+    assert len(shown) == 1
+    assert f"[{stages['sft']['workspace']}](file://{stages['sft']['workspace']})" in shown[0]
+    assert "What to do: " in shown[0] and "Traceback" in shown[0]
+
+
+def artifacts():
+    with get_client(sync_client=True) as client:
+        return client.read_artifacts()
 
 
 def is_at_step_2(path, stage):

@@ -1,13 +1,15 @@
 """One stage, without Prefect: found or built, stopped and gone on with."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
 import psutil
 import pytest
 
-from nanodag.errors import StageFailed, StageKilled, StageStopped
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
 
@@ -31,10 +33,18 @@ def in_thread(*args, **kwargs):
     return thread, raised
 
 
-def wait_for_step(run, stage, step):
+def wait_until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def wait_for_step(run, stage, step, of="r"):
+    wait_until(lambda: of in run.store.runs())
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        workspace = run.store.read_run("r")["stages"][stage].get("workspace")
+        workspace = run.store.read_run(of)["stages"][stage].get("workspace")
         path = run.store.local / "work" / (workspace or "none").rpartition("/")[2] / "metrics.jsonl"
         if path.exists() and f'"step": {step}' in path.read_text():
             return path.parent
@@ -83,6 +93,73 @@ def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
         carry_out(run, "tokenizer", {})
     assert str(run.store.local / "work") in str(caught.value)
     assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "reason", "advice"),
+    [
+        ("raise nanodag.errors:SourceError row 7", StageFailed, "cannot use its data: SourceError: row 7", ".data"),
+        ("raise nanodag.errors:TrainingDiverged nan", StageFailed, "diverged: TrainingDiverged: nan", "rerun r --from"),
+        ("raise builtins:MemoryError x", StageFailed, "ran out of memory: MemoryError: x", "max_bytes="),
+        ("raise nanodag.errors:SamplerLost gone", StageInterrupted, "lost its sampler: SamplerLost: gone", "by itself"),
+    ],
+)
+def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, reason, advice):
+    tell("tokenizer", order)
+    with pytest.raises(StageFailed) as caught:
+        carry_out(run, "tokenizer", {})
+    lines = str(caught.value).splitlines()
+    assert type(caught.value) is error
+    assert lines[0] == f"Stage tokenizer {reason}"
+    assert lines[1].startswith("What to do: ") and advice in lines[1]
+    assert lines[2] == f"Folder: {(run.store.local / 'work').as_uri()}/{run.entry('tokenizer')['key']}"
+    assert lines[3] == "Last lines of its worker.log:" and "Traceback" in str(caught.value)
+    assert run.entry("tokenizer")["reason"] == str(caught.value)
+
+
+def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):
+    run = open_run("r", file="", preset="tiny", overrides=["tokenizer.timeout_s=1.5"])
+    tell("tokenizer", "wait")
+    with pytest.raises(StageFailed, match=r"took longer than its timeout_s of 2 s\nWhat to do: .*timeout_s=3"):
+        carry_out(run, "tokenizer", {})
+
+
+def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
+    first, second = (open_run(name, file="", preset="tiny", overrides=[]) for name in ("r", "s"))
+    tell("tokenizer", "wait")
+    builder, _ = in_thread(first, "tokenizer", {})
+    wait_for_step(first, "tokenizer", 2)
+    results = []
+    waiter = threading.Thread(target=lambda: results.append(carry_out(second, "tokenizer", {})))
+    waiter.start()
+    time.sleep(0.5)
+    assert waiter.is_alive() and second.entry("tokenizer")["state"] == "waiting"
+    tell("tokenizer", "")
+    for thread in (builder, waiter):
+        thread.join(30)
+    assert (results[0].was_found, results[0].attempt) == (False, "0001")
+    assert first.entry("tokenizer")["attempt"] == second.entry("tokenizer")["attempt"] == "0001"
+
+
+def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, tell):
+    """The lock is the watchdog's too: it goes when the killed builder's worker is gone, and the other goes on from
+    the checkpoint it left."""
+    tell("tokenizer", "wait")
+    code = "from nanodag.runs import open_run; from nanodag.stage import carry_out; import sys\n"
+    code += "carry_out(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
+    builder = subprocess.Popen([sys.executable, "-c", code])
+    run = open_run("r", file="", preset="tiny", overrides=[])
+    workspace = wait_for_step(run, "tokenizer", 2, of="s")
+    seen = []
+    thread = threading.Thread(target=lambda: carry_out(run, "tokenizer", {}, on_metrics=seen.append))
+    thread.start()
+    builder.kill()
+    builder.wait()
+    wait_until(lambda: len(pids_in(workspace)) == 2)
+    tell("tokenizer", "")
+    thread.join(30)
+    assert [line["step"] for line in seen] == [3, 4]
+    assert run.entry("tokenizer")["cost"]["num_attempts"] == 2
 
 
 def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):

@@ -1,0 +1,110 @@
+"""Places on this machine: how many stages train, score, or hold a GPU at once, over all runs and all processes.
+
+A place is a locked file. Whoever holds it hands it on to the worker's watchdog, so it is free again when the last
+process of the stage is gone, and not before; a process that is dead holds none.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanodag.errors import StageStopped
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+# A stage that runs beside others asks for a GPU only this long after it could, so that training comes first.
+STEP_BACK_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Places of one resource. name: of their files. capacity: how many there are. wanted: how many a stage takes."""
+
+    name: str
+    capacity: int
+    wanted: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The places that a stage has got. descriptors: of their locks. numbers: which they are, from 0."""
+
+    descriptors: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+def places_for(*, device: str, num_ranks: int, is_beside: bool) -> Places:
+    """What a stage occupies: a GPU for each of its ranks; on CPUs the one place for stages that train, or the one for
+    those that run beside them."""
+    if device == "cuda":
+        capacity = len(visible_gpus())
+        return Places(name="gpu", capacity=capacity, wanted=min(num_ranks, capacity))
+    return Places(name="cpu-beside" if is_beside else "cpu", capacity=1)
+
+
+@contextlib.contextmanager
+def hold(
+    folder: Path, places: Places, *, stop: threading.Event | None = None, step_back_s: float = 0.0
+) -> Iterator[Held]:
+    """Hold `wanted` places at once, waiting for them; all or none, so that two who wait do not block each other.
+
+    folder: where their files lie. stop: set to give up. step_back_s: let others go first for so long.
+
+    Raises StageStopped once `stop` is set.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if stop is not None and step_back_s:
+        stop.wait(step_back_s)
+    said = False
+    with contextlib.ExitStack() as stack:
+        while (held := _try(folder, places, stack)) is None:
+            if stop is not None and stop.is_set():
+                raise StageStopped(
+                    f"Was stopped while it waited for {places.wanted} of {places.capacity} {places.name}."
+                )
+            if not said:
+                log.info(
+                    "Waiting for %d of %d %s, which other stages hold.", places.wanted, places.capacity, places.name
+                )
+                said = True
+            time.sleep(POLL_S)
+        yield held
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; one where nothing tells how many."""
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    if shutil.which("nvidia-smi") is None:
+        return ["0"]
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
+    return [str(number) for number in range(len(listed.stdout.splitlines()))] or ["0"]
+
+
+def named_gpus(numbers: Sequence[int]) -> str:
+    """Those places as a value of CUDA_VISIBLE_DEVICES."""
+    gpus = visible_gpus()
+    return ",".join(gpus[number] for number in numbers)
+
+
+def _try(folder: Path, places: Places, stack: contextlib.ExitStack) -> Held | None:
+    with contextlib.ExitStack() as attempt:
+        got: list[tuple[int, int]] = []
+        for number in range(places.capacity):
+            stream = attempt.enter_context((folder / f"{places.name}-{number}.lock").open("a"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                got.append((stream.fileno(), number))
+            if len(got) == places.wanted:
+                stack.enter_context(attempt.pop_all())
+                return Held(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))
+    return None

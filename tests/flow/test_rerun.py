@@ -1,0 +1,83 @@
+"""A stage and what follows it, again, on what the run's record says comes before."""
+
+import pytest
+
+from flows.run_stage import run_stage
+from flows.speedrun import speedrun
+from nanodag.errors import ConfigError
+from nanodag.runs import following, merged, open_run, recorded_run
+from nanodag.store import Store
+
+RECORD = {
+    "order": ["a", "b", "c", "d", "e"],
+    "stages": {
+        "a": {"inputs": {}},
+        "b": {"inputs": {"model": "a"}},
+        "c": {"inputs": {"model": "a"}},
+        "d": {"inputs": {"model": "b"}},
+        "e": {"inputs": {"d": "d", "c": "c"}},
+    },
+}
+
+
+def test_what_follows_a_stage_is_what_takes_its_result_directly_or_through_others():
+    assert following(RECORD, "b") == ("b", "d", "e")
+    assert following(RECORD, "a") == ("a", "b", "c", "d", "e")
+    assert following(RECORD, "e") == ("e",)
+
+
+def test_the_last_word_on_a_name_holds():
+    assert merged(["a.x=1", "b.x=2", "a.x=3", "b.x=2"]) == ["a.x=3", "b.x=2"]
+
+
+def test_overrides_of_what_comes_before_are_refused(project):
+    open_run("r", file="", preset="tiny", overrides=["sft.seed=1"])
+    store = Store(project / "store")
+    found = recorded_run(store, "r", begin_at="sft", overrides=["sft.seed=2", "eval_sft.seed=3"])
+    assert (found.stages, found.overrides) == (("sft", "eval_sft", "report"), ["sft.seed=2", "eval_sft.seed=3"])
+    with pytest.raises(ConfigError, match=r"Override 'pretrain.seed=1' is not of stage sft or eval_sft or report"):
+        recorded_run(store, "r", begin_at="sft", overrides=["pretrain.seed=1"])
+    with pytest.raises(ConfigError, match="Run r has no stage 'sfd'"):
+        recorded_run(store, "r", begin_at="sfd")
+
+
+@pytest.fixture
+def store(project, prefect_server, monkeypatch):
+    monkeypatch.setenv("NANODAG_STORE", str(project / "store"))
+    assert speedrun("r", preset="tiny", return_state=True).is_completed()
+    return Store(project / "store")
+
+
+def test_from_a_stage_on_what_follows_is_carried_out_and_what_comes_before_is_as_recorded(store, project):
+    (project / "text.txt").write_text("changed\n")  # a run from the beginning would build everything again
+    state = speedrun("r", begin_at="sft", overrides=("eval_sft.seed=9",), force=True, return_state=True)
+    assert state.is_completed(), state.message
+    record = store.read_run("r")
+    assert {name: s["state"] for name, s in record["stages"].items()} == {
+        "tokenizer": "built",
+        "pretrain": "built",
+        "eval_base": "built",
+        "sft": "built",
+        "eval_sft": "built",
+        "report": "built",
+    }
+    attempts = {name: stage["attempt"] for name, stage in record["stages"].items()}
+    assert attempts["tokenizer"] == attempts["pretrain"] == attempts["eval_base"] == "0001"
+    assert record["overrides"] == ["eval_sft.seed=9"]
+    assert record["stages"]["sft"]["key"] != "" and record["state"] == "completed"
+
+
+def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(store):
+    for _ in range(2):  # the same flow run twice, as Retry in the UI has it
+        run = open_run("r", file="", preset="tiny", overrides=[], only=("sft",), flow_run="one flow run")
+        from nanodag.runs import recorded_inputs
+        from nanodag.stage import carry_out
+
+        carry_out(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
+        run.close()
+    assert store.read_run("r")["stages"]["sft"]["attempt"] == "0002"
+
+
+def test_a_stage_whose_order_of_names_is_unknown_is_refused_by_the_flow(store):
+    state = run_stage("r", "sft", overrides=("sft.seedd=1",), return_state=True)
+    assert state.is_failed() and "sft.seedd" in state.message

@@ -1,0 +1,75 @@
+"""Places on the machine: who gets them, who waits, and that the dead hold none."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nanodag.errors import StageStopped
+from nanodag.slots import Places, hold, named_gpus, places_for
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from nanodag.slots import Places, hold
+with hold(Path(sys.argv[1]), Places(name="gpu", capacity=2, wanted=2)):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def taken(folder, places, timeout_s=0.5):
+    """The places that are got within a while; None for none."""
+    stop = threading.Event()
+    threading.Timer(timeout_s, stop.set).start()
+    try:
+        with hold(folder, places, stop=stop) as held:
+            return held.numbers
+    except StageStopped:
+        return None
+
+
+def test_who_wants_several_gets_them_all_or_waits(tmp_path):
+    two, three = Places(name="gpu", capacity=4, wanted=2), Places(name="gpu", capacity=4, wanted=3)
+    with hold(tmp_path, two) as first:
+        assert first.numbers == (0, 1)
+        assert taken(tmp_path, three) is None
+        assert taken(tmp_path, two) == (2, 3)
+    assert taken(tmp_path, three) == (0, 1, 2)
+
+
+def test_stages_that_score_do_not_take_the_place_of_those_that_train(tmp_path):
+    train, score = (places_for(device="cpu", num_ranks=1, is_beside=beside) for beside in (False, True))
+    with hold(tmp_path, train), hold(tmp_path, score):
+        assert taken(tmp_path, train) is None
+        assert taken(tmp_path, score) is None
+
+
+def test_a_killed_holder_holds_nothing(tmp_path):
+    places = Places(name="gpu", capacity=2, wanted=2)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    assert taken(tmp_path, places) is None
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert taken(tmp_path, places) == (0, 1)
+
+
+def test_who_steps_back_lets_others_go_first_and_can_be_stopped(tmp_path):
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    began = time.monotonic()
+    with hold(tmp_path, Places(name="gpu", capacity=1)), pytest.raises(StageStopped):
+        with hold(tmp_path, Places(name="gpu", capacity=1), stop=stop, step_back_s=30.0):
+            raise AssertionError("there was no place")
+    assert time.monotonic() - began < 10.0
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    places = places_for(device="cuda", num_ranks=2, is_beside=False)
+    assert (places.capacity, places.wanted) == (3, 2)
+    assert named_gpus((0, 2)) == "4,7"
