@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import httpx
+from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType
 from prefect.runner import Runner
 
+from flows import crashed, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 
@@ -21,12 +23,16 @@ START_TIMEOUT_S = 300.0
 def main() -> None:
     ready = Path(sys.argv[1])
     _wait_for_server()
+    with get_client(sync_client=True) as client:
+        crashed.register(client)
     # pause_on_shutdown: an old process that is slow to end must not pause a new one's deployments.
     runner = Runner(name="nanodag", pause_on_shutdown=False, query_seconds=1, limit=None)
     deployments = {}
-    for flow in (speedrun, run_stage):
+    options = {"nightly_eval": nightly_eval.schedule()}
+    for flow in (speedrun, run_stage, nightly_eval.nightly_eval):
         # By module: a file path would put its folder in front of sys.path.
-        deployment = flow.to_deployment("local", entrypoint_type=EntrypointType.MODULE_PATH)
+        made = {"entrypoint_type": EntrypointType.MODULE_PATH, **options.get(flow.name, {})}
+        deployment = flow.to_deployment("local", **made)
         deployments[flow.name] = str(runner.add_deployment(deployment))
     _write(ready, json.dumps(deployments))
     asyncio.run(runner.start())

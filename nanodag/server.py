@@ -51,7 +51,8 @@ class ProcessId:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """What server.json says. deployments: flow name -> deployment id. serves: which code and pipeline file."""
+    """What server.json says. serve: the keeper of the process that serves. deployments: flow name -> deployment id.
+    serves: which code and pipeline file."""
 
     port: int
     server: ProcessId
@@ -143,7 +144,8 @@ class Server:
         """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
         ready = self.home / "serve.json"
         ready.unlink(missing_ok=True)
-        serve = self._start([sys.executable, "-m", "flows.serve", str(ready)], "serve.log", port)
+        command = [sys.executable, "-m", "nanodag.keeper", sys.executable, "-m", "flows.serve", str(ready)]
+        serve = self._start(command, "serve.log", port)
         running = Running(port=port, server=server, serve=serve, deployments={}, serves=self._to_serve())
         write_json(self.home / "server.json", asdict(running))
         deadline = time.monotonic() + self._start_timeout_s

@@ -1,0 +1,47 @@
+"""An automation of Prefect's: a flow run whose process is gone, with nobody left to say so, is marked Crashed.
+
+A flow's process tells the server every 30 s that it is there. When WITHIN has passed without that, and without the
+run's end, the run is marked Crashed; Retry then goes on from the newest checkpoints. A process that is killed alone is
+marked at once by the one that serves the flows; this is for when both go, as when the machine does.
+"""
+
+from datetime import timedelta
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+NAME = "mark dead runs as Crashed"
+WITHIN = timedelta(seconds=90)  # three heartbeats
+HEARTBEAT = "prefect.flow-run.heartbeat"
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+
+
+def register(client: SyncPrefectClient) -> None:
+    """Have the server watch over every flow run, once, however often it is asked to."""
+    automation = AutomationCore(
+        name=NAME,
+        description=f"A flow run that is not heard of for {WITHIN.seconds} s has lost its process.",
+        enabled=True,
+        trigger=EventTrigger(
+            after={HEARTBEAT},
+            expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
+            match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=WITHIN,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED,
+                message=f"Not heard of for {WITHIN.seconds} s. Retry goes on from the newest checkpoint.",
+            )
+        ],
+    )
+    found = client.read_automations_by_name(NAME)
+    for one in found[:1]:
+        client.update_automation(one.id, automation)
+    if not found:
+        client.create_automation(automation)
