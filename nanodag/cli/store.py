@@ -10,7 +10,7 @@ Key = Annotated[str, typer.Argument(help="A key, or how it begins; KEY/0002 for 
 
 def add_to(app: typer.Typer) -> None:
     """Make the commands part of `nanodag`."""
-    for command in (verify, gc):
+    for command in (verify, gc, lineage, diff, export, reproduce):
         app.command()(command)
 
 
@@ -49,3 +49,47 @@ def gc(
     from nanodag.cli.keep import collect
 
     collect(keep_runs=keep_runs, keep_days=keep_days, keep_best=keep_best or [], yes=yes, file=file)
+
+
+def lineage(
+    key: Key,
+    picture: Annotated[str, typer.Option("--picture", help="Draw it into that SVG file, too.")] = "",
+    file: File = "",
+) -> None:
+    """Show what an artifact was made from, all the way up to the data."""
+    from nanodag.cli.look import show_lineage
+
+    show_lineage(key, picture=picture, file=file)
+
+
+def diff(
+    run_a: Annotated[str, typer.Argument(help="A run's name, or how it begins.")],
+    run_b: Annotated[str, typer.Argument(help="Another.")],
+    show_all: Annotated[bool, typer.Option("--all", help="What is the same, too.")] = False,
+    file: File = "",
+) -> None:
+    """Show two runs side by side: what of config, data, code, metrics and cost is not the same."""
+    from nanodag.cli.look import show_diff
+
+    show_diff(run_a, run_b, show_all=show_all, file=file)
+
+
+def export(
+    key: Key,
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder that is not there yet.")],
+    file: File = "",
+) -> None:
+    """Write a model, or a tokenizer, as a plain Hugging Face folder. Overwrites nothing."""
+    from nanodag.cli.look import export_artifact
+
+    export_artifact(key, folder, file=file)
+
+
+def reproduce(key: Key, file: File = "") -> None:
+    """Carry out an artifact's stage again, from its recorded config, inputs and data, and compare the bytes.
+
+    Exit code 0 when they are the same, 1 when not. Nothing is published; what came out otherwise is left to look at.
+    """
+    from nanodag.cli.look import reproduce_artifact
+
+    raise typer.Exit(reproduce_artifact(key, file=file))

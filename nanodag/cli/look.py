@@ -1,0 +1,135 @@
+"""`nanodag lineage`, `diff`, `export` and `reproduce`: where an artifact is from, and whether it would be the same."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from nanodag.cli.keep import open_store
+from nanodag.cli.show import find_run
+from nanodag.cli.watch import make_console
+from nanodag.compare import SECTIONS, Row, compare
+from nanodag.errors import StoreError
+from nanodag.lineage import Origin, origin_of, picture_of
+from nanodag.progress import duration, size
+from nanodag.store.export import export
+from nanodag.store.files import write_bytes
+
+WIDEST = 60
+
+
+def show_lineage(key: str, *, picture: str, file: str) -> None:
+    """Print the lineage as a tree; with `picture`, write it as an SVG too."""
+    console, store = make_console(), open_store(file)
+    origin = origin_of(store, store.get(key))
+    said: set[int] = set()
+    tree = Tree(_title("", origin), guide_style="dim")
+    _grow(tree, origin, said)
+    console.print(tree, soft_wrap=True)
+    if picture:
+        path = Path(picture).absolute()
+        if path.suffix != ".svg":
+            raise StoreError(f"A lineage is drawn as SVG; {path.name} ends in {path.suffix!r}. Name it NAME.svg.")
+        write_bytes(path, picture_of(origin).encode())
+        console.print(str(path), soft_wrap=True)
+
+
+def _title(label: str, origin: Origin) -> Text:
+    artifact, head = origin.artifact, f"{label}: " if label else ""
+    if artifact is None:
+        return Text.assemble((head, "dim"), (origin.what, "red"))
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(artifact.created))
+    took = duration(float(artifact.cost.get("seconds", -1.0)))
+    facts = [f"{artifact.key[:12]}/{artifact.attempt}", f"content {artifact.digest[:12]}", size(artifact.num_bytes)]
+    facts += [when, *([f"took {took}"] if took else []), f"code {artifact.environment.get('revision', '?')}"]
+    return Text.assemble((head, "dim"), (artifact.stage, "bold"), f" ({artifact.kind})  ", ("  ".join(facts), "dim"))
+
+
+def _grow(tree: Tree, origin: Origin, said: set[int]) -> None:
+    said.add(id(origin))
+    for label, source in origin.inputs.items():
+        is_known = id(source) in said and source.inputs
+        branch = tree.add(_title(label, source) + Text("  (as above)" if is_known else "", "dim"))
+        if not is_known:
+            _grow(branch, source, said)
+    for url in (origin.artifact.sources or {}) if origin.artifact is not None else ():
+        tree.add(Text(f"data {url}", "cyan"))
+
+
+def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
+    """Two runs side by side: the lines that are not the same."""
+    console, store = make_console(), open_store(file)
+    before, after = find_run(store, first), find_run(store, second)
+    rows = compare(store, before, after)
+    for section in SECTIONS:
+        of_section = [row for row in rows if row.section == section]
+        shown = [row for row in of_section if show_all or not row.is_same]
+        same = sum(row.is_same for row in of_section)
+        console.print(Text.assemble((section, "bold"), (f"  {same} of {len(of_section)} the same", "dim")))
+        if shown:
+            console.print(_side_by_side(shown, before["run"], after["run"], section in ("metrics", "cost")))
+
+
+def _side_by_side(rows: Sequence[Row], first: str, second: str, is_numbers: bool) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    side = "right" if is_numbers else "left"
+    table.add_column("")
+    table.add_column(first, justify=side)  # type: ignore[arg-type]
+    table.add_column(second, justify=side)  # type: ignore[arg-type]
+    if is_numbers:
+        table.add_column("difference", justify="right")
+    for row in rows:
+        cells = [Text(row.name), Text(_shown(row.before), "red"), Text(_shown(row.after), "green")]
+        if is_numbers:
+            cells.append(Text("" if row.difference is None else f"{row.difference:+.5g}"))
+        table.add_row(*cells)
+    return table
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+
+
+def export_artifact(key: str, folder: str, *, file: str) -> None:
+    """Write an artifact's files into a new folder."""
+    console, store = make_console(), open_store(file)
+    artifact = store.get(key)
+    path = export(store, artifact, Path(folder))
+    console.print(f"{artifact.stage} ({artifact.kind}), {size(artifact.num_bytes)}: {path}", soft_wrap=True)
+
+
+def reproduce_artifact(key: str, *, file: str) -> int:
+    """Run an artifact's stage again and compare; returns the exit code: 0 for the same bytes."""
+    from nanodag.reproduce import reproduce
+
+    console, store = make_console(), open_store(file)
+    artifact = store.get(key)
+    console.print(f"Carrying out {artifact.stage} ({artifact.kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
+    found = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
+    for name, (then, now) in found.environment.items():
+        console.print(f"{name} was {_shown(then)}, is {_shown(now)}", style="yellow", markup=False, soft_wrap=True)
+    for name in [n for n, state in found.files.items() if state != "same"]:
+        console.print(f"{found.files[name]:<8} {name}", style="red", markup=False, soft_wrap=True)
+    if found.is_same:
+        console.print(f"The same bytes in {len(found.files)} files: content {found.digest[:16]}.", style="green")
+        return 0
+    for name in sorted({*artifact.metrics, *found.metrics}):
+        then, now = artifact.metrics.get(name), found.metrics.get(name)
+        if then != now:
+            console.print(f"{name} was {_shown(then)}, is {_shown(now)}", markup=False, soft_wrap=True)
+    console.print(f"Not the same: content was {artifact.digest[:16]}, is {found.digest[:16]}.", style="red")
+    console.print(f"What came out this time lies in {os.path.join(str(found.workspace), 'output')}", soft_wrap=True)
+    return 1
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, style="dim", markup=False, soft_wrap=True)

@@ -1,0 +1,61 @@
+"""A stage carried out again from what its artifact recorded."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.reproduce import reproduce
+from nanodag.runs import open_run
+from nanodag.stage import carry_out
+
+FAKES = Path(__file__).parent.parent / "fakes"
+
+
+@pytest.fixture
+def run(project):
+    return open_run("r", file="", preset="tiny", overrides=[])
+
+
+@pytest.fixture
+def made(run):
+    """The artifacts of the first two stages."""
+    tokenizer = carry_out(run, "tokenizer", {})
+    base = carry_out(run, "pretrain", {"tokenizer": tokenizer})
+    return [run.store.attempt(r.key, r.attempt) for r in (tokenizer, base)]
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_leaves_nothing(run, made):
+    found = reproduce(run.store, made[1], file="")
+    assert found.is_same and found.digest == made[1].digest and found.workspace is None
+    assert set(found.files.values()) == {"same"}
+    assert not list((run.store.local / "work").iterdir())
+    assert run.store.attempts(made[1].key) == ["0001"]
+
+
+def test_other_bytes_are_named_and_kept_to_be_looked_at(run, made, project, monkeypatch):
+    before = project / "before"  # a worker that makes something else, found before the usual fake one
+    before.mkdir()
+    code = (FAKES / "fake_worker.py").read_text()
+    (before / "fake_worker.py").write_text(code.replace('f"# {job.name}\\n"', '"# other\\n"'))
+    monkeypatch.setenv("PYTHONPATH", f"{before}:{FAKES}")
+    found = reproduce(run.store, made[1], file="")
+    assert not found.is_same and found.files == {"made.json": "same", "report.md": "differs"}
+    assert (found.workspace / "output" / "report.md").read_text() == "# other\n"
+
+
+def test_changed_data_are_named(run, made, project):
+    (project / "text.txt").write_text("other\n" * 100)
+    with pytest.raises(StoreError, match=r"data .*text\.txt are not what artifact"):
+        reproduce(run.store, made[1], file="")
+
+
+def test_a_missing_input_is_named_and_another_attempt_with_its_content_will_do(run, made):
+    tokenizer = made[0]
+    carry_out(run, "tokenizer", {}, force=True)
+    shutil.rmtree(run.store.local / tokenizer.folder)
+    assert reproduce(run.store, made[1], file="").is_same
+    shutil.rmtree(run.store.local / "artifacts" / tokenizer.key)
+    with pytest.raises(ArtifactNotFound, match="The input tokenizer"):
+        reproduce(run.store, made[1], file="")
