@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanodag.report.gather import Column, Stage, benchmarks_of
@@ -14,19 +14,23 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2563eb", "#dc7a09", "#15803d", "#b91c5c", "#6d5bd0", "#5b6470")
 MAX_POINTS = 400
+SEPARATE_POINTS = 8  # up to so many, each has its interval drawn as a line in the band
 _FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine draws the same letters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """One set of axes. lines: label -> (x, y); marked: labels that are drawn with points as well; smooth: faint raw
-    values with a running mean over them. from_zero: the vertical axis begins at 0."""
+    values with a running mean over them; intervals: label -> (low, high) about its y. ticks: what stands below the
+    horizontal axis, (x, text). from_zero: the vertical axis begins at 0."""
 
     title: str
     x_label: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     marked: tuple[str, ...] = ()
     smooth: tuple[str, ...] = ()
+    intervals: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    ticks: Sequence[tuple[float, str]] = ()
     from_zero: bool = False
 
 
@@ -100,6 +104,11 @@ def _lines(stage: Stage, names: Mapping[str, str]) -> dict[str, tuple[list[float
 def _draw(axis: Any, panel: Panel) -> None:
     for number, (label, (xs, ys)) in enumerate(panel.lines.items()):
         colour = COLOURS[number % len(COLOURS)]
+        if label in panel.intervals:
+            low, high = panel.intervals[label]
+            axis.fill_between(xs, low, high, color=colour, alpha=0.13, linewidth=0)
+            if len(xs) <= SEPARATE_POINTS:
+                axis.vlines(xs, low, high, color=colour, alpha=0.45, linewidth=1.2)
         xs, ys = _thinned(xs, ys)
         if label in panel.smooth and len(ys) >= 12:
             axis.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.3)
@@ -107,6 +116,8 @@ def _draw(axis: Any, panel: Panel) -> None:
         else:
             marker = "o" if label in panel.marked or len(ys) < 2 else None
             axis.plot(xs, ys, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=label)
+    if panel.ticks:
+        axis.set_xticks([x for x, _ in panel.ticks], [text for _, text in panel.ticks])
     if panel.from_zero:
         axis.set_ylim(bottom=0)
     axis.set_title(panel.title, fontsize=9, loc="left")
@@ -158,6 +169,11 @@ def _svg(figure: "Figure", name: str) -> str:
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     width = round(figure.get_figwidth() * 105)
-    text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"', f' style="max-width:{width}px"', text, count=1)
+    text = re.sub(
+        r' width="[0-9.]+pt" height="[0-9.]+pt"',
+        f' style="max-width:{width}px;min-width:{min(width, 560)}px"',
+        text,
+        count=1,
+    )
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)

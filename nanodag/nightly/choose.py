@@ -1,0 +1,201 @@
+"""Which models a night evaluates, and on what: from the records of runs and the `nightly` section of the pipeline."""
+
+import fnmatch
+import hashlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from nanodag.config import Pipeline
+from nanodag.config.derive import derive
+from nanodag.config.schema import EvalStage, ImportStage, Resources
+from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.runs import ENDED_WELL, StageResult, result_of
+from nanodag.store import Store
+
+log = logging.getLogger(__name__)
+
+MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
+_LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model that a night evaluates.
+
+    label, stage: its line in the trend, the same every night; stage is empty for a pinned model. run: the run that it
+    is from tonight. model: what the store has; None for a pinned one, which stage `input_name` brings. evals: a stage
+    of the night -> the eval stage's name and config.
+    """
+
+    label: str
+    stage: str
+    run: str
+    input_name: str
+    model: StageResult | None
+    evals: Mapping[str, tuple[str, EvalStage]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """subjects, and missing: what was asked for that is not there, in words. mirror: that the runs' data come from."""
+
+    subjects: tuple[Subject, ...]
+    missing: tuple[str, ...]
+    mirror: str
+
+
+def choose(store: Store, pipeline: Pipeline) -> Choice:
+    """The newest model of each chosen run and stage, and the pinned models.
+
+    Raises ConfigError for an unknown eval stage or runs that read from different mirrors, ArtifactNotFound when nothing
+    at all is there to be evaluated.
+    """
+    records = [record for name in store.runs() if (record := store.read_run(name))]
+    subjects: list[Subject] = []
+    missing: list[str] = []
+    mirrors: dict[str, str] = {}
+    for label, pattern in pipeline.nightly.runs.items():
+        fitting = [r for r in records if _fits(r, pattern)]
+        if not fitting:
+            missing.append(f"{label}: no run is called {pattern!r}")
+        for stage in _stages_of(fitting, pipeline):
+            record = _newest_with(fitting, stage)
+            if record is None:
+                missing.append(f"{label}/{stage}: no run that fits {pattern!r} has finished that stage")
+                continue
+            try:
+                subject = _subject(store, label, record, stage)
+            except ArtifactNotFound as error:
+                missing.append(f"{label}/{stage}: {error}")
+                continue
+            if not subject.evals:
+                missing.append(f"{label}/{stage}: run {record['run']} has no eval stage for it")
+                continue
+            subjects.append(subject)
+            mirrors[record["run"]] = record["pipeline"].get("mirror", "none")
+    subjects += [_pinned(label, pipeline) for label in pipeline.nightly.models]
+    for text in missing:
+        log.warning("Tonight without %s.", text)
+    if not subjects:
+        raise ArtifactNotFound(
+            f"Nothing in {store.url} is there to be evaluated: {'; '.join(missing) or 'nothing is chosen'}. Choose "
+            "runs with nightly.runs={label: NAME}; there are "
+            + (", ".join(r["run"] for r in records[-5:]) or "none yet")
+            + "."
+        )
+    return Choice(subjects=tuple(subjects), missing=tuple(missing), mirror=_mirror_of(pipeline, mirrors))
+
+
+def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:
+    """The stages of a night as a pipeline: an eval stage for each model and benchmark set, and the pinned models.
+
+    A model that the store has stands in it as a file; it is handed to its evals as it is, not copied.
+    """
+    stages: dict[str, Any] = {}
+    for subject in choice.subjects:
+        model = _model_of(subject, pipeline)
+        stages[subject.input_name] = ImportStage(kind="import", model=model)
+        for name, (_, config) in subject.evals.items():
+            # The run may have been another machine's.
+            here = {"inputs": {"model": subject.input_name}, "resources": Resources()}
+            stages[name] = config.model_copy(update=here)
+    raw = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+    made = pipeline.model_dump(mode="json") | {
+        "description": f"Nightly evals of {len(choice.subjects)} models",
+        "mirror": choice.mirror,
+        "stages": raw,
+    }
+    return derive(Pipeline.model_validate(made))[0]
+
+
+def _model_of(subject: Subject, pipeline: Pipeline) -> str:
+    if subject.model is None:
+        return pipeline.nightly.models[subject.label].model
+    return f"file:/{subject.run}/{subject.stage}/{subject.model.key}/{subject.model.attempt}"
+
+
+def _fits(record: Mapping[str, Any], pattern: str) -> bool:
+    """True for a run that a pattern means. Nights, and the points of a sweep, must be named in full."""
+    is_plain = "nightly" not in record and "sweep" not in record
+    return record["run"] == pattern or (is_plain and fnmatch.fnmatchcase(record["run"], pattern))
+
+
+def _stages_of(fitting: Sequence[Mapping[str, Any]], pipeline: Pipeline) -> list[str]:
+    """The chosen stages; for `all` those of the newest fitting run that make a model and have an eval stage."""
+    if pipeline.nightly.stages != "all":
+        return list(pipeline.nightly.stages)
+    if not fitting:
+        return []
+    stages = fitting[-1]["pipeline"]["stages"]
+    evaluated = [raw["inputs"]["model"] for raw in stages.values() if raw["kind"] == "eval"]
+    return [name for name in fitting[-1]["order"] if name in evaluated and stages[name]["kind"] in MODEL_KINDS]
+
+
+def _newest_with(fitting: Sequence[Mapping[str, Any]], stage: str) -> Mapping[str, Any] | None:
+    """The run that made, or found, this stage's model last."""
+    having = [r for r in fitting if (e := r["stages"].get(stage)) and e["state"] in ENDED_WELL and "attempt" in e]
+    return max(having, key=lambda record: record["stages"][stage].get("ended", 0.0), default=None)
+
+
+def _subject(store: Store, label: str, record: Mapping[str, Any], stage: str) -> Subject:
+    entry = record["stages"][stage]
+    artifact = store.attempt(entry["key"], entry["attempt"])
+    evals = {}
+    for name, raw in record["pipeline"]["stages"].items():
+        if raw["kind"] == "eval" and raw["inputs"].get("model") == stage:
+            try:
+                evals[_night_name(label, stage, name)] = (name, EvalStage.model_validate(raw))
+            except ValidationError as error:
+                raise ConfigError(
+                    f"Stage {name} of run {record['run']}, which another nanodag wrote, cannot be read ({error}). Run "
+                    f"that pipeline again, or leave it out of nightly.runs."
+                ) from error
+    return Subject(
+        label=label,
+        stage=stage,
+        run=record["run"],
+        input_name=_night_name("model", label, stage),
+        model=result_of(stage, artifact, was_found=True),
+        evals=evals,
+    )
+
+
+def _pinned(label: str, pipeline: Pipeline) -> Subject:
+    """A pinned model. Raises ConfigError when an eval stage that it names is none of the preset's."""
+    pinned = pipeline.nightly.models[label]
+    evals = {}
+    for name in pinned.evals:
+        config = pipeline.stages.get(name)
+        if not isinstance(config, EvalStage):
+            known = [n for n, stage in pipeline.stages.items() if stage.kind == "eval"]
+            raise ConfigError(
+                f"nightly.models.{label}.evals names {name!r}, which is no eval stage of preset {pipeline.preset}; "
+                f"those are {', '.join(known) or 'none'}."
+            )
+        evals[_night_name(label, name)] = (name, config)
+    return Subject(label=label, stage="", run="", input_name=_night_name("model", label), model=None, evals=evals)
+
+
+def _mirror_of(pipeline: Pipeline, mirrors: Mapping[str, str]) -> str:
+    if pipeline.mirror != "none" or not mirrors:
+        return pipeline.mirror
+    if len(set(mirrors.values())) > 1:
+        said = ", ".join(f"{run} from {mirror}" for run, mirror in mirrors.items())
+        raise ConfigError(f"The chosen runs read their data from different mirrors: {said}. Choose one: mirror=PATH.")
+    return next(iter(mirrors.values()))
+
+
+def _night_name(*parts: str) -> str:
+    """A stage name out of labels and names: short names as they are, long ones cut, with a hash of the whole."""
+    whole = "-".join(part for part in parts if part)
+    name = re.sub(r"[^a-z0-9_-]", "-", whole.lower())
+    if not name[0].isalpha():
+        name = f"n{name}"
+    if name == whole and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 7]}-{hashlib.sha256('/'.join(parts).encode()).hexdigest()[:6]}"

@@ -1,0 +1,135 @@
+"""What got worse: a night's scores against the last night's and the best ones, by paired tests on the same items.
+
+Many tests a night find something by chance, so their p-values are corrected (Holm): on a night on which nothing is
+worse, the chance that anything is called worse stays below `nightly.false_alarms`. The best of K earlier models is the
+luckiest of K on these items, so its p-value counts K times. The tests are one-sided: only worse counts.
+
+They tell this model from that one on the benchmark's items. How far another seed of the same training would have come
+out they do not know.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, SourceError
+from nanodag.evaluation.paired import PairedDifference, paired
+from nanodag.store import Store
+
+# What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
+SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot")
+SAME_ANSWERS = "the same answers to the same items"
+
+Score = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A night's score against an earlier one. against: `last night` or `best`; night, run: of the earlier one.
+
+    found: None where nothing was tested, and why says so. candidates: how many earlier models the other was chosen
+    from. p_worse: one-sided, times candidates; adjusted: Holm's. is_worse: by more than noise.
+    """
+
+    score: Score
+    against: str
+    night: str
+    run: str
+    found: PairedDifference | None
+    why: str = ""
+    candidates: int = 1
+    p_worse: float = 1.0
+    adjusted: float = 1.0
+    is_worse: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for the night's record."""
+        name = {field: self.score[field] for field in ("label", "stage", "eval", "benchmark", "metric")}
+        rest = {
+            field: getattr(self, field)
+            for field in ("against", "night", "run", "why", "candidates", "p_worse", "adjusted", "is_worse")
+        }
+        return {**name, **rest, "found": self.found.as_json() if self.found else None}
+
+    def __str__(self) -> str:
+        """`newest/sft sort exact_match 0.412, 0.430 before: -0.018 (adjusted p 0.0012) against last night`."""
+        where = "/".join(part for part in (self.score["label"], self.score["stage"]) if part)
+        lead = f"{where} {self.score['benchmark']} {self.score['metric']}"
+        if self.found is None:
+            return f"{lead}: {self.why}"
+        return (
+            f"{lead} {self.found.value_b:.4g}, {self.found.value_a:.4g} before: {self.found.difference:+.4g} "
+            f"(adjusted p {self.adjusted:.2g}) against {self.against} ({self.night})"
+        )
+
+
+def compare(
+    store: Store, scores: Sequence[Score], earlier: Sequence[Mapping[str, Any]], *, false_alarms: float
+) -> list[Comparison]:
+    """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
+
+    scores: of nanodag.nightly.scores. earlier: records of earlier nights, oldest first. A score whose model and items
+    are the last night's is not tested again.
+    """
+    made: list[Comparison] = []
+    for score in scores:
+        made += _of_one(store, score, earlier)
+    tested = [i for i, comparison in enumerate(made) if comparison.found is not None]
+    for i, adjusted in zip(tested, holm([made[i].p_worse for i in tested]), strict=True):
+        made[i] = replace(made[i], adjusted=adjusted, is_worse=adjusted < false_alarms)
+    return made
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values, in the order given: calling those below alpha real is wrong about any of them with a chance of
+    at most alpha, whatever their dependence.
+
+    Source: Holm, Scandinavian Journal of Statistics 1979.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def _of_one(store: Store, score: Score, earlier: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """A score against last night's, and against the best where that is another artifact."""
+    series = [(night["run"], old) for night in earlier for old in night["nightly"]["scores"] if _same(old, score)]
+    if not series:
+        return []
+    last_night, last = series[-1]
+    if last["digest"] == score["digest"]:
+        return [_untested(score, "last night", last_night, last, SAME_ANSWERS)]
+    sign = 1 if score["higher_is_better"] else -1
+    best_night, best = max(series, key=lambda pair: sign * pair[1]["value"])
+    candidates = len({old["digest"] for _, old in series})
+    made = [_tested(store, score, "last night", last_night, last, 1)]
+    if best["digest"] not in (last["digest"], score["digest"]):
+        made.append(_tested(store, score, "best", best_night, best, candidates))
+    return made
+
+
+def _same(old: Score, new: Score) -> bool:
+    return all(old[field] == new[field] for field in SAME)
+
+
+def _tested(store: Store, score: Score, against: str, night: str, old: Score, candidates: int) -> Comparison:
+    try:
+        name = f"samples/{score['benchmark']}.jsonl"
+        paths = [store.materialize(store.attempt(s["key"], s["attempt"])) / name for s in (old, score)]
+        found = paired(paths[0], paths[1], score["metric"])
+    except (ArtifactNotFound, CorruptArtifact, SourceError) as error:
+        return _untested(score, against, night, old, str(error))
+    is_lower = (found.difference < 0) == bool(score["higher_is_better"]) and found.difference != 0
+    # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
+    p_worse = min(1.0, candidates * found.p_value / 2) if is_lower else 1.0
+    return Comparison(
+        score=score, against=against, night=night, run=old["run"], found=found, candidates=candidates, p_worse=p_worse
+    )
+
+
+def _untested(score: Score, against: str, night: str, old: Score, why: str) -> Comparison:
+    return Comparison(score=score, against=against, night=night, run=old["run"], found=None, why=why)

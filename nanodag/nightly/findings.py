@@ -1,0 +1,134 @@
+"""What a night comes to: scores, comparisons and the trend page, kept in the store and in the night's record."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanodag.config.cron import zone_of
+from nanodag.errors import ConfigError, ServerError
+from nanodag.nightly.compare import compare
+from nanodag.nightly.nights import Night, earlier_nights
+from nanodag.nightly.scores import scores_of
+from nanodag.provenance import environment
+from nanodag.runs import StageResult
+from nanodag.store import stage_key, write_json
+
+PAGE_STAGE = "trend"
+WEBHOOK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a night found. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
+    its tables."""
+
+    night: str
+    num_scores: int
+    worse: tuple[str, ...]
+    page: Path
+    markdown: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For an event or a webhook; `text` is what chat programs show."""
+        text = "\n".join(
+            [f"nanodag {self.night}: {len(self.worse)} of {self.num_scores} scores got worse", *self.worse]
+        )
+        return {"night": self.night, "num_scores": self.num_scores, "worse": list(self.worse), "text": text}
+
+
+def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
+    """Compare a night with those before it and publish its page. results: of its eval stages that succeeded.
+
+    A night concluded again, after a Retry, has its scores replaced and its page added as another attempt.
+    """
+    store, settings = night.run.store, night.settings.nightly
+    scores = scores_of(night, results)
+    earlier = earlier_nights(store, night.run.name, settings.compare_nights)
+    comparisons = compare(store, scores, earlier, false_alarms=settings.false_alarms)
+    found = {"scores": scores, "comparisons": [comparison.as_json() for comparison in comparisons]}
+    record = store.change_run(night.run.name, lambda record: record["nightly"].update(found))
+    worse = tuple(str(comparison) for comparison in comparisons if comparison.is_worse)
+    if not scores:  # every eval failed: there is nothing to draw
+        return Findings(night=night.run.name, num_scores=0, worse=(), page=Path(), markdown="")
+
+    from nanodag.nightly.trend import trend_report  # it draws; nothing else here needs what that takes
+    from nanodag.report.page import to_html, to_markdown
+
+    zone = zone_of(settings.timezone)
+    nights = [*earlier, record | {"nightly": record["nightly"] | found}]
+    report = trend_report(nights, comparisons, false_alarms=settings.false_alarms, zone=zone)
+    markdown = to_markdown(report)
+    page = _publish(night, results, {"trend.html": to_html(report), "trend.md": markdown}, found, len(worse))
+    return Findings(night=night.run.name, num_scores=len(scores), worse=worse, page=page, markdown=markdown)
+
+
+def post(webhook: str, body: Mapping[str, Any]) -> None:
+    """POST a night's findings as JSON. webhook: as in the config, not `none`.
+
+    Raises ConfigError when its environment variable is not set, ServerError when the other side does not take it.
+    """
+    import httpx
+
+    address = webhook
+    if webhook.startswith("env:"):
+        name = webhook.removeprefix("env:")
+        address = os.environ.get(name, "")
+        if not address:
+            raise ConfigError(
+                f"nightly.webhook is {webhook!r}, but {name} is not set where the flows are served. Set it and restart "
+                "with: nanodag server stop; nanodag server start"
+            )
+    where = address.partition("?")[0].rsplit("/", 1)[0]  # the rest of such an address is often a secret
+    try:
+        answer = httpx.post(address, json=dict(body), timeout=WEBHOOK_TIMEOUT_S, follow_redirects=False)
+    except httpx.HTTPError as error:
+        raise ServerError(
+            f"nightly.webhook: {where}/... cannot be reached ({type(error).__name__}: {error})."
+        ) from error
+    if answer.status_code >= 300:
+        raise ServerError(f"nightly.webhook: {where}/... answered {answer.status_code}: {answer.text[:200]}")
+
+
+def _publish(
+    night: Night, results: Mapping[str, StageResult], pages: Mapping[str, str], found: dict[str, Any], num_worse: int
+) -> Path:
+    """Put the page into the store, under a key of its own, and into the record; returns trend.html's path."""
+    store, name = night.run.store, night.run.name
+    lineage = {
+        stage: {"stage": stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
+        for stage, r in results.items()
+    }
+    inputs = {stage: result.digest for stage, result in results.items()}
+    key = stage_key(kind=PAGE_STAGE, code_version=1, config={"night": name}, inputs=inputs, sources={})
+    folder = store.workspace(key) / "output"
+    folder.mkdir(exist_ok=True)
+    for file, text in pages.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    write_json(folder / "night.json", found)
+    artifact = store.publish(
+        key,
+        folder,
+        kind=PAGE_STAGE,
+        stage=PAGE_STAGE,
+        config={"night": name},
+        lineage=lineage,
+        sources={},
+        metrics={"num_scores": len(found["scores"]), "num_worse": num_worse},
+        cost={},
+        environment=environment("cpu"),
+    )
+    store.discard_workspace(key)
+    entry = {
+        **{"kind": PAGE_STAGE, "inputs": {}, "state": "built", "reason": "", "cost": {}, "ended": time.time()},
+        **{"key": key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
+    }
+
+    def add(record: dict[str, Any]) -> None:
+        record["stages"][PAGE_STAGE] = entry
+        record["order"] = [*(stage for stage in record["order"] if stage != PAGE_STAGE), PAGE_STAGE]
+
+    store.change_run(name, add)
+    return store.materialize(artifact) / "trend.html"

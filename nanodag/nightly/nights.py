@@ -1,0 +1,164 @@
+"""Nights as runs of the store: which one is due, who carries it out, what earlier ones found."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import psutil
+
+from nanodag.config import Pipeline, Resolved, resolve
+from nanodag.config.cron import last_due, zone_of
+from nanodag.errors import ConfigError, StoreBusy
+from nanodag.nightly.choose import Choice, choose, night_pipeline
+from nanodag.provenance import code_revision
+from nanodag.runs import Run, is_alive, pipeline_file, store_of
+from nanodag.store import Store
+from nanodag.store.files import locked
+
+PREFIX = "nightly-"
+
+
+class Night:
+    """A night that this process carries out. Not a dataclass, so that what carries it about does not look inside.
+
+    settings: the pipeline whose `nightly` section asked for it. stages: what is carried out, the pinned models first.
+    """
+
+    def __init__(self, run: Run, settings: Pipeline, choice: Choice) -> None:
+        self.run = run
+        self.settings = settings
+        self.subjects = choice.subjects
+        self.stages = stages_of(choice)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A night that is left alone, and why."""
+
+    reason: str
+
+
+def begin_night(
+    *, name: str, file: str, preset: str, overrides: Sequence[str], by_schedule: bool, flow_run: str
+) -> Night | Skipped:
+    """Begin a night, or go on with the one that this flow run had begun.
+
+    name: of a night that was asked for; empty for one named by time. by_schedule: it is the night that the schedule was
+    last due; however many of its flow runs come late, one carries it out.
+
+    Raises ConfigError, or ArtifactNotFound when there is nothing to evaluate.
+    """
+    path = pipeline_file(file)
+    resolved = resolve(path, preset, overrides)
+    store = store_of(resolved.pipeline)
+    with locked(store.local / "locks" / "nightly.lock", timeout_s=60.0):
+        now = datetime.now(ZoneInfo(zone_of(resolved.pipeline.nightly.timezone)))
+        due = last_due(resolved.pipeline.nightly.schedule, now) if by_schedule else now
+        nights = nights_of(store)
+        decision = decide(nights, due, flow_run) if by_schedule else _asked(nights, name, now, flow_run)
+        if isinstance(decision, Skipped):
+            return decision
+        choice = choose(store, resolved.pipeline)
+        about = {"by_schedule": by_schedule, "due": due.timestamp(), "missing": list(choice.missing)}
+        run = _open(decision, store, resolved, choice, path, about, flow_run)
+    return Night(run, resolved.pipeline, choice)
+
+
+def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) -> str | Skipped:
+    """The name of the scheduled night that this flow run carries out, or why it leaves it alone.
+
+    nights: records. due: when the schedule was last due. Flow runs of nights before that are late runs of this one: the
+    first to come takes it. One that a killed process left is taken over; one that ended, well or not, stays.
+    """
+    if mine := _of_flow_run(nights, flow_run):
+        return mine  # a retry
+    for night in nights:
+        if not night["nightly"]["by_schedule"] or night["nightly"]["due"] < due.timestamp():
+            continue
+        if night["state"] == "running" and is_alive(night):
+            return Skipped(reason=f"Night {night['run']} is under way: flow run {night['flow_run']} carries it out.")
+        if night["state"] not in ("running", "interrupted"):
+            return Skipped(
+                reason=f"Night {night['run']} is {night['state']} already; earlier ones are not made up for."
+            )
+    return f"{PREFIX}{due:%Y%m%d-%H%M}"
+
+
+def _asked(nights: Sequence[Mapping[str, Any]], name: str, now: datetime, flow_run: str) -> str:
+    """The name of a night that somebody asked for. Raises StoreBusy for one under way, ConfigError for a name that no
+    night can have."""
+    name = _of_flow_run(nights, flow_run) or name or f"{PREFIX}{now:%Y%m%d-%H%M%S}"
+    if not name.startswith(PREFIX):
+        raise ConfigError(f"Night {name!r}: its name begins with {PREFIX!r}.")
+    for night in nights:
+        if night["run"] == name and is_alive(night) and night["pid"] != os.getpid():
+            raise StoreBusy(f"Night {name} is being carried out by process {night['pid']}; wait for it, or stop it.")
+    return name
+
+
+def _of_flow_run(nights: Sequence[Mapping[str, Any]], flow_run: str) -> str:
+    return next((str(night["run"]) for night in nights if flow_run and night["flow_run"] == flow_run), "")
+
+
+def stages_of(choice: Choice) -> list[str]:
+    """The stages that a night carries out: the models that are not in the store yet, then the evals."""
+    pinned = [subject.input_name for subject in choice.subjects if subject.model is None]
+    return [*pinned, *(stage for subject in choice.subjects for stage in subject.evals)]
+
+
+def nights_of(store: Store) -> list[dict[str, Any]]:
+    """The records of all nights, oldest first."""
+    names = [name for name in store.runs() if name.startswith(PREFIX)]
+    return [record for name in names if "nightly" in (record := store.read_run(name))]
+
+
+def earlier_nights(store: Store, name: str, limit: int) -> list[dict[str, Any]]:
+    """The records of the newest `limit` nights before this one that have scores, oldest first."""
+    records = nights_of(store)
+    created = next((r["created"] for r in records if r["run"] == name), time.time())
+    before = [r for r in records if r["created"] < created and r["nightly"].get("scores")]
+    return before[-limit:]
+
+
+def _open(
+    name: str, store: Store, resolved: Resolved, choice: Choice, path: Path, about: dict[str, Any], flow_run: str
+) -> Run:
+    """The night's run, its record written. Only what is carried out is in the record's stages: the models of runs are
+    those runs' own, and how long they are kept is not a night's business."""
+    pipeline = night_pipeline(resolved.pipeline, choice)
+    carried_out = stages_of(choice)
+    before = store.read_run(name) if name in store.runs() else {}
+    kept = before.get("stages", {})
+    stages = {}
+    for stage in carried_out:
+        config = pipeline.stages[stage]
+        facts = {"kind": config.kind, "inputs": dict(config.inputs), "state": "waiting", "forced": []}
+        stages[stage] = {**kept.get(stage, {}), **facts}
+    record = {
+        "run": name,
+        "created": before.get("created", time.time()),
+        "started": time.time(),
+        "state": "running",
+        "reason": "",
+        "file": str(path),
+        "preset": resolved.pipeline.preset,
+        "overrides": [],
+        "pipeline": pipeline.model_dump(mode="json"),
+        "origins": {},
+        "order": carried_out,
+        "stages": stages,
+        "revision": code_revision(),
+        "flow_run": flow_run,
+        "pid": os.getpid(),
+        "pid_started": psutil.Process().create_time(),
+        "nightly": {**before.get("nightly", {}), **about},
+    }
+    store.write_run(name, record)
+    run = Run(name, Resolved(pipeline=pipeline, origins={}), store, path.parent)
+    run.flow_run, run.to_do = flow_run, carried_out
+    return run

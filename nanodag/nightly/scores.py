@@ -1,0 +1,33 @@
+"""The scores of a night, read from the artifacts of its eval stages."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nanodag.nightly.nights import Night
+from nanodag.runs import StageResult
+
+KEPT = ("metric", "higher_is_better", "form", "chat", "num_fewshot", "value", "stderr", "low", "high", "num_items")
+
+
+def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[dict[str, Any]]:
+    """One table a model and benchmark, in the order of the config. results: the night's stage name -> its result;
+    stages that failed are not in it.
+
+    label, stage, eval, benchmark name the line of the trend; run is where the model is from tonight; key, attempt and
+    digest are the eval's artifact, in which the samples lie.
+    """
+    scores = []
+    for subject in night.subjects:
+        for name, (eval_name, _) in subject.evals.items():
+            if name not in results:
+                continue
+            result = results[name]
+            folder = night.run.store.materialize(night.run.store.attempt(result.key, result.attempt))
+            found = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+            for benchmark, values in found.items():
+                line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
+                artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
+                kept = {field: values[field] for field in KEPT}
+                scores.append({**line, "run": subject.run, **kept, **artifact, "was_found": result.was_found})
+    return scores

@@ -1,0 +1,174 @@
+"""The trend page: scores over nights with their intervals, a line a model and benchmark, and what was compared."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from nanodag.nightly.compare import SAME_ANSWERS, Comparison
+from nanodag.report import words
+from nanodag.report.page import Part, Report, Section
+from nanodag.report.plots import Panel, panels_svg
+from nanodag.report.tables import Cell, Table
+
+MAX_TICKS = 5
+
+Score = Mapping[str, Any]
+
+
+def trend_report(
+    nights: Sequence[Mapping[str, Any]], comparisons: Sequence[Comparison], *, false_alarms: float, zone: str
+) -> Report:
+    """The page of the last of these nights. nights: records with scores, oldest first; comparisons: of the last one."""
+    tonight = nights[-1]
+    scores, missing = tonight["nightly"]["scores"], tonight["nightly"]["missing"]
+    worse = [comparison for comparison in comparisons if comparison.is_worse]
+    note = (
+        "Score with its 95 % interval. Differences are of the same items, with the interval of a paired bootstrap. p "
+        "is one-sided (McNemar's exact test where items are right or wrong), corrected by Holm over all tests of the "
+        f"night and for the choice of the best: the chance of any false “worse” in a night is below {false_alarms:g}. "
+        "“Not worse” may hide a small change."
+    )
+    sections = [Section(title="Tonight", note=note, parts=[Part(table=_tonight_table(scores, comparisons))])]
+    if missing:
+        rows = [[Cell(text=text)] for text in missing]
+        sections.append(Section(title="Not evaluated", parts=[Part(table=Table(headers=["what, and why"], rows=rows))]))
+    for number, (label, stage) in enumerate(dict.fromkeys((score["label"], score["stage"]) for score in scores)):
+        sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
+    cards = [
+        Cell(text=str(len(worse)), detail="scores worse by more than noise"),
+        Cell(text=str(len(scores)), detail=f"scores of {len({(s['label'], s['stage']) for s in scores})} models"),
+        Cell(
+            text=str(sum(not score["was_found"] for score in scores)), detail="evaluated tonight, the rest were known"
+        ),
+        Cell(text=str(len(nights)), detail="nights"),
+    ]
+    return Report(
+        title="Nightly evals", subtitle=f"{tonight['run']} · {_when(tonight, zone)}", cards=cards, sections=sections
+    )
+
+
+def _tonight_table(scores: Sequence[Score], comparisons: Sequence[Comparison]) -> Table:
+    rows = []
+    for score in scores:
+        metric = score["metric"]
+        mine = {c.against: c for c in comparisons if c.score is score}
+        verdict, tone = _verdict(list(mine.values()))
+        rows.append(
+            [
+                Cell(text=line_name(score), detail=score["run"]),
+                Cell(text=score["benchmark"], detail=f"{metric}, {score['num_items']} items"),
+                Cell(
+                    text=words.value(score["value"], metric),
+                    detail=words.interval(score["low"], score["high"], metric),
+                ),
+                _difference(mine.get("last night"), metric),
+                _difference(mine.get("best"), metric),
+                Cell(text=_smallest_p(list(mine.values()))),
+                Cell(text=verdict, tone=tone),
+            ]
+        )
+    headers = ["model", "benchmark", "score", "− last night", "− best", "p", ""]
+    return Table(headers=headers, rows=rows, numeric=(2, 3, 4, 5, 6))
+
+
+def line_name(score: Score) -> str:
+    """`newest/sft`; the label alone for a pinned model."""
+    return "/".join(part for part in (score["label"], score["stage"]) if part)
+
+
+def _difference(comparison: Comparison | None, metric: str) -> Cell:
+    if comparison is None or comparison.found is None:
+        return Cell(text="", detail="" if comparison is None or _is_unchanged(comparison) else comparison.why)
+    found = comparison.found
+    low, high = words.signed(found.low, metric), words.signed(found.high, metric)
+    tone = "bad" if comparison.is_worse else ""
+    return Cell(text=words.signed(found.difference, metric), detail=f"{low} to {high}", tone=tone)
+
+
+def _smallest_p(comparisons: Sequence[Comparison]) -> str:
+    tested = [comparison.adjusted for comparison in comparisons if comparison.found is not None]
+    return words.probability(min(tested)) if tested else ""
+
+
+def _verdict(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+    if worse := [comparison.against for comparison in comparisons if comparison.is_worse]:
+        return f"worse than {' and '.join(worse)}", "bad"
+    if not comparisons:
+        return "first night", ""
+    if all(comparison.found is None for comparison in comparisons):
+        return "unchanged" if _is_unchanged(comparisons[0]) else "not comparable", ""
+    return "not worse", ""
+
+
+def _is_unchanged(comparison: Comparison) -> bool:
+    return comparison.why == SAME_ANSWERS
+
+
+def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, *, name: str, zone: str) -> Section:
+    """A model's panels, one a benchmark, and its scores night by night as a table."""
+    series: dict[tuple[str, str], list[tuple[int, Score]]] = {}
+    for place, night in enumerate(nights):
+        for score in night["nightly"]["scores"]:
+            if (score["label"], score["stage"]) == (label, stage):
+                series.setdefault((score["eval"], score["benchmark"]), []).append((place, score))
+    evals = {eval_name for eval_name, _ in series}
+    dates = [_day(night, zone) for night in nights]
+    panels = [
+        _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
+        for (eval_name, benchmark), points in series.items()
+    ]
+    title = "/".join(part for part in (label, stage) if part)
+    table = _nights_table(series, nights, zone)
+    parts = [Part(svg=panels_svg(panels, name=name)), Part(heading="Night by night", table=table, folded=True)]
+    return Section(title=title, parts=parts)
+
+
+def _panel(points: Sequence[tuple[int, Score]], benchmark: str, dates: Sequence[str]) -> Panel:
+    metric = points[-1][1]["metric"]
+    kept = [(place, score) for place, score in points if score["metric"] == metric]
+    scale = 100 if words.is_share(metric) else 1
+    xs = [place for place, _ in kept]
+    value, low, high = ([scale * score[field] for _, score in kept] for field in ("value", "low", "high"))
+    step = max(1, -(-len(dates) // MAX_TICKS))
+    ticks = [(place, dates[place]) for place in range(len(dates) - 1, -1, -step)][::-1]
+    return Panel(
+        title=f"{benchmark}, {metric}{' (%)' if scale == 100 else ''}",
+        x_label="",
+        lines={"score": (xs, value)},
+        marked=("score",),
+        intervals={"score": (low, high)},
+        ticks=ticks,
+    )
+
+
+def _nights_table(
+    series: Mapping[tuple[str, str], Sequence[tuple[int, Score]]], nights: Sequence[Mapping[str, Any]], zone: str
+) -> Table:
+    """Newest first: night, run, a column a benchmark."""
+    found = {(key, place): score for key, points in series.items() for place, score in points}
+    rows = []
+    for place in range(len(nights) - 1, -1, -1):
+        mine = [score for (_, where), score in found.items() if where == place]
+        if not mine:
+            continue
+        cells = [
+            Cell(
+                text=words.value(score["value"], score["metric"]),
+                detail=words.interval(score["low"], score["high"], score["metric"]),
+            )
+            if (score := found.get((key, place)))
+            else Cell(text="")
+            for key in series
+        ]
+        rows.append([Cell(text=_when(nights[place], zone)), Cell(text=mine[0]["run"] or "pinned"), *cells])
+    headers = ["night", "run", *(benchmark for _, benchmark in series)]
+    return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))
+
+
+def _when(night: Mapping[str, Any], zone: str) -> str:
+    return f"{datetime.fromtimestamp(night['nightly']['due'], ZoneInfo(zone)):%Y-%m-%d %H:%M}"
+
+
+def _day(night: Mapping[str, Any], zone: str) -> str:
+    return f"{datetime.fromtimestamp(night['nightly']['due'], ZoneInfo(zone)):%m-%d}"

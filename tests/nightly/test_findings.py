@@ -1,0 +1,77 @@
+"""A night from its beginning to its page, its evals published by hand."""
+
+import json
+
+import pytest
+import yaml
+
+from nanodag.errors import ConfigError
+from nanodag.nightly.findings import conclude
+from nanodag.nightly.nights import Skipped, begin_night
+from nanodag.runs import StageResult
+from nanodag.store import Store
+from tests.nightly.nights import EVAL, publish_eval, write_run
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    stages = {"sft": {"kind": "import", "model": "file:/x"}, "eval_sft": EVAL}
+    presets = {"p": {"stages": stages, "nightly": {"runs": {"main": "main-*"}, "timezone": "UTC"}}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "p", "presets": presets}))
+    monkeypatch.chdir(tmp_path)
+    for name in ("NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    write_run(Store(tmp_path / "store"), tmp_path / "made", "main-1", created=1.0)
+    return tmp_path
+
+
+def night_of(project, name, answers, flow_run=""):
+    asked = {"file": "", "preset": "p", "overrides": [], "by_schedule": False}
+    night = begin_night(name=name, flow_run=flow_run, **asked)
+    score = publish_eval(night.run.store, project / "made" / name, name, answers)
+    where = {field: score[field] for field in ("key", "attempt", "digest")}
+    results = {"main-sft-eval_sft": StageResult(stage="eval", kind="eval", was_found=False, **where)}
+    found = conclude(night, results)
+    night.run.close()
+    return found
+
+
+def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
+    first = night_of(project, "nightly-1", [1] * 100)
+    assert (first.num_scores, first.worse) == (1, ())
+    second = night_of(project, "nightly-2", [1] * 80 + [0] * 20)
+    assert second.worse == (
+        "main/sft sort exact_match 0.8, 1 before: -0.2 (adjusted p 9.5e-07) against last night (nightly-1)",
+    )
+    record = Store(project / "store").read_run("nightly-2")
+    assert [score["value"] for score in record["nightly"]["scores"]] == [0.8]
+    assert [c["is_worse"] for c in record["nightly"]["comparisons"]] == [True]
+    assert record["order"] == ["main-sft-eval_sft", "trend"] and record["stages"]["trend"]["state"] == "built"
+    assert "sft" not in record["stages"], "the model is its own run's: a night does not keep it from being removed"
+    assert second.page.name == "trend.html" and "<svg" in second.page.read_text()
+    assert json.loads((second.page.parent / "night.json").read_text())["scores"][0]["value"] == 0.8
+    assert second.as_json()["text"].startswith("nanodag nightly-2: 1 of 1 scores got worse\nmain/sft sort")
+
+
+def test_a_night_that_is_retried_goes_on_under_its_name(project):
+    night_of(project, "", [1] * 100, flow_run="abc")
+    (name,) = [run for run in Store(project / "store").runs() if run.startswith("nightly-")]
+    night_of(project, "", [1] * 90 + [0] * 10, flow_run="abc")
+    store = Store(project / "store")
+    assert [run for run in store.runs() if run.startswith("nightly-")] == [name]
+    assert [score["value"] for score in store.read_run(name)["nightly"]["scores"]] == [0.9]
+
+
+def test_the_schedules_night_is_begun_once(project):
+    asked = {"name": "", "file": "", "preset": "p", "overrides": [], "by_schedule": True}
+    night = begin_night(flow_run="one", **asked)
+    assert night.stages == ["main-sft-eval_sft"] and night.run.name.endswith("-0300")
+    assert isinstance(begin_night(flow_run="two", **asked), Skipped), "under way, in this very process"
+    night.run.close()
+    assert isinstance(begin_night(flow_run="three", **asked), Skipped)
+    assert not isinstance(begin_night(flow_run="one", **asked), Skipped), "a retry of the one that had it"
+
+
+def test_a_name_that_is_no_nights_is_refused(project):
+    with pytest.raises(ConfigError, match="its name begins with 'nightly-'"):
+        begin_night(name="tuesday", file="", preset="p", overrides=[], by_schedule=False, flow_run="")

@@ -1,0 +1,86 @@
+"""The trend page."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from nanodag.errors import ConfigError, ServerError
+from nanodag.nightly.compare import compare
+from nanodag.nightly.findings import post
+from nanodag.nightly.trend import trend_report
+from nanodag.report.page import to_html, to_markdown
+from tests.nightly.nights import night_record, publish_eval
+
+DAY = 24 * 3600.0
+FIRST = 1_763_600_400.0  # 2025-11-20 01:00 UTC, 02:00 in Berlin
+
+
+@pytest.fixture
+def report(store, tmp_path):
+    answers = [[1] * 90 + [0] * 10, [1] * 92 + [0] * 8, [1] * 60 + [0] * 40]
+    scores = [publish_eval(store, tmp_path / f"{n}", f"run-{n}", row) for n, row in enumerate(answers)]
+    nights = [night_record(f"nightly-{n}", [score], due=FIRST + n * DAY) for n, score in enumerate(scores)]
+    nights[-1]["nightly"]["missing"] = ["main/rl: no run has finished that stage"]
+    found = compare(store, scores[2:], nights[:2], false_alarms=0.01)
+    return trend_report(nights, found, false_alarms=0.01, zone="Europe/Berlin")
+
+
+def test_the_page_says_what_is_worse_than_what_and_what_is_missing(report):
+    text = to_markdown(report)
+    (row,) = [line for line in text.splitlines() if line.startswith("| main/sft")]
+    assert "60.0 (58.0 to 62.0)" in row and "−32.0" in row and "worse than last night" in row and "< 0.001" in row
+    assert "main/rl: no run has finished that stage" in text
+    assert "nightly-2 · 2025-11-22 02:00" in text, "in the schedule's time zone"
+    rows = [line for line in text.splitlines() if line.startswith("| 2025-11-")]
+    assert [row[2:18] for row in rows] == ["2025-11-22 02:00", "2025-11-21 02:00", "2025-11-20 02:00"]
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_has_a_point_a_night(report):
+    page = to_html(report)
+    assert not re.search(r"""(src|href)=["'](?!#)""", page) and "@import" not in page and "<script" not in page
+    assert page.count("<svg") == 1
+    for day in ("11-20", "11-21", "11-22"):
+        assert f"<!-- {day} -->" in page, "matplotlib names each tick in a comment"
+
+
+def listening(answer):
+    posted = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(answer)
+            self.end_headers()
+
+        def log_message(self, format, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, posted
+
+
+def test_a_webhook_gets_json_and_one_that_refuses_it_is_named_without_its_secret(monkeypatch):
+    server, posted = listening(200)
+    monkeypatch.setenv("HOOK", f"http://127.0.0.1:{server.server_port}/hooks/secret")
+    post("env:HOOK", {"text": "worse"})
+    assert posted == [{"text": "worse"}]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ServerError, match="cannot be reached") as caught:
+        post("env:HOOK", {"text": "worse"})
+    assert "secret" not in str(caught.value)
+    refusing, _ = listening(403)
+    with pytest.raises(ServerError, match=r"/hooks/\.\.\. answered 403"):
+        post(f"http://127.0.0.1:{refusing.server_port}/hooks/secret", {})
+    refusing.shutdown()
+    refusing.server_close()
+
+
+def test_a_webhook_whose_variable_is_not_set_is_refused(monkeypatch):
+    monkeypatch.delenv("HOOK", raising=False)
+    with pytest.raises(ConfigError, match="HOOK is not set where the flows are served"):
+        post("env:HOOK", {})
