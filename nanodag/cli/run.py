@@ -11,7 +11,7 @@ from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.progress import duration, progress_of
-from nanodag.runs import is_alive, pipeline_file, store_of
+from nanodag.runs import is_alive, merged, pipeline_file, store_of
 from nanodag.server import FINAL_STATES, Api, Running, server_of
 from nanodag.store import Store
 
@@ -27,30 +27,43 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     before = _record(store_of(resolve(pipeline_file(file)).pipeline), name) if name else {}
     if before:  # go on with that run: what it was told before, and what it is told now
         file, preset = file or before["file"], before["preset"] if preset == "auto" else preset
-        overrides = [*before["overrides"], *overrides]
+        overrides = merged([*before["overrides"], *overrides])
     path = pipeline_file(file)
     pipeline = resolve(path, preset, overrides).pipeline
     store = store_of(pipeline)
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
-    if is_alive(before):
-        raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+    take_over(store, name)
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
     api = Api(running.url)
-    _bury_the_dead(api, store)
+    bury_the_dead(api, store)
     parameters = {
         "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
-        "overrides": list(dict.fromkeys([*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"])),
+        "overrides": merged([*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]),
         "file": str(path),
     }
     flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
+    return follow(console, store, running, name, flow_run, detach=detach, began=began)
+
+
+def take_over(store: Store, name: str) -> None:
+    """Raise StoreBusy when a process that is alive carries out that run."""
+    if is_alive(before := _record(store, name)):
+        raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+
+
+def follow(
+    console: Console, store: Store, running: Running, name: str, flow_run: str, *, detach: bool, began: float = 0.0
+) -> int:
+    """Show a flow run of a run until it ends, unless detached; returns the command's exit code."""
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
     if detach:
         console.print(f"It goes on without this terminal; look with: nanodag stages {name}")
         return 0
-    code = _Attended(console, store, api, running, name, flow_run).wait()
+    began = began or time.monotonic()
+    code = _Attended(console, store, Api(running.url), running, name, flow_run).wait()
     console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: nanodag server stop")
     return code
 
@@ -152,7 +165,7 @@ def _record(store: Store, name: str) -> dict:
         return {}
 
 
-def _bury_the_dead(api: Api, store: Store) -> None:
+def bury_the_dead(api: Api, store: Store) -> None:
     """Say of runs whose process was killed together with its runner that they crashed: nobody else would."""
     for name in store.runs():
         record = store.read_run(name)

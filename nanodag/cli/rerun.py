@@ -1,0 +1,48 @@
+"""`nanodag rerun`: one stage of a run again, or one and all that follow it, with other values where wanted."""
+
+from collections.abc import Sequence
+
+from nanodag.cli.run import bury_the_dead, follow, take_over
+from nanodag.cli.show import find_run
+from nanodag.cli.watch import make_console
+from nanodag.config import resolve
+from nanodag.config.resolve import portable
+from nanodag.errors import ConfigError
+from nanodag.runs import pipeline_file, recorded_run, store_of
+from nanodag.server import Api, server_of
+
+
+def rerun(
+    overrides: Sequence[str], *, run: str, stage: str, begin_at: str, force: bool, file: str, detach: bool
+) -> int:
+    """Carry out a stage of a run, or one and what follows it, and return the command's exit code.
+
+    stage or begin_at: exactly one of them. What comes before is taken as the run's record says.
+
+    Raises ConfigError for a stage that the run does not have, an override of another one, or a wrong value.
+    """
+    if bool(stage) == bool(begin_at):
+        raise ConfigError(
+            "Say either --stage STAGE, for that stage alone, or --from STAGE, for it and what follows it."
+        )
+    console = make_console()
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    name = find_run(store, run)["run"]
+    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, overrides=portable(overrides))
+    path = pipeline_file(recorded.file)
+    pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
+    take_over(store, name)
+    console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
+    running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
+    api = Api(running.url)
+    bury_the_dead(api, store)
+    parameters = {"name": name, "overrides": portable(overrides), "force": force}
+    if stage:
+        flow_run = api.create_run(
+            running.deployments["run_stage"], name=f"{name}-{stage}", parameters={**parameters, "stage": stage}
+        )
+    else:
+        flow_run = api.create_run(
+            running.deployments["speedrun"], name=name, parameters={**parameters, "begin_at": begin_at}
+        )
+    return follow(console, store, running, name, flow_run, detach=detach)
