@@ -56,7 +56,7 @@ def carry_out(
         artifact = None if force else run.store.lookup(key)
         was_found = artifact is not None
         if artifact is None:
-            with run.store.building(key) as lock:
+            with run.store.building(key, give_up=run.stop.is_set) as lock:
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:

@@ -233,14 +233,22 @@ class Store:
         shutil.rmtree(self.local / "work" / _safe(key), ignore_errors=True)
 
     @contextlib.contextmanager
-    def building(self, key: str, *, timeout_s: float = 24 * 3600.0, poll_s: float = 0.2) -> Iterator[int]:
+    def building(
+        self,
+        key: str,
+        *,
+        timeout_s: float = 24 * 3600.0,
+        poll_s: float = 0.2,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Iterator[int]:
         """Hold the right to build a key on this host; waits for another builder, who may publish it meanwhile.
 
         Yields the lock's file descriptor: the lock goes when the last process that holds it ends, so a killed builder
-        leaves none behind, and a worker that is still ending keeps it. Raises StoreBusy after timeout_s.
+        leaves none behind, and a worker that is still ending keeps it. Raises StoreBusy after timeout_s,
+        or once give_up() says so.
         """
         path = self.local / "locks" / f"{_safe(key)}.lock"
-        with locked(path, timeout_s=timeout_s, poll_s=poll_s) as descriptor:
+        with locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up) as descriptor:
             yield descriptor
 
     # ---- runs

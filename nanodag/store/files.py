@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, timeout_s: float, poll_s: float = 0.2) -> Iterator[int]:
+def locked(
+    path: Path, *, timeout_s: float, poll_s: float = 0.2, give_up: Callable[[], bool] = lambda: False
+) -> Iterator[int]:
     """Hold an exclusive lock on a file, made when missing; yields its descriptor, which a child may inherit to hold on.
 
-    Raises StoreBusy after timeout_s.
+    Raises StoreBusy after timeout_s, or once give_up() says so.
     """
     with writing(f"Making the lock {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +148,8 @@ def locked(path: Path, *, timeout_s: float, poll_s: float = 0.2) -> Iterator[int
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if give_up():
+                    raise StoreBusy(f"{path} is held by another process; it is not waited for any longer.") from None
                 if time.monotonic() > deadline:
                     raise StoreBusy(f"{path} is held by another process; waited {timeout_s:.0f} s for it.") from None
                 if not said:

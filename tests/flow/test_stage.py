@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
 
@@ -134,6 +134,11 @@ def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
     waiter.start()
     time.sleep(0.5)
     assert waiter.is_alive() and second.entry("tokenizer")["state"] == "waiting"
+    third = open_run("t", file="", preset="tiny", overrides=[])
+    third.stop.set()
+    with pytest.raises(StoreBusy, match="not waited for any longer"):
+        carry_out(third, "tokenizer", {})
+    assert third.entry("tokenizer")["state"] == "stopped"
     tell("tokenizer", "")
     for thread in (builder, waiter):
         thread.join(30)
