@@ -19,11 +19,13 @@ from nanodag.errors import ArtifactNotFound, NanodagError
 from nanodag.store import Checkpoints, Store
 
 KEY = "a" * 40
+LONGEST_S = float(os.environ.get("LONGEST_S", "0.15"))  # between the start of a writer and its end
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
 
 
-def write_for_ever(store: Store, folder: Path, seed: int, name: str) -> None:
+def write_for_ever(url: str, folder: Path, seed: int, name: str) -> None:
     """Publish products whose bytes follow from a number that their manifest has."""
+    store = Store(url, local=folder / "here")  # drivers of remote stores do not outlive a fork
     source = random.Random(seed)
     checkpoints = Checkpoints(folder / f"checkpoints-{name}")
     newest = checkpoints.newest_valid()
@@ -40,7 +42,8 @@ def write_for_ever(store: Store, folder: Path, seed: int, name: str) -> None:
         checkpoints.commit(step)
 
 
-def read_for_ever(store: Store) -> None:
+def read_for_ever(url: str, folder: Path) -> None:
+    store = Store(url, local=folder / "reader")
     while True:
         artifact = store.lookup(KEY)
         if artifact is not None:
@@ -89,13 +92,13 @@ def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
     store.write_run("r", {"count": 0})
     seen: set[str] = set()
     num_whole, highest, count, steps = 0, 0, 0, {"x": 0, "y": 0}
-    reader = forked(read_for_ever, store)
+    reader = forked(read_for_ever, url, folder)
     try:
         for kill in range(num_kills):
             names = ["x", "y"] if kill % 2 else ["x"]
-            writers = [forked(write_for_ever, store, folder, source.randrange(1 << 30), name) for name in names]
+            writers = [forked(write_for_ever, url, folder, source.randrange(1 << 30), name) for name in names]
             for writer in writers:
-                time.sleep(source.uniform(0.0, 0.15))
+                time.sleep(source.uniform(0.0, LONGEST_S))
                 os.kill(writer, source.choice([signal.SIGKILL, signal.SIGTERM]))
             for writer in writers:
                 _, status = os.waitpid(writer, 0)

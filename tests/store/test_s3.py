@@ -1,0 +1,166 @@
+"""The store on S3: a real server of that protocol (moto's) on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanodag.errors import CorruptArtifact, MissingTool, StoreError
+from nanodag.provenance import PROJECT
+from nanodag.retention import Policy, free, plan
+from nanodag.store import Store
+from tests.store.making import KEY, product_in, publish
+
+pytest.importorskip("s3fs", reason="pip install 'nanodag[s3]'")
+pytest.importorskip("moto", reason="pip install 'nanodag[test]'")
+
+PUBLISHING = Path(__file__).parent.parent / "fault" / "publishing.py"
+BUCKET = "nanodag-test"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of an S3 server with one bucket."""
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        port = free_port.getsockname()[1]
+    log = (tmp_path_factory.mktemp("moto") / "log").open("w")
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            patch.delenv(name, raising=False)
+        _wait_for(port, process)
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir(BUCKET)
+        yield url
+    process.kill()
+    process.wait()
+    log.close()
+
+
+def _wait_for(port, process, timeout_s=120.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("moto's server did not come up")
+
+
+@pytest.fixture
+def store(server, tmp_path):
+    return Store(f"s3://{BUCKET}/{tmp_path.name}", local=tmp_path / "here")
+
+
+@pytest.fixture
+def product(tmp_path):
+    return product_in(tmp_path / "product")
+
+
+def overwrite(store, path, text):
+    store._place._fs.pipe_file(f"{store._place._root}/{path}", text)
+
+
+def test_what_is_published_is_pulled_only_when_it_is_wanted(store, product, tmp_path):
+    assert store.lookup(KEY) is None and store.keys() == [] and store.runs() == []
+    made = publish(store, product, records=product)
+    elsewhere = Store(store.url, local=tmp_path / "elsewhere")
+    assert elsewhere.lookup(KEY) == made and elsewhere.get("aa") == made
+    assert not (tmp_path / "elsewhere" / "cache").exists()
+    folder = elsewhere.materialize(made)
+    assert folder.is_relative_to(tmp_path / "elsewhere")
+    assert (folder / "weights").read_bytes() == b"abcdefgh" and (folder / "sub" / "more").read_text() == "x"
+    store.write_run("r", {"n": 1})
+    assert elsewhere.change_run("r", lambda record: record.update(n=2))["n"] == 2 and store.read_run("r")["n"] == 2
+
+
+def test_a_copy_gone_bad_is_pulled_again_and_a_bad_original_is_an_error(store, product):
+    made = publish(store, product)
+    copy = store.materialize(made) / "weights"
+    copy.write_bytes(b"abcdefgX")
+    assert (store.materialize(made) / "weights").read_bytes() == b"abcdefgh"
+    (copy.parent / "more").write_text("not named")
+    with pytest.raises(CorruptArtifact, match="names no file files/more"):
+        store.materialize(made)
+    (copy.parent / "more").unlink()
+    overwrite(store, f"{made.folder}/files/weights", b"abcdefgX")
+    copy.write_bytes(b"abcdefgY")
+    with pytest.raises(CorruptArtifact, match="differ from their recorded sha256"):
+        store.materialize(made)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "deleted", "no manifest", "half a manifest"])
+def test_a_damaged_attempt_gives_way_to_the_one_before(store, product, damage):
+    good, bad = publish(store, product), publish(store, product)
+    assert store.lookup(KEY) == bad
+    if damage == "truncated":
+        overwrite(store, f"{bad.folder}/files/weights", b"abc")
+    elif damage == "half a manifest":
+        overwrite(store, f"{bad.folder}/manifest.json", b'{"format": 1,')
+    else:
+        name = "manifest.json" if damage == "no manifest" else "files/weights"
+        store._place._fs.rm_file(f"{store._place._root}/{bad.folder}/{name}")
+    assert store.lookup(KEY) == good
+    if damage in ("truncated", "deleted"):
+        with pytest.raises(CorruptArtifact):
+            store.materialize(bad)
+    assert (store.materialize(good) / "weights").read_bytes() == b"abcdefgh"
+
+
+def test_random_kills_leave_no_corrupt_read(server, tmp_path):
+    command = [sys.executable, str(PUBLISHING), f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path), "6", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "LONGEST_S": "1.5"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gc_and_setting_aside_work_without_rename(store, product):
+    used, useless = publish(store, product), publish(store, product, "b" * 40)
+    entry = {"key": used.key, "attempt": used.attempt, "state": "built"}
+    store.write_run("r", {"stages": {"s": entry}})
+    items = plan(store, Policy()).items
+    assert [item.name for item in items] == [f"{useless.key}/{useless.attempt}"]
+    freed, stayed = free(store, items, settle_s=0)
+    assert (freed, stayed) == (9, []) and store.keys() == [KEY]
+    store.set_aside(KEY, used.attempt)
+    assert store.lookup(KEY) is None
+
+
+def test_a_bucket_or_server_that_is_not_there_is_one_clear_error(server, product, tmp_path, monkeypatch):
+    with pytest.raises(StoreError, match="Is there such a bucket"):
+        publish(Store("s3://nanodag-none/x", local=tmp_path / "here"), product)
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    away = Store(f"s3://{BUCKET}/x", local=tmp_path / "there")
+    with pytest.raises(StoreError, match="Look at address, credentials and network"):
+        away.lookup(KEY)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_missing_driver_is_named(tmp_path, monkeypatch):
+    import fsspec
+
+    def missing(url):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    with pytest.raises(MissingTool, match=r"pip install 'nanodag\[s3\]'"):
+        Store("s3://bucket", local=tmp_path)
