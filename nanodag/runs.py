@@ -153,7 +153,8 @@ def recorded_run(
     Raises ArtifactNotFound for an unknown run, ConfigError for an unknown stage or an override of another one: its
     results would no longer be those of this run.
     """
-    record = store.read_run(name)
+    store.read_run(name)  # says which runs there are, when there is none of that name
+    record = store.own_run(name)
     first = stage or begin_at
     if first not in record["stages"]:
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
