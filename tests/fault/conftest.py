@@ -1,81 +1,8 @@
-"""A project folder whose stages are the fake ones of tests/fakes, driven by the real `nanodag` command."""
-
-import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
+"""One project folder of fake stages a test module, and the server that it starts."""
 
 import pytest
-import yaml
 
-FAKES = Path(__file__).parent.parent / "fakes"
-STAGES = {
-    "tokenizer": {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512},
-    "pretrain": {
-        "kind": "pretrain",
-        "inputs": {"tokenizer": "tokenizer"},
-        "data": ["file:text.txt"],
-        "shape": {"depth": 1},
-        "sequence_length": 8,
-        "batch_tokens": 64,
-        "horizon_tokens": 64,
-    },
-    "eval_base": {"kind": "eval", "inputs": {"model": "pretrain"}, "benchmarks": [{"name": "x"}]},
-    "report": {"kind": "report", "inputs": ["pretrain", "eval_base"]},
-}
-
-
-class Project:
-    """A folder with a pipeline of fake stages, and the command run in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "orders").mkdir()
-        (folder / "text.txt").write_text("hello\n" * 100)
-        preset = {"stages": STAGES, "server": {"port": 14200}}
-        (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
-
-    def command(self, *arguments: str) -> subprocess.Popen:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "NANODAG_"))}
-        environment.update(PYTHONPATH=str(FAKES), FAKE_ORDERS=str(self.folder / "orders"))
-        environment.update(NANODAG_CACHE=str(self.folder / "cache"))
-        return subprocess.Popen(
-            [sys.executable, "-c", "from nanodag.cli import main; main()", *arguments],
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-
-    def run(self, *arguments: str, timeout_s: float = 240.0) -> tuple[int, str]:
-        """Exit code and output of the command."""
-        process = self.command(*arguments)
-        output, _ = process.communicate(timeout=timeout_s)
-        return process.returncode, output
-
-    def tell(self, stage: str, order: str) -> None:
-        (self.folder / "orders" / stage).write_text(order)
-
-    def record(self, run: str) -> dict:
-        path = self.folder / "store" / "runs" / f"{run}.json"
-        return json.loads(path.read_text()) if path.exists() else {"stages": {}}
-
-    def server(self) -> dict:
-        return json.loads((self.folder / "store" / "prefect" / "server.json").read_text())
-
-    def wait_for_step(self, run: str, stage: str, step: int, timeout_s: float = 120.0) -> Path:
-        """The workspace of a stage, once it has written that step's metrics."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            key = self.record(run)["stages"].get(stage, {}).get("key", "none")
-            path = self.folder / "store" / "work" / key / "metrics.jsonl"
-            if path.exists() and f'"step": {step}' in path.read_text():
-                return path.parent
-            time.sleep(0.05)
-        raise AssertionError(f"{stage} of {run} did not get to step {step}")
+from tests.fault.project import Project
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,59 @@ def test_a_failed_stage_is_named_and_a_retry_as_in_the_ui_builds_only_what_faile
     assert {name for name, s in states(project, "failing").items() if s == "built"} == {"eval_base", "report"}
 
 
+def test_rerun_builds_a_stage_with_other_values_or_one_and_all_that_follow_it(project):
+    code, output = project.run("rerun", "sec", "--stage", "pretrain", "pretrain.seed=4")
+    assert code == 0, output
+    after = project.record("second")
+    assert {name for name, s in states(project, "second").items() if s == "built"} == {"pretrain"}
+    code, output = project.run("rerun", "second", "--from", "eval_base", "--force")
+    assert code == 0, output
+    assert {name for name, s in states(project, "second").items() if s == "built"} == {
+        "eval_base",
+        "pretrain",
+        "report",
+    }
+    record = project.record("second")["stages"]
+    assert record["pretrain"] == after["stages"]["pretrain"], "what comes before is as the run left it"
+    assert record["eval_base"]["key"] != after["stages"]["eval_base"]["key"], "it scores the new model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--stage", "pretrain", "eval_base.seed=1"), "Override 'eval_base.seed=1' is not of stage pretrain"),
+        (("--stage", "pretrain", "pretrain.sed=1"), "pretrain.sed: no such key"),
+        (("--from", "pretrian"), "Run first has no stage 'pretrian'"),
+        ((), "Say either --stage STAGE"),
+    ],
+)
+def test_a_wrong_rerun_is_refused_before_anything_starts(project, arguments, said):
+    code, output = project.run("rerun", "first", *arguments)
+    assert code == 2 and said in output
+
+
+def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_retry_goes_on(project):
+    project.tell("pretrain", "wait")
+    code, output = project.run("run", "pretrain.seed=5", "--name", "unserved", "--detach")
+    assert code == 0, output
+    workspace = project.wait_for_step("unserved", "pretrain", 2)
+    before = project.record("unserved")
+    keeper = psutil.Process(project.server()["serve"]["pid"])
+    keeper.children()[0].kill()
+    api = Api(f"http://127.0.0.1:{project.server()['port']}")
+    deadline = time.monotonic() + 300
+    while api.run_state(before["flow_run"])["type"] != "CRASHED" or alive([*pids_in(workspace), before["pid"]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    project.tell("pretrain", "")
+    api.set_state(before["flow_run"], "SCHEDULED", "", name="AwaitingRetry")
+    while api.run_state(before["flow_run"])["type"] != "COMPLETED":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert keeper.is_running() and len(keeper.children()) == 1
+    assert project.record("unserved")["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+
+
 def test_ctrl_c_stops_the_workers_and_the_same_run_goes_on(project):
     project.tell("pretrain", "wait")
     process = project.command("run", "pretrain.seed=1", "--name", "stopped")

@@ -69,5 +69,5 @@ def prefect_server():
     """One Prefect server with a database of its own for the whole session."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=600):
         yield

@@ -1,0 +1,81 @@
+"""The keeper keeps its command running, and nothing that it started outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+COMMAND = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+PARENT = """
+import subprocess, sys, time
+code = "from nanodag.keeper import end_with_parent; import os, time; end_with_parent(); print(os.getpid(), flush=True)"
+subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+def wait_for(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def keep():
+    """Start a keeper of some Python code in a group of its own, its output readable."""
+    started = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_killed_command_is_started_again(keep):
+    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", COMMAND)
+    first = int(keeper.stdout.readline())
+    os.kill(first, signal.SIGKILL)
+    assert "keeper: the process ended (-9)" in keeper.stdout.readline()
+    second = int(keeper.stdout.readline())
+    assert second != first and is_running(second)
+    os.killpg(keeper.pid, signal.SIGTERM)
+    assert keeper.wait(60) == 0
+    assert not is_running(second)
+
+
+def test_a_command_that_cannot_start_is_not_started_again(keep):
+    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", "raise SystemExit(7)")
+    assert keeper.wait(60) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_killed_keeper_takes_its_command_along(keep):
+    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", COMMAND)
+    pid = int(keeper.stdout.readline())
+    keeper.kill()
+    wait_for(lambda: not is_running(pid))
+
+
+def test_a_process_that_ends_with_its_parent_does_so_within_seconds(keep):
+    parent = keep("-c", PARENT)
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    wait_for(lambda: not is_running(pid))
