@@ -5,17 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-import psutil
-
-from nanodag.config import Pipeline, Resolved, resolve
+from nanodag.composed import open_composed
+from nanodag.config import Pipeline, resolve
 from nanodag.config.cron import last_due, zone_of
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
-from nanodag.provenance import code_revision
 from nanodag.runs import Run, is_alive, pipeline_file, store_of
 from nanodag.store import Store
 from nanodag.store.files import locked
@@ -65,7 +62,17 @@ def begin_night(
             return decision
         choice = choose(store, resolved.pipeline)
         about = {"by_schedule": by_schedule, "due": due.timestamp(), "missing": list(choice.missing)}
-        run = _open(decision, store, resolved, choice, path, about, flow_run)
+        # Only what is carried out is in the record's stages: the models of runs are those runs' own, and how long they
+        # are kept is not a night's business.
+        run = open_composed(
+            decision,
+            night_pipeline(resolved.pipeline, choice),
+            store,
+            file=path,
+            to_do=stages_of(choice),
+            flow_run=flow_run,
+            about={"nightly": about},
+        )
     return Night(run, resolved.pipeline, choice)
 
 
@@ -123,42 +130,3 @@ def earlier_nights(store: Store, name: str, limit: int) -> list[dict[str, Any]]:
     created = next((r["created"] for r in records if r["run"] == name), time.time())
     before = [r for r in records if r["created"] < created and r["nightly"].get("scores")]
     return before[-limit:]
-
-
-def _open(
-    name: str, store: Store, resolved: Resolved, choice: Choice, path: Path, about: dict[str, Any], flow_run: str
-) -> Run:
-    """The night's run, its record written. Only what is carried out is in the record's stages: the models of runs are
-    those runs' own, and how long they are kept is not a night's business."""
-    pipeline = night_pipeline(resolved.pipeline, choice)
-    carried_out = stages_of(choice)
-    before = store.read_run(name) if name in store.runs() else {}
-    kept = before.get("stages", {})
-    stages = {}
-    for stage in carried_out:
-        config = pipeline.stages[stage]
-        facts = {"kind": config.kind, "inputs": dict(config.inputs), "state": "waiting", "forced": []}
-        stages[stage] = {**kept.get(stage, {}), **facts}
-    record = {
-        "run": name,
-        "created": before.get("created", time.time()),
-        "started": time.time(),
-        "state": "running",
-        "reason": "",
-        "file": str(path),
-        "preset": resolved.pipeline.preset,
-        "overrides": [],
-        "pipeline": pipeline.model_dump(mode="json"),
-        "origins": {},
-        "order": carried_out,
-        "stages": stages,
-        "revision": code_revision(),
-        "flow_run": flow_run,
-        "pid": os.getpid(),
-        "pid_started": psutil.Process().create_time(),
-        "nightly": {**before.get("nightly", {}), **about},
-    }
-    store.write_run(name, record)
-    run = Run(name, Resolved(pipeline=pipeline, origins={}), store, path.parent)
-    run.flow_run, run.to_do = flow_run, carried_out
-    return run
