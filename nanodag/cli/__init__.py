@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from nanodag.cli import store as store_commands
+from nanodag.cli.nightly import nightly_app
 from nanodag.errors import ConfigError, NanodagError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 server_app = typer.Typer(help="The Prefect server of the store: UI and what carries runs out.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
+app.add_typer(nightly_app, name="nightly")
 
 Preset = Annotated[str, typer.Option("--preset", "-p", help="A preset of the pipeline file; auto goes by hardware.")]
 File = Annotated[str, typer.Option("--file", "-f", help="The pipeline file; else ./pipeline.yaml, else nanodag's own.")]
@@ -37,6 +39,28 @@ def run(
     from nanodag.cli.run import run_pipeline
 
     raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, detach=detach))
+
+
+@app.command()
+def rerun(
+    run: Annotated[str, typer.Argument(help="A run's name, or how it begins.")],
+    overrides: Overrides = None,
+    stage: Annotated[str, typer.Option("--stage", "-s", help="That stage alone.")] = "",
+    begin_at: Annotated[str, typer.Option("--from", help="That stage and all that follow it.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
+    file: File = "",
+    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+) -> None:
+    """Carry out one stage of a run again, or one and what follows: nanodag rerun RUN --stage rl rl.learning_rate=5e-7
+
+    What comes before is taken as the run left it. Without other values and without --force, what is finished is found
+    in the store, and what failed goes on from its newest checkpoint.
+    """
+    from nanodag.cli.rerun import rerun as carry_out_again
+
+    raise typer.Exit(
+        carry_out_again(overrides or [], run=run, stage=stage, begin_at=begin_at, force=force, file=file, detach=detach)
+    )
 
 
 @app.command()

@@ -1,0 +1,123 @@
+"""`nanodag nightly`: evals by schedule. Each command imports what it needs when it runs."""
+
+from typing import Annotated, Any
+
+import typer
+
+nightly_app = typer.Typer(help="Evals by schedule, and what got worse.", no_args_is_help=True)
+
+Preset = Annotated[str, typer.Option("--preset", "-p", help="A preset of the pipeline file; auto goes by hardware.")]
+File = Annotated[str, typer.Option("--file", "-f", help="The pipeline file; else ./pipeline.yaml, else nanodag's own.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="dotted.name=value, as in nightly.stages=[sft,rl]")]
+
+
+@nightly_app.command("run")
+def run_night(
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    file: File = "",
+    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+) -> None:
+    """Evaluate now. Exit code 1 when something got worse by more than noise, or could not be evaluated."""
+    import time
+
+    from nanodag.cli.watch import make_console
+    from nanodag.nightly.nights import PREFIX
+    from nanodag.server import Api
+
+    console = make_console()
+    store, running, parameters = _asked(overrides or [], preset=preset, file=file)
+    name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
+    api = Api(running.url)
+    flow_run = api.create_run(running.deployments["nightly_eval"], name=name, parameters={"name": name, **parameters})
+    console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
+    if not detach:
+        raise typer.Exit(_follow(store, api, name, flow_run))
+
+
+@nightly_app.command("on")
+def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
+    """Turn the schedule on, with this preset's `nightly` section."""
+    from nanodag.cli.watch import make_console
+    from nanodag.config import resolve
+    from nanodag.nightly.switch import cron_of, turn
+    from nanodag.runs import pipeline_file
+
+    _, running, parameters = _asked(overrides or [], preset=preset, file=file)
+    cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
+    given = {"by_schedule": True, **parameters}
+    turn(running.url, running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
+    make_console().print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
+
+
+@nightly_app.command("off")
+def turn_off(preset: Preset = "auto", file: File = "") -> None:
+    """Turn the schedule off."""
+    from nanodag.cli.watch import make_console
+    from nanodag.nightly.switch import turn
+
+    _, running, _ = _asked([], preset=preset, file=file)
+    turn(running.url, running.deployments["nightly_eval"], active=False)
+    make_console().print("Off.")
+
+
+@nightly_app.command("show")
+def show_night(
+    name: Annotated[str, typer.Argument(help="A night, as `nanodag status` lists them; the newest unless given.")] = "",
+    file: File = "",
+) -> None:
+    """Print a night's scores and comparisons, and where its page lies."""
+    from rich.markdown import Markdown
+
+    from nanodag.cli.watch import make_console
+    from nanodag.config import resolve
+    from nanodag.errors import ArtifactNotFound
+    from nanodag.nightly.findings import PAGE_STAGE
+    from nanodag.nightly.nights import nights_of
+    from nanodag.runs import pipeline_file, store_of
+
+    console = make_console()
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    nights = [n for n in nights_of(store) if "attempt" in n["stages"].get(PAGE_STAGE, {}) and name in ("", n["run"])]
+    if not nights:
+        raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")
+    entry = nights[-1]["stages"][PAGE_STAGE]
+    folder = store.materialize(store.attempt(entry["key"], entry["attempt"]))
+    console.print(Markdown((folder / "trend.md").read_text(encoding="utf-8")))
+    console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
+
+
+def _asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The store, its running server, and a flow run's parameters: the flow's process has another environment and
+    working directory, so it is told all that came from these."""
+    from nanodag.cli.watch import make_console
+    from nanodag.config import resolve
+    from nanodag.config.resolve import portable
+    from nanodag.runs import pipeline_file, store_of
+    from nanodag.server import server_of
+
+    console = make_console()
+    path = pipeline_file(file)
+    pipeline = resolve(path, preset, overrides).pipeline
+    store = store_of(pipeline)
+    running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
+    told = [*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]
+    return store, running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
+
+
+def _follow(store: Any, api: Any, name: str, flow_run: str) -> int:
+    """Show a night until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
+    import time
+
+    from nanodag.cli.watch import Watch, make_console
+    from nanodag.server import FINAL_STATES
+
+    console = make_console()
+    with Watch(console, store) as watch:
+        while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
+            watch.show(store.read_run(name) if name in store.runs() else {}, state)
+            time.sleep(0.3)
+        watch.show(store.read_run(name) if name in store.runs() else {}, state)
+    console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
+    console.print(f"Scores and page: nanodag nightly show {name}")
+    return 0 if state["type"] == "COMPLETED" else 1
