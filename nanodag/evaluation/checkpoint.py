@@ -62,7 +62,7 @@ class Checkpoint(TemplateLM):
         self._batch_size = batch_size
         self._max_new_tokens = max_new_tokens
         self._on_progress = on_progress
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.max_positions = read_checkpoint(folder).architecture.max_positions
 
     @cached_property

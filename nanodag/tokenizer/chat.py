@@ -127,7 +127,7 @@ class TemplateRenderer(ChatRenderer):
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._marks = "{% generation %}" in self._template() or "{%- generation" in self._template()
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         eos = self._tokenizer.eos_token_id

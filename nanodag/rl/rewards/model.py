@@ -23,8 +23,11 @@ class Model:
         if not Path(folder, "config.json").is_file():
             raise ImportError(f"{folder} is no Hugging Face directory: it has no config.json")
         self._torch = torch
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+        self._model = model.eval()
         if self._model.config.num_labels not in (1, 2):
             raise ImportError(
                 f"the model in {folder} has {self._model.config.num_labels} labels; 1 or 2 are understood"
