@@ -7,6 +7,7 @@ import typer
 
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
+from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 server_app = typer.Typer(help="The Prefect server of the store: UI and what carries runs out.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
+app.add_typer(sampler_app, name="sampler")
 
 Preset = Annotated[str, typer.Option("--preset", "-p", help="A preset of the pipeline file; auto goes by hardware.")]
 File = Annotated[str, typer.Option("--file", "-f", help="The pipeline file; else ./pipeline.yaml, else nanodag's own.")]

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
 from nanodag.rl import entries
+from nanodag.sampler.options import check_options
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
@@ -181,9 +182,13 @@ class SamplerConfig(Section):
     longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
     when they are deterministic. health_timeout_s: one that does not answer for so long is killed and started again;
     most_losses: how often in a row one may be lost.
+
+    engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
+    alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
+    memory_fraction: of a device's memory, for weights and cache; options: any other option of its server, by name.
     """
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
     precision: Precision = "fp32"
     max_batch: int = Field(64, ge=1)
     context: int = Field(1024, ge=8)
@@ -193,6 +198,33 @@ class SamplerConfig(Section):
     request_timeout_s: float = operational(600.0, gt=0)
     health_timeout_s: float = operational(60.0, gt=0)
     most_losses: int = operational(3, ge=0)
+    python: str = operational("auto", min_length=1)
+    tensor_parallel: int = operational(1, ge=1)
+    memory_fraction: float = operational(0.3, gt=0, lt=1)
+    options: dict[str, bool | int | float | str] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sglang_is_not_deterministic(cls, found: Any) -> Any:
+        if isinstance(found, dict) and found.get("engine") == "sglang":
+            return {"deterministic": False, "start_timeout_s": 900.0, **found}
+        return found
+
+    @model_validator(mode="after")
+    def _fits_its_engine(self) -> "SamplerConfig":
+        if self.engine == "sglang":
+            if self.deterministic:
+                raise ValueError(
+                    "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
+                    "them. Set it to false, or leave it out"
+                )
+            check_options(self.options)
+            return self
+        given = {"python": "auto", "tensor_parallel": 1, "memory_fraction": 0.3, "options": {}}
+        for name, default in given.items():
+            if getattr(self, name) != default:
+                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+        return self
 
 
 class FilterConfig(Section):
@@ -312,6 +344,16 @@ class RLStage(StageBase):
             raise ValueError(
                 f"micro_batch_tokens {self.micro_batch_tokens} cannot hold one rollout of sampler.context "
                 f"{self.sampler.context} tokens; raise the one or lower the other"
+            )
+        if self.sync_check_every and self.sampler.tensor_parallel > 1:
+            raise ValueError(
+                f"sync_check_every {self.sync_check_every}: weights cannot be verified yet where they are split over "
+                f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
+            )
+        if self.sampler.engine == "sglang" and self.sync_check_every and self.resources.device == "cuda":
+            raise ValueError(
+                f"sync_check_every {self.sync_check_every}: SGLang fingerprints weights in another way on a GPU, which "
+                "is not verified yet; set it to 0. The difference of log-probabilities is still looked at in each step"
             )
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(

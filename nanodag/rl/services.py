@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
@@ -22,6 +22,8 @@ from nanodag.rl.samplers import Samplers, Server
 from nanodag.rl.sync import make_sync
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.sglang_install import Device, find_python
+from nanodag.sampler.sglang_process import SGLangProcess
 from nanodag.worker import Job, stop_requested
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class Services:
                 f"{self.context} tokens (the smaller of sampler.context and the model's max_position_embeddings). "
                 "Lower max_new_tokens."
             )
+        if self._config.sampler.engine == "sglang":
+            self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes)
         self._servers: list[Server] = []
         self.link = RankLink(int(self._config.resources.num_ranks))
@@ -117,6 +121,10 @@ class Services:
             self.children.start(f"Trainer rank {rank}", command, own)
 
     @property
+    def _device(self) -> Device:
+        return cast(Device, self._config.resources.device)
+
+    @property
     def num_samplers(self) -> int:
         """How a sum is split over threads changes its bits, so a deterministic sampler has one thread, and several of
         them share the cores; another one has all threads."""
@@ -135,6 +143,8 @@ class Services:
     def _launch(self, number: int, model: Path, version: int) -> Server:
         """Start a sampler with the weights in a folder."""
         config, resources = self._config.sampler, self._config.resources
+        if config.engine == "sglang":
+            return self._launch_sglang(number, model, version)
         return SamplerProcess.start(
             model,
             log_path=self._job.workspace / f"sampler-{number}.log",
@@ -146,6 +156,28 @@ class Services:
             threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed),
             weight_version=version,
+            start_timeout_s=config.start_timeout_s,
+        )
+
+    def _launch_sglang(self, number: int, model: Path, version: int) -> Server:
+        config, resources = self._config.sampler, self._config.resources
+        return SGLangProcess.start(
+            self._sglang_python,
+            model,
+            log_path=self._job.workspace / f"sampler-{number}.log",
+            device=self._device,
+            dtype=SAMPLER_DTYPES[config.precision],
+            max_batch=-(-config.max_batch // self.num_samplers),
+            context_length=self.context,
+            weight_version=version,
+            memory_fraction=config.memory_fraction,
+            tensor_parallel=config.tensor_parallel,
+            first_gpu=number * config.tensor_parallel,
+            threads=max(1, int(resources.threads) // self.num_samplers),
+            seed=int(self._config.seed) + number,
+            # Kept in place, requests go on with keys and values of older weights; new ones must not find them.
+            keeps_prompts=self._config.sync_mode != "in_place",
+            options=config.options,
             start_timeout_s=config.start_timeout_s,
         )
 

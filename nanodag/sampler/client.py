@@ -66,10 +66,11 @@ class SamplerClient:
             return []
         for request in requests:
             self._check(request)
+        wanted = [request.return_logprob for request in requests]
         body: dict[str, Any] = {
             "input_ids": [list(request.input_ids) for request in requests],
             "sampling_params": [params_to_wire(request.params) for request in requests],
-            "return_logprob": [request.return_logprob for request in requests],
+            "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
         }
         if any(request.rid is not None for request in requests):
             body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]

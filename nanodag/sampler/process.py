@@ -10,21 +10,79 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from nanodag.errors import SamplerLost
 
 POLL_S = 0.02
 
 
-class SamplerProcess:
-    """A running embedded sampler. Use as a context manager, or call ``stop``."""
+class ServerProcess:
+    """A server that runs as a child. Use as a context manager, or call ``stop``."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log_path: Path) -> None:
         self.process = process
         self.url = url
         self.log_path = log_path
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            if self.process.poll() is not None:
+                raise SamplerLost(
+                    f"the sampler ended with code {self.process.returncode} before it was ready; the end of its log "
+                    f"({self.log_path}):\n{self.last_log_lines()}"
+                )
+            if time.monotonic() > deadline:
+                raise SamplerLost(
+                    f"the sampler was not ready after {timeout_s:.0f} s; the end of its log ({self.log_path}):\n"
+                    f"{self.last_log_lines()}"
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def last_log_lines(self, num_lines: int = 20) -> str:
+        """The end of the log, for an error message."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def kill(self) -> None:
+        """Make it end at once. No error if it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ask it to end, and after ``timeout_s`` make it. No error if it has ended."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class SamplerProcess(ServerProcess):
+    """A running embedded sampler."""
 
     @classmethod
     def start(
@@ -72,61 +130,10 @@ class SamplerProcess:
                 )
             sampler = cls(process, "", log_path)
             try:
-                port = sampler._wait_ready(ready_file, start_timeout_s)
+                sampler.wait_until(ready_file.exists, start_timeout_s)
+                port = int(json.loads(ready_file.read_text())["port"])
             except BaseException:
                 sampler.stop()
                 raise
         sampler.url = f"http://127.0.0.1:{port}"
         return sampler
-
-    def _wait_ready(self, ready_file: Path, timeout_s: float) -> int:
-        deadline = time.monotonic() + timeout_s
-        while not ready_file.exists():
-            if self.process.poll() is not None:
-                raise SamplerLost(
-                    f"the sampler ended with code {self.process.returncode} before it was ready; the end of its log "
-                    f"({self.log_path}):\n{self.last_log_lines()}"
-                )
-            if time.monotonic() > deadline:
-                raise SamplerLost(
-                    f"the sampler was not ready after {timeout_s:.0f} s; the end of its log ({self.log_path}):\n"
-                    f"{self.last_log_lines()}"
-                )
-            time.sleep(POLL_S)
-        return int(json.loads(ready_file.read_text())["port"])
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def last_log_lines(self, num_lines: int = 20) -> str:
-        """The end of the log, for an error message."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
-
-    def kill(self) -> None:
-        """Make it end at once. No error if it has ended."""
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Ask it to end, and after ``timeout_s`` make it. No error if it has ended."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> "SamplerProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

@@ -1,0 +1,28 @@
+"""Options of SGLang's server as the config passes them through."""
+
+from collections.abc import Mapping
+
+Option = bool | int | float | str
+
+# What the config has fields of its own for, or the process decides.
+OWN_OPTIONS = frozenset({
+    "model-path", "model", "host", "port", "dtype", "context-length", "max-running-requests", "weight-version",
+    "tp-size", "tensor-parallel-size", "mem-fraction-static", "random-seed", "skip-tokenizer-init", "base-gpu-id",
+    "device",
+})  # fmt: skip
+
+
+def check_options(options: Mapping[str, Option]) -> None:
+    """Raise ValueError for an option that is not for the user to give."""
+    for name in options:
+        if name.replace("_", "-") in OWN_OPTIONS:
+            raise ValueError(f"sampler.options.{name} follows from other fields of the config; leave it out")
+
+
+def arguments(settings: Mapping[str, Option]) -> list[str]:
+    """`--name=value` each; a flag alone where it is true, nothing where it is false."""
+    return [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in settings.items()
+        if value is not False  # 0 is a value
+    ]

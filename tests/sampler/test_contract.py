@@ -1,0 +1,237 @@
+"""What a trainer relies on, asked of both engines over HTTP: the embedded sampler, and SGLang in its own environment.
+
+SGLang's half is slow, and needs what `nanodag sampler install --cpu` makes, or NANODAG_SGLANG_PYTHON.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanodag.errors import BadRequest, MissingTool
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.sampler.sglang_install import find_python
+from nanodag.sampler.sglang_process import SGLangProcess
+
+CONTEXT = 256
+VOCABULARY = 150
+
+
+@dataclass
+class Sampler:
+    """A server under test, and the two checkpoints that it may have; it begins with the first, as version 0."""
+
+    engine: str
+    url: str
+    first: Path
+    second: Path
+
+    def ask(self, work):
+        """The result of `work(client)`."""
+
+        async def main():
+            async with SamplerClient(self.url, vocab_size=VOCABULARY, context_length=CONTEXT) as client:
+                return await work(client)
+
+        return asyncio.run(main())
+
+    def post(self, path, body):
+        return httpx.post(self.url + path, json=body, timeout=120, trust_env=False)
+
+
+def start(engine: str, folder: Path, log_path: Path):
+    if engine == "embedded":
+        return SamplerProcess.start(folder, log_path=log_path, max_batch=8, weight_version=0, context_length=CONTEXT)
+    try:
+        python = find_python("auto", "cpu")
+    except MissingTool as error:
+        if os.environ.get("NANODAG_CI"):
+            raise
+        pytest.skip(str(error))
+    return SGLangProcess.start(
+        python,
+        folder,
+        log_path=log_path,
+        device="cpu",
+        dtype="float32",
+        max_batch=8,
+        context_length=CONTEXT,
+        weight_version=0,
+        memory_fraction=0.3,
+        start_timeout_s=1500,
+    )
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])
+def sampler(request, make_checkpoint, tmp_path_factory) -> Iterator[Sampler]:
+    first, second = make_checkpoint("qwen3"), make_checkpoint("qwen3", seed=1)
+    with start(request.param, first, tmp_path_factory.mktemp("log") / "log") as server:
+        yield Sampler(request.param, server.url, first, second)
+
+
+def request(prompt=(1, 2, 3), rid=None, **params):
+    params = {"max_new_tokens": 12, "ignore_eos": True, **params}
+    return Request(input_ids=list(prompt), params=SamplingParams(**params), rid=rid)
+
+
+def expected_logprobs(folder, prompt, output, temperature=1.0):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def close(completion, folder, prompt, temperature=1.0):
+    wanted = expected_logprobs(folder, prompt, completion.output_ids, temperature)
+    return bool(torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-4))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_sample_is_ids_with_the_logprobs_of_transformers(sampler, temperature):
+    ((found,),) = sampler.ask(lambda client: client.generate([request(temperature=temperature)]))
+    assert len(found.output_ids) == len(found.logprobs) == 12
+    assert (found.finish_reason.type, found.num_prompt_tokens) == ("length", 3)
+    assert found.token_versions() == ["0"] * 12
+    assert close(found, sampler.first, (1, 2, 3), temperature)
+
+
+def test_samples_come_grouped_by_prompt(sampler):
+    wanted = [request((1, 2), n=3, max_new_tokens=4), request((9, 8, 7, 6), n=3, max_new_tokens=6)]
+    found = sampler.ask(lambda client: client.generate(wanted))
+    assert [[len(one.output_ids) for one in group] for group in found] == [[4] * 3, [6] * 3]
+    assert [[one.num_prompt_tokens for one in group] for group in found] == [[2] * 3, [4] * 3]
+    for group, prompt in zip(found, ((1, 2), (9, 8, 7, 6)), strict=True):
+        assert all(close(one, sampler.first, prompt) for one in group)
+
+
+def test_the_stop_token_is_part_of_the_sample(sampler):
+    async def work(client):
+        ((free,),) = await client.generate([request(temperature=0.0, max_new_tokens=20)])
+        stop = free.output_ids[4]
+        params = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": False, "stop_token_ids": (stop,)}
+        return free, stop, await client.generate([request(**params)])
+
+    free, stop, ((found,),) = sampler.ask(work)
+    length = free.output_ids.index(stop) + 1
+    assert found.output_ids == free.output_ids[:length]
+    assert (found.finish_reason.type, found.finish_reason.matched) == ("stop", stop)
+    assert len(found.logprobs) == length
+
+
+def test_bad_requests_are_refused_and_it_goes_on_serving(sampler):
+    good = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 2}}
+    for bad in (
+        {"sampling_params": {"no_such_thing": 1}},
+        {"input_ids": []},  # not [[]]: an empty prompt in a list ends SGLang's server
+        {"input_ids": [[1] * (CONTEXT + 50)]},
+        {"sampling_params": {"temperature": -1.0}},
+    ):
+        assert sampler.post("/generate", {**good, **bad}).status_code == 400, bad
+    assert sampler.post("/generate", good).status_code == 200
+
+
+def test_what_would_end_a_server_is_never_sent(sampler):
+    for bad in (request((VOCABULARY,)), request((-1,)), request(()), request([1] * CONTEXT)):
+        with pytest.raises(BadRequest):
+            sampler.ask(lambda client, bad=bad: client.generate([bad]))
+
+
+def test_new_weights_change_the_version_and_the_logprobs_and_can_be_verified(sampler):
+    async def work(client):
+        await client.update_weights_from_disk(sampler.second, 5)
+        info, ((found,),) = await client.model_info(), await client.generate([request()])
+        (held,) = await client.fingerprints()
+        await client.update_weights_from_disk(sampler.first, 0)
+        return info, found, held, await client.fingerprints()
+
+    info, found, held, (back,) = sampler.ask(work)
+    assert info["weight_version"] == "5" and found.token_versions() == ["5"] * 12
+    assert close(found, sampler.second, (1, 2, 3)) and not close(found, sampler.first, (1, 2, 3))
+    assert held == fingerprints_of(sampler.engine, sampler.second)
+    assert back == fingerprints_of(sampler.engine, sampler.first)
+
+
+def fingerprints_of(engine, folder):
+    found = Fingerprints("sglang", torch.float32) if engine == "sglang" else Fingerprints("checkpoint")
+    for name, parameter in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
+        found.add(name, parameter)
+    return found.all()
+
+
+def test_weights_that_cannot_be_read_leave_the_old_ones(sampler):
+    async def work(client):
+        ((before,),) = await client.generate([request(temperature=0.0)])
+        with pytest.raises(BadRequest):
+            await client.update_weights_from_disk("/no/such/folder", 9)
+        ((after,),) = await client.generate([request(temperature=0.0)])
+        return before, after
+
+    before, after = sampler.ask(work)
+    assert after.output_ids == before.output_ids and after.token_versions() == ["0"] * 12
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(sampler, mode):
+    async def work(client):
+        others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=240)]))
+        chunks = client.stream(request(max_new_tokens=240))
+        await anext(chunks)
+        await client.pause(mode)
+        assert not await client.health()
+        late = asyncio.create_task(client.generate([request((4, 5))]))
+        await asyncio.sleep(0.2)
+        assert not late.done()
+        await client.update_weights_from_disk(sampler.second, 7, flush_cache=mode != "in_place")
+        await client.resume()
+        last = [chunk async for chunk in chunks][-1]
+        ((second,),) = await late
+        await others
+        await client.update_weights_from_disk(sampler.first, 0)
+        return last, second
+
+    last, second = sampler.ask(work)
+    old, new = last.weight_versions
+    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", 240)
+    assert old.end == new.start
+    assert second.token_versions() == ["7"] * 12
+    wanted_old = expected_logprobs(sampler.first, (1, 2, 3), last.output_ids)[: old.end]
+    assert torch.allclose(torch.tensor(last.logprobs)[: old.end], wanted_old, atol=1e-4)
+    if mode == "retract":  # recomputed, so it is as if the new weights had had all of it
+        wanted_new = expected_logprobs(sampler.second, (1, 2, 3), last.output_ids)[new.start :]
+        assert torch.allclose(torch.tensor(last.logprobs)[new.start :], wanted_new, atol=1e-4)
+
+
+def test_an_aborted_request_ends_with_what_it_has(sampler):
+    async def work(client):
+        task = asyncio.create_task(client.generate([request(rid="mine", n=1, max_new_tokens=240)]))
+        await asyncio.sleep(0.05)
+        await client.abort("mine")
+        ((one,),) = await task
+        ((other,),) = await client.generate([request(max_new_tokens=3)])
+        return one, other
+
+    one, other = sampler.ask(work)
+    assert one.finish_reason.type == "abort" or len(one.output_ids) == 240  # it may have been done by then
+    assert len(one.output_ids) == len(one.logprobs)
+    assert other.finish_reason.type == "length"
+
+
+def test_a_flushed_cache_is_empty(sampler):
+    async def work(client):
+        await client.generate([request((8,) * 6)])
+        ((warm,),) = await client.generate([request((8,) * 6)])
+        await client.flush_cache()
+        ((cold,),) = await client.generate([request((8,) * 6)])
+        return warm.num_cached_tokens, cold.num_cached_tokens
+
+    warm, cold = sampler.ask(work)
+    assert warm > 0 and cold == 0

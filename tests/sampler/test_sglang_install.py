@@ -1,0 +1,106 @@
+"""SGLang's environment and command line, without SGLang: found or named, made step by step, options checked."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from nanodag.config.schema import SamplerConfig
+from nanodag.errors import MissingTool
+from nanodag.sampler.options import arguments, check_options
+from nanodag.sampler.sglang_install import default_folder, find_python, install, is_installed, requirements
+from nanodag.sampler.sglang_process import SHIM
+
+NOWHERE = "http://127.0.0.1:9"  # no index there
+
+# Notes what it is called with; `pip install --requirement` fails while the file `broken` lies beside it.
+FAKE_PYTHON = """#!/bin/sh
+here="$(dirname "$0")"
+echo "$@" >> "$here/calls"
+case "$*" in
+  *--requirement*) if [ -e "$here/broken" ]; then echo "no route to index" >&2; exit 1; fi ;;
+  *importlib.metadata*) echo 0.5.23 ;;
+esac
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A folder with an interpreter of our own in it."""
+    python = tmp_path / "sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return python.parent.parent
+
+
+def test_an_interrupted_installation_goes_on_and_a_finished_one_is_left_alone(environment):
+    broken, calls = environment / "bin" / "broken", environment / "bin" / "calls"
+    broken.touch()
+    with pytest.raises(MissingTool, match=r"(?s)code 1; call it again to go on:.*no route to index"):
+        install("cpu", environment, print, cpu_index=NOWHERE)
+    assert not is_installed(environment, "cpu")
+    broken.unlink()
+    assert install("cpu", environment, print, cpu_index=NOWHERE) == environment / "bin" / "python"
+    assert is_installed(environment, "cpu") and not is_installed(environment, "cuda")
+    before = calls.read_text()
+    assert "--no-deps torch==2.13.0" in before and f"--no-deps --requirement {requirements('cpu')}" in before
+    install("cpu", environment, print, cpu_index=NOWHERE)
+    assert calls.read_text() == before
+
+
+def test_a_missing_environment_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("NANODAG_SGLANG_PYTHON", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder("cpu") == tmp_path / "nanodag" / "sglang-cpu"
+    with pytest.raises(MissingTool, match="nanodag sampler install --cpu"):
+        find_python("auto", "cpu")
+
+
+def test_an_interpreter_is_named_by_the_config_before_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    assert str(find_python("auto", "cpu")) == sys.executable
+    with pytest.raises(MissingTool, match=r"There is no interpreter .*/gone"):
+        find_python(str(tmp_path / "gone"), "cpu")
+
+
+def test_every_line_of_the_lists_pins_one_version():
+    for device in ("cpu", "cuda"):
+        lines = [line for line in requirements(device).read_text().splitlines() if not line.startswith("#")]
+        assert "sglang==0.5.23" in lines and all(line.count("==") == 1 for line in lines)
+
+
+def test_options_become_a_command_line():
+    options = {"schedule_policy": "fcfs", "enable-metrics": True, "quiet": False, "chunked_prefill_size": 0}
+    assert arguments(options) == ["--schedule-policy=fcfs", "--enable-metrics", "--chunked-prefill-size=0"]
+    for taken in ("port", "tp_size", "weight-version"):
+        with pytest.raises(ValueError, match=f"sampler.options.{taken} follows from other fields"):
+            check_options({taken: 1})
+
+
+def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sampler():
+    found = SamplerConfig(engine="sglang", options={"schedule_policy": "fcfs"}, memory_fraction=0.5)
+    assert found.deterministic is False and found.start_timeout_s > SamplerConfig().start_timeout_s
+    assert SamplerConfig.model_validate(found.model_dump()) == found
+    with pytest.raises(ValidationError, match="needs engine embedded"):
+        SamplerConfig(engine="sglang", deterministic=True)
+    with pytest.raises(ValidationError, match=r"sampler\.options\.port"):
+        SamplerConfig(engine="sglang", options={"port": 1})
+    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"memory_fraction": 0.5}, {"options": {"a": 1}}):
+        with pytest.raises(ValidationError, match="means something to engine sglang only"):
+            SamplerConfig(**field)
+
+
+def test_the_shim_stands_in_for_cuda_kernels_and_says_so_when_one_is_called():
+    code = (
+        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('shim', sys.argv[1]); "
+        "shim = importlib.util.module_from_spec(spec); spec.loader.exec_module(shim); "
+        "import sgl_kernel, torch; from sgl_kernel.elementwise import rmsnorm; "
+        "print(torch.ops.torchvision.qnms.default, hasattr(torch.ops.sgl_kernel, 'convert_weight_packed')); rmsnorm(1)"
+    )
+    environment = {**os.environ, "NANODAG_SGLANG_CPU": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(SHIM)], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "torchvision.qnms.default False"
+    assert "RuntimeError: sgl_kernel.elementwise.rmsnorm needs CUDA" in done.stderr
