@@ -119,7 +119,7 @@ def test_cancel_leaves_no_process_and_retry_goes_on(project, ui, order):
     page.shoot("running")
     page.choose("Cancel")
     page.shoot("dialog")
-    page.confirm("Cancel Run") if "Cancel Run" in page.text() else page.confirm("Cancel")
+    page.confirm("Cancel Flow Run")
     page.wait_for_state("Cancelled", timeout_s=120)
     page.shoot("cancelled")
     wait_until(lambda: not alive([*pids_in(workspace), running["pid"]]), timeout_s=60)
