@@ -18,7 +18,6 @@ from nanodag.rl.rollout import groups_of, read_rollouts
 from nanodag.worker import STOPPED_EXIT_CODE
 from tests.rl.stages import make_job, metrics, run, start
 
-
 AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
 
@@ -203,6 +202,6 @@ def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
     (tmp_path / "tiny_reward.py").write_text(
         "def vowels(prompt, completion):\n    raise RuntimeError('no such luck')\n"
     )
-    assert start(job).wait(timeout=120) == 1
+    assert start(job).wait(timeout=300) == 1
     last = (job.workspace / "worker.log").read_text().splitlines()[-1]
     assert "failed for every one of 8 rollouts" in last and "RuntimeError: no such luck" in last
