@@ -46,6 +46,7 @@ class Run:
         self.store = store
         self.stop = threading.Event()
         self.to_do = self.order
+        self.at_once = 1  # stages that train side by side where there is no GPU
 
     @property
     def order(self) -> list[str]:

@@ -42,13 +42,13 @@ class Held:
     numbers: tuple[int, ...]
 
 
-def places_for(*, device: str, num_ranks: int, is_beside: bool) -> Places:
-    """What a stage occupies: a GPU for each of its ranks; on CPUs the one place for stages that train, or the one for
-    those that run beside them."""
+def places_for(*, device: str, num_ranks: int, is_beside: bool, at_once: int = 1) -> Places:
+    """What a stage occupies: a GPU for each of its ranks; on CPUs one of the at_once places for stages that train, or
+    the one for those that run beside them. Who asks with a smaller at_once shares the first of these places."""
     if device == "cuda":
         capacity = len(visible_gpus())
         return Places(name="gpu", capacity=capacity, wanted=min(num_ranks, capacity))
-    return Places(name="cpu-beside" if is_beside else "cpu", capacity=1)
+    return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ class _Build:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
-        places = places_for(device=device, num_ranks=num_ranks, is_beside=kind.is_beside)
+        places = places_for(device=device, num_ranks=num_ranks, is_beside=kind.is_beside, at_once=run.at_once)
         step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
         asked = time.monotonic()
         # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.

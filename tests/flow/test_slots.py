@@ -47,6 +47,13 @@ def test_stages_that_score_do_not_take_the_place_of_those_that_train(tmp_path):
         assert taken(tmp_path, score) is None
 
 
+def test_who_may_train_several_at_once_leaves_the_first_place_to_others(tmp_path):
+    one, three = (places_for(device="cpu", num_ranks=1, is_beside=False, at_once=n) for n in (1, 3))
+    with hold(tmp_path, one), hold(tmp_path, three) as second, hold(tmp_path, three) as third:
+        assert (second.numbers, third.numbers) == ((1,), (2,))
+        assert taken(tmp_path, three) is None
+
+
 def test_a_killed_holder_holds_nothing(tmp_path):
     places = Places(name="gpu", capacity=2, wanted=2)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
