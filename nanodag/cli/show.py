@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.watch import STYLES, make_console
@@ -13,7 +12,7 @@ from nanodag.config import resolve
 from nanodag.config.derive import facts
 from nanodag.config.resolve import leaves
 from nanodag.config.schema import PretrainStage
-from nanodag.errors import ArtifactNotFound
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.progress import duration, size
 from nanodag.provenance import code_revision
 from nanodag.runs import is_alive, pipeline_file, store_of
@@ -62,26 +61,32 @@ def show_status(*, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time."""
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
-    names = store.runs()
-    if not names:
+    records = store.records_of_runs()
+    if not records:
         console.print(f"No runs in {store.url} yet. Start one with: nanodag run")
         return
-    shown = names if all_runs else names[-NEWEST:]
-    if len(shown) < len(names):
-        console.print(f"{len(names) - len(shown)} older runs are not shown; see them with --all.", style="dim")
+    shown = list(records) if all_runs else list(records)[-NEWEST:]
+    if len(shown) < len(records):
+        console.print(f"{len(records) - len(shown)} older runs are not shown; see them with --all.", style="dim")
     now = code_revision()
     for name in shown:
-        record = store.read_run(name)
+        record = records[name]
         state = _state_of(record)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
         title = Text.assemble((name, "bold"), f"  {when}  preset {record['preset']}  ", (state, STYLES.get(state, "")))
         if record["revision"] != now:
             title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
         console.print(title)
-        console.print(_stage_table(record))
-    artifacts = [artifact for key in sorted(store.keys()) if (artifact := store.lookup(key)) is not None]
-    total = sum(artifact.num_bytes for artifact in artifacts)
-    console.print(f"{len(artifacts)} artifacts, {size(total)} in {store.url}", style="dim")
+        console.print(_stage_table(record), soft_wrap=True)
+    # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
+    used = {
+        (entry["key"], entry["attempt"]): entry.get("bytes", 0)
+        for record in records.values()
+        for entry in record["stages"].values()
+        if "attempt" in entry
+    }
+    told = f"{len(store.keys())} keys in {store.url}; the runs use {len(used)} artifacts, {size(sum(used.values()))}"
+    console.print(told, style="dim")
 
 
 def _state_of(record: Mapping[str, Any]) -> str:
@@ -89,27 +94,39 @@ def _state_of(record: Mapping[str, Any]) -> str:
     return "interrupted" if record["state"] == "running" and not is_alive(record) else record["state"]
 
 
-def _stage_table(record: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
-    for title in ("stage", "kind", "state", "key", "attempt"):
-        table.add_column(title)
-    for title in ("size", "took", "worker", "CPU"):
-        table.add_column(title, justify="right")
-    for name in record["order"]:
-        entry = record["stages"][name]
-        cost = entry.get("cost", {})
-        table.add_row(
-            name,
-            entry["kind"],
-            Text(entry["state"], style=STYLES.get(entry["state"], "dim")),
-            entry.get("key", "")[:12],
-            entry.get("attempt", ""),
-            size(entry["bytes"]) if "bytes" in entry else "",
-            duration(entry.get("took_s", -1.0)),
-            duration(cost.get("seconds", -1.0)),
-            duration(cost.get("cpu_seconds", -1.0)),
-        )
+TITLES = ("stage", "kind", "state", "key", "attempt", "size", "took", "worker", "CPU")
+NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
+
+
+def _stage_table(record: Mapping[str, Any]) -> Text:
+    """As columns of one text: rich's own tables take most of the time of this command."""
+    rows = [TITLES, *(_stage_cells(name, record["stages"][name]) for name in record["order"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
+    table = Text()
+    for number, row in enumerate(rows):
+        padded = [c.ljust(w) if n < NUM_WORDS else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths))]
+        if number == 0:
+            table.append("  " + "  ".join(padded), "dim")
+            continue
+        table.append("\n  " + "  ".join(padded[:2]) + "  ")
+        table.append(padded[2], STYLES.get(row[2], "dim"))
+        table.append("  " + "  ".join(padded[3:]))
     return table
+
+
+def _stage_cells(name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    cost = entry.get("cost", {})
+    return (
+        name,
+        entry["kind"],
+        entry["state"],
+        entry.get("key", "")[:12],
+        entry.get("attempt", ""),
+        size(entry["bytes"]) if "bytes" in entry else "",
+        duration(entry.get("took_s", -1.0)),
+        duration(cost.get("seconds", -1.0)),
+        duration(cost.get("cpu_seconds", -1.0)),
+    )
 
 
 def find_run(store: Store, name: str) -> dict[str, Any]:
@@ -143,7 +160,11 @@ def show_stages(name: str, *, file: str) -> None:
 
 
 def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) -> None:
-    artifact = store.attempt(entry["key"], entry["attempt"])
+    try:
+        artifact = store.attempt(entry["key"], entry["attempt"])
+    except (ArtifactNotFound, CorruptArtifact, NewerFormat) as error:  # the other stages are shown all the same
+        console.print(f"  {error}", style="red", markup=False, soft_wrap=True)
+        return
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(artifact.created))
     lines = [
         f"key      {artifact.key}  attempt {artifact.attempt}",
