@@ -16,6 +16,7 @@ from prefect.runner import Runner
 from flows import crashed, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
+from flows.sweep import sweep
 
 START_TIMEOUT_S = 300.0
 
@@ -29,7 +30,7 @@ def main() -> None:
     runner = Runner(name="nanodag", pause_on_shutdown=False, query_seconds=1, limit=None)
     deployments = {}
     options = {"nightly_eval": nightly_eval.schedule()}
-    for flow in (speedrun, run_stage, nightly_eval.nightly_eval):
+    for flow in (speedrun, run_stage, sweep, nightly_eval.nightly_eval):
         # By module: a file path would put its folder in front of sys.path.
         made = {"entrypoint_type": EntrypointType.MODULE_PATH, **options.get(flow.name, {})}
         deployment = flow.to_deployment("local", **made)

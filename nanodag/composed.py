@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.provenance import code_revision
-from nanodag.runs import Run
-from nanodag.store import Store
+from nanodag.provenance import code_revision, environment
+from nanodag.runs import Run, StageResult
+from nanodag.store import Artifact, Store, stage_key
 
 
 def open_composed(
@@ -29,7 +29,7 @@ def open_composed(
     to_do: the stages that are carried out, inputs first; those alone are in the record. about: what else the record
     says, such as what kind of run this is.
     """
-    before = store.read_run(name) if name in store.runs() else {}
+    before = store.own_run(name) if name in store.runs() else {}
     stages = {}
     for stage in to_do:
         config = pipeline.stages[stage]
@@ -47,3 +47,56 @@ def open_composed(
     run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent)
     run.flow_run, run.to_do = flow_run, list(to_do)
     return run
+
+
+def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:
+    """The key of a page about these results."""
+    inputs = {stage: result.digest for stage, result in results.items()}
+    return stage_key(kind=kind, code_version=1, config=config, inputs=inputs, sources={})
+
+
+def publish_page(
+    run: Run,
+    kind: str,
+    config: Mapping[str, Any],
+    results: Mapping[str, StageResult],
+    files: Mapping[str, str],
+    metrics: Mapping[str, Any],
+) -> Artifact:
+    """Put a page into the store, as another attempt under its key. files: name -> text."""
+    key = page_key(kind, config, results)
+    folder = run.store.workspace(key) / "output"
+    folder.mkdir(exist_ok=True)
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    artifact = run.store.publish(
+        key,
+        folder,
+        kind=kind,
+        stage=kind,
+        config=dict(config),
+        lineage={
+            stage: {"stage": stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
+            for stage, r in results.items()
+        },
+        sources={},
+        metrics=dict(metrics),
+        cost={},
+        environment=environment("cpu"),
+    )
+    run.store.discard_workspace(key)
+    return artifact
+
+
+def note_page(run: Run, kind: str, artifact: Artifact) -> None:
+    """Let the run's record name its page: as a stage, after all others."""
+    entry = {
+        **{"kind": kind, "inputs": {}, "state": "built", "reason": "", "cost": {}, "forced": [], "ended": time.time()},
+        **{"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
+    }
+
+    def add(record: dict[str, Any]) -> None:
+        record["stages"][kind] = entry
+        record["order"] = [*(stage for stage in record["order"] if stage != kind), kind]
+
+    run.store.change_run(run.name, add)

@@ -66,6 +66,27 @@ def rerun(
 
 
 @app.command()
+def sweep(
+    overrides: Overrides = None,
+    grid: Annotated[list[str] | None, typer.Option("--grid", "-g", help="rl.learning_rate=[1e-6,2e-6]; again.")] = None,
+    point: Annotated[list[str] | None, typer.Option("--point", help="One point: 'a.b=1 c.d=2'; again.")] = None,
+    stage: Annotated[str, typer.Option("--stage", "-s", help="What is compared; else the last that is set.")] = "",
+    at_once: Annotated[int, typer.Option("--at-once", "-j", min=1, help="Stages that train at a time.")] = 1,
+    preset: Preset = "auto",
+    file: File = "",
+    name: Annotated[str, typer.Option("--name", "-n", help="A new sweep, or one to go on with.")] = "",
+    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points.")] = False,
+) -> None:
+    """Carry out a stage with many settings, sharing what comes before it, and compare them."""
+    from nanodag.cli.sweep import start_sweep
+
+    how = {"stage": stage, "at_once": at_once, "preset": preset, "file": file, "name": name}
+    code = start_sweep(overrides or [], grid=grid or [], points=point or [], detach=detach, dry_run=dry_run, **how)
+    raise typer.Exit(code)
+
+
+@app.command()
 def config(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
     """Print the resolved config, and where each value comes from."""
     from nanodag.cli.show import show_config

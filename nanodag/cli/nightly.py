@@ -26,13 +26,15 @@ def run_night(
     from nanodag.server import Api
 
     console = make_console()
-    store, running, parameters = _asked(overrides or [], preset=preset, file=file)
+    store, running, parameters = asked(overrides or [], preset=preset, file=file)
     name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
     api = Api(running.url)
     flow_run = api.create_run(running.deployments["nightly_eval"], name=name, parameters={"name": name, **parameters})
     console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if not detach:
-        raise typer.Exit(_follow(store, api, name, flow_run))
+        code = follow(store, api, name, flow_run)
+        console.print(f"Scores and page: nanodag nightly show {name}")
+        raise typer.Exit(code)
 
 
 @nightly_app.command("on")
@@ -43,7 +45,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     from nanodag.nightly.switch import cron_of, turn
     from nanodag.runs import pipeline_file
 
-    _, running, parameters = _asked(overrides or [], preset=preset, file=file)
+    _, running, parameters = asked(overrides or [], preset=preset, file=file)
     cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
     given = {"by_schedule": True, **parameters}
     turn(running.url, running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
@@ -56,7 +58,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     from nanodag.cli.watch import make_console
     from nanodag.nightly.switch import turn
 
-    _, running, _ = _asked([], preset=preset, file=file)
+    _, running, _ = asked([], preset=preset, file=file)
     turn(running.url, running.deployments["nightly_eval"], active=False)
     make_console().print("Off.")
 
@@ -87,7 +89,7 @@ def show_night(
     console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
 
 
-def _asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, dict[str, Any]]:
+def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, dict[str, Any]]:
     """The store, its running server, and a flow run's parameters: the flow's process has another environment and
     working directory, so it is told all that came from these."""
     from nanodag.cli.watch import make_console
@@ -105,8 +107,8 @@ def _asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, d
     return store, running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
 
 
-def _follow(store: Any, api: Any, name: str, flow_run: str) -> int:
-    """Show a night until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
+def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
+    """Show a run until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
     import time
 
     from nanodag.cli.watch import Watch, make_console
@@ -119,5 +121,4 @@ def _follow(store: Any, api: Any, name: str, flow_run: str) -> int:
             time.sleep(0.3)
         watch.show(store.read_run(name) if name in store.runs() else {}, state)
     console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
-    console.print(f"Scores and page: nanodag nightly show {name}")
     return 0 if state["type"] == "COMPLETED" else 1

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.schema import EvalStage, ImportStage, Resources
-from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.runs import ENDED_WELL, StageResult, result_of
 from nanodag.store import Store
 
@@ -70,7 +70,7 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
                 continue
             try:
                 subject = _subject(store, label, record, stage)
-            except ArtifactNotFound as error:
+            except StoreError as error:
                 missing.append(f"{label}/{stage}: {error}")
                 continue
             if not subject.evals:
@@ -143,6 +143,7 @@ def _newest_with(fitting: Sequence[Mapping[str, Any]], stage: str) -> Mapping[st
 
 
 def _subject(store: Store, label: str, record: Mapping[str, Any], stage: str) -> Subject:
+    record = store.own_run(record["run"])  # its evals may name code
     entry = record["stages"][stage]
     artifact = store.attempt(entry["key"], entry["attempt"])
     evals = {}

@@ -1,20 +1,19 @@
 """What a night comes to: scores, comparisons and the trend page, kept in the store and in the night's record."""
 
+import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanodag.composed import note_page, publish_page
 from nanodag.config.cron import zone_of
 from nanodag.errors import ConfigError, ServerError
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.nightly.scores import scores_of
-from nanodag.provenance import environment
 from nanodag.runs import StageResult
-from nanodag.store import stage_key, write_json
 
 PAGE_STAGE = "trend"
 WEBHOOK_TIMEOUT_S = 20.0
@@ -61,7 +60,11 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
     nights = [*earlier, record | {"nightly": record["nightly"] | found}]
     report = trend_report(nights, comparisons, false_alarms=settings.false_alarms, zone=zone)
     markdown = to_markdown(report)
-    page = _publish(night, results, {"trend.html": to_html(report), "trend.md": markdown}, found, len(worse))
+    files = {"trend.html": to_html(report), "trend.md": markdown, "night.json": json.dumps(found, indent=1)}
+    metrics = {"num_scores": len(scores), "num_worse": len(worse)}
+    artifact = publish_page(night.run, PAGE_STAGE, {"night": night.run.name}, results, files, metrics)
+    note_page(night.run, PAGE_STAGE, artifact)
+    page = store.materialize(artifact) / "trend.html"
     return Findings(night=night.run.name, num_scores=len(scores), worse=worse, page=page, markdown=markdown)
 
 
@@ -90,45 +93,3 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
         ) from error
     if answer.status_code >= 300:
         raise ServerError(f"nightly.webhook: {where}/... answered {answer.status_code}: {answer.text[:200]}")
-
-
-def _publish(
-    night: Night, results: Mapping[str, StageResult], pages: Mapping[str, str], found: dict[str, Any], num_worse: int
-) -> Path:
-    """Put the page into the store, under a key of its own, and into the record; returns trend.html's path."""
-    store, name = night.run.store, night.run.name
-    lineage = {
-        stage: {"stage": stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
-        for stage, r in results.items()
-    }
-    inputs = {stage: result.digest for stage, result in results.items()}
-    key = stage_key(kind=PAGE_STAGE, code_version=1, config={"night": name}, inputs=inputs, sources={})
-    folder = store.workspace(key) / "output"
-    folder.mkdir(exist_ok=True)
-    for file, text in pages.items():
-        (folder / file).write_text(text, encoding="utf-8")
-    write_json(folder / "night.json", found)
-    artifact = store.publish(
-        key,
-        folder,
-        kind=PAGE_STAGE,
-        stage=PAGE_STAGE,
-        config={"night": name},
-        lineage=lineage,
-        sources={},
-        metrics={"num_scores": len(found["scores"]), "num_worse": num_worse},
-        cost={},
-        environment=environment("cpu"),
-    )
-    store.discard_workspace(key)
-    entry = {
-        **{"kind": PAGE_STAGE, "inputs": {}, "state": "built", "reason": "", "cost": {}, "ended": time.time()},
-        **{"key": key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
-    }
-
-    def add(record: dict[str, Any]) -> None:
-        record["stages"][PAGE_STAGE] = entry
-        record["order"] = [*(stage for stage in record["order"] if stage != PAGE_STAGE), PAGE_STAGE]
-
-    store.change_run(name, add)
-    return store.materialize(artifact) / "trend.html"

@@ -1,0 +1,62 @@
+"""Many values of a stage's options as one DAG: what points have in common is one stage of it.
+
+tokenizer ─> pretrain ─> sft-1 ─> eval_sft-1 ┐
+                   └───> sft-2 ─> eval_sft-2 ┴─> comparison
+"""
+
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from nanodag.sweep.run import begin_sweep, find_built
+from tasks.stage import ending, outcome
+from tasks.sweep import carry_out_missing, comparison
+
+
+@flow(name="sweep", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
+def sweep(
+    name: str,
+    grid: tuple[str, ...] = (),
+    points: tuple[tuple[str, ...], ...] = (),
+    stage: str = "",
+    at_once: int = 1,
+    preset: str = "auto",
+    overrides: tuple[str, ...] = (),
+    file: str = "",
+) -> State[Any]:
+    """Carry out a stage with many settings, sharing what comes before it, and compare.
+
+    Args:
+        name: the sweep's name; the name of one that was stopped or failed goes on with it
+        grid: an option and its values each, as in sft.num_epochs=[1,2]; every combination is a point
+        points: lists of dotted.name=value; with a grid, every combination of both
+        stage: what is compared; empty for the last stage that a point sets an option of
+        at_once: how many stages that train may be under way together
+        preset: a preset of the pipeline file; auto chooses by hardware
+        overrides: dotted.name=value, for all points
+        file: the pipeline file; empty for the one that is served
+    """
+    made, run = begin_sweep(
+        name,
+        grid=grid,
+        points=points,
+        stage=stage,
+        preset=preset,
+        overrides=overrides,
+        file=file,
+        flow_run=str(flow_run.id or ""),
+    )
+    with ending(run):
+        results = find_built(run)
+        num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]
+        futures = carry_out_missing(run, at_once)
+        stages = outcome(run.to_do, futures)
+        results |= {s: future.result() for s, future in futures.items() if future.state.is_completed()}
+        compared = comparison(made, run, results, return_state=True)
+    failed = [state for state in (stages, compared) if not state.is_completed()]
+    if failed:
+        return Failed(message="\n".join(state.message or "" for state in failed))
+    return Completed(message=f"{len(made.points)} points, {num_found} of {len(results)} stages found in the store")

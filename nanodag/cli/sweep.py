@@ -1,0 +1,55 @@
+"""`nanodag sweep`: start a sweep and follow it."""
+
+import time
+from collections.abc import Sequence
+
+from nanodag.cli.nightly import asked, follow
+from nanodag.cli.watch import make_console
+from nanodag.config import resolve
+from nanodag.runs import pipeline_file
+from nanodag.server import Api
+from nanodag.sweep.points import make_sweep
+
+
+def start_sweep(
+    overrides: Sequence[str],
+    *,
+    grid: Sequence[str],
+    points: Sequence[str],
+    stage: str,
+    at_once: int,
+    preset: str,
+    file: str,
+    name: str,
+    detach: bool,
+    dry_run: bool,
+) -> int:
+    """Check every point, then carry the sweep out; returns the command's exit code. points: overrides of one point
+    each, separated by spaces."""
+    console = make_console()
+    listed = [text.split() for text in points]
+    made = make_sweep(pipeline_file(file), preset, overrides, grid, listed, stage)
+    shared = [name for name in made.pipeline.stages if name in made.points[0].stages]
+    console.print(
+        f"{len(made.points)} points of stage {made.stage}, {len(made.pipeline.stages)} stages; all share "
+        f"{', '.join(shared) or 'none'}",
+        highlight=False,
+    )
+    if dry_run:
+        for point in made.points:
+            console.print(f"{point.number:4d}  {' '.join(point.overrides)}", highlight=False, markup=False)
+        return 0
+    store, running, parameters = asked(list(overrides), preset=preset, file=file)
+    name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
+    about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
+    api = Api(running.url)
+    flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})
+    console.print(f"Sweep [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
+    if detach:
+        return 0
+    code = follow(store, api, name, flow_run)
+    entry = store.read_run(name)["stages"].get("comparison", {}) if name in store.runs() else {}
+    if "attempt" in entry:
+        folder = store.materialize(store.attempt(entry["key"], entry["attempt"]))
+        console.print(f"Table and plots: {folder / 'sweep.html'}", soft_wrap=True, highlight=False)
+    return code

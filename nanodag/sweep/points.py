@@ -1,0 +1,167 @@
+"""From a grid or a list of overrides to one pipeline in which what points have in common stands once."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanodag.config import AnyStage, Pipeline, order_of, resolve
+from nanodag.errors import ConfigError
+from nanodag.store import canonical_json
+
+MAX_POINTS = 1000
+# What belongs to the sweep as a whole: its points share a store, a server and where data come from.
+SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One setting of a sweep. number: from 1. overrides: its own. values: what it sets, name -> text. stages: stage of
+    the preset -> stage of the sweep's pipeline."""
+
+    number: int
+    overrides: tuple[str, ...]
+    values: Mapping[str, str]
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+
+class Sweep:
+    """stage: of the preset, what is compared. pipeline: all points' stages. points: in their order. Not a dataclass, so
+    that what carries it about does not look inside."""
+
+    def __init__(self, stage: str, pipeline: Pipeline, points: Sequence[Point]) -> None:
+        self.stage = stage
+        self.pipeline = pipeline
+        self.points = tuple(points)
+
+    @property
+    def names(self) -> list[str]:
+        """The options that points set, in the order given."""
+        return list(dict.fromkeys(name for point in self.points for name in point.values))
+
+
+def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[Point]:
+    """Every combination of the grid's values with every listed set of overrides.
+
+    grid: `dotted.name=[value, ...]` each. listed: lists of `dotted.name=value`. Raises ConfigError.
+    """
+    axes = [_axis(text) for text in grid]
+    combined = [(*(text for text in chosen), *more) for more in (listed or [()]) for chosen in itertools.product(*axes)]
+    if not grid and not listed:
+        raise ConfigError("A sweep needs a grid, as rl.learning_rate=[1e-6,2e-6], or a list of points.")
+    if len(combined) > MAX_POINTS:
+        raise ConfigError(f"The grid has {len(combined)} points; {MAX_POINTS} is the limit. Split it.")
+    made = []
+    for number, overrides in enumerate(combined, start=1):
+        values = dict(_split(text) for text in overrides)
+        if len(values) < len(overrides):
+            raise ConfigError(f"Point {number} sets an option twice: {', '.join(overrides)}.")
+        made.append(Point(number=number, overrides=overrides, values=values))
+    return made
+
+
+def make_sweep(
+    file: Path, preset: str, overrides: Sequence[str], grid: Sequence[str], listed: Sequence[Sequence[str]], stage: str
+) -> Sweep:
+    """Resolve every point and join their pipelines.
+
+    stage: what is compared; empty for the last stage that a point sets an option of. Of the preset's DAG a point has
+    what that stage needs, the stage, and the evals of it. Raises ConfigError for a wrong option, naming the point.
+    """
+    points = points_of(grid, listed)
+    base = resolve(file, preset, overrides).pipeline
+    for point in points:
+        for name in point.values:
+            if name.partition(".")[0] in SETTINGS:
+                raise ConfigError(f"{name!r} belongs to the sweep as a whole; give it beside the grid, not in it.")
+    stage = stage or _last_set(base, points)
+    if stage not in base.stages:
+        raise ConfigError(f"Preset {base.preset} has no stage {stage!r}; it has {', '.join(base.stages)}.")
+    if base.stages[stage].kind in ("eval", "report"):
+        raise ConfigError(f"Stage {stage} is of kind {base.stages[stage].kind}; sweep over one that makes something.")
+    pipelines = []
+    for point in points:
+        try:
+            pipelines.append(resolve(file, preset, [*overrides, *point.overrides]).pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"Point {point.number} ({', '.join(point.overrides)}): {error}") from None
+    stages, points = _joined(pipelines, points, stage)
+    made = base.model_copy(update={"stages": stages, "description": f"Sweep over {stage}, {len(points)} points"})
+    return Sweep(stage, made, points)
+
+
+def _joined(
+    pipelines: Sequence[Pipeline], points: Sequence[Point], stage: str
+) -> tuple[dict[str, AnyStage], list[Point]]:
+    """One table of stages: equal configs on equal inputs are one stage, which has its name from the preset where all
+    points share it, with the number of the first point that has it where they do not."""
+    identities: list[dict[str, str]] = []
+    variants: dict[str, dict[str, int]] = {}
+    for pipeline, point in zip(pipelines, points, strict=True):
+        found: dict[str, str] = {}
+        for name in _needed(pipeline, stage):
+            config = pipeline.stages[name]
+            inputs = {label: found[source] for label, source in config.inputs.items()}
+            found[name] = canonical_json([name, config.model_dump(mode="json", exclude={"inputs"}), inputs])
+            variants.setdefault(name, {}).setdefault(found[name], point.number)
+        identities.append(found)
+    digits = len(str(len(points)))
+    stages: dict[str, AnyStage] = {}
+    placed: list[Point] = []
+    for pipeline, point, found in zip(pipelines, points, identities, strict=True):
+        names = {}
+        for name, identity in found.items():
+            number = f"-{variants[name][identity]:0{digits}d}" if len(variants[name]) > 1 else ""
+            names[name] = f"{name}{number}"
+            config = pipeline.stages[name]
+            inputs = {label: names[source] for label, source in config.inputs.items()}
+            stages.setdefault(names[name], config.model_copy(update={"inputs": inputs}))
+        placed.append(Point(number=point.number, overrides=point.overrides, values=point.values, stages=names))
+    return stages, placed
+
+
+def _needed(pipeline: Pipeline, stage: str) -> list[str]:
+    """What a stage needs, inputs first, the stage itself, and its evals."""
+    order = order_of(pipeline)
+    wanted = {stage}
+    for name in reversed(order):
+        if name in wanted:
+            wanted |= set(pipeline.stages[name].inputs.values())
+    evals = [n for n in order if pipeline.stages[n].kind == "eval" and pipeline.stages[n].inputs["model"] == stage]
+    return [name for name in order if name in wanted or name in evals]
+
+
+def _last_set(base: Pipeline, points: Sequence[Point]) -> str:
+    heads = {name.partition(".")[0] for point in points for name in point.values}
+    kinds = {name: stage.kind for name, stage in base.stages.items()}
+    found = [name for name in order_of(base) if name in heads and kinds[name] not in ("eval", "report")]
+    if not found:
+        raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
+    return found[-1]
+
+
+def _axis(text: str) -> list[str]:
+    """`rl.learning_rate=[1e-6,2e-6]` as one override a value."""
+    name, raw = _split(text)
+    try:
+        values = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Grid {text!r}: the values are not YAML ({error}).") from None
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"Grid {text!r}: give a list of values, as {name}=[1,2].")
+    return [f"{name}={_text(value)}" for value in values]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, raw = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"{text!r} is not of the form name=value.")
+    return name.strip(), raw.strip()

@@ -1,0 +1,116 @@
+"""What each point of a sweep reached: the metrics of its stage, the scores of its evals with their intervals."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanodag.errors import SourceError
+from nanodag.evaluation.paired import PairedDifference, paired
+from nanodag.runs import Run, StageResult
+from nanodag.store import Artifact
+from nanodag.sweep.points import Point, Sweep
+
+log = logging.getLogger(__name__)
+
+MAX_CURVES = 6  # as many as there are colours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One benchmark's score of one point, and the difference to the first point that has it, on the same items."""
+
+    benchmark: str
+    metric: str
+    higher_is_better: bool
+    value: float
+    low: float
+    high: float
+    num_items: int
+    difference: PairedDifference | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A point: its stage's artifact, None where it failed; its records, of the first points that did not; scores by
+    `eval: benchmark`."""
+
+    point: Point
+    artifact: Artifact | None
+    records: Path | None
+    scores: Mapping[str, Score]
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the stage ended with."""
+        found = self.artifact.metrics if self.artifact is not None else {}
+        return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric over training."""
+        path = self.records / "metrics.jsonl" if self.records is not None else None
+        if path is None or not path.is_file():
+            return [], []
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        pairs = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
+        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+
+
+def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[Row]:
+    """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it."""
+    rows = []
+    first: dict[str, Path] = {}
+    for point in sweep.points:
+        result = results.get(point.stages[sweep.stage])
+        artifact = run.store.attempt(result.key, result.attempt) if result is not None else None
+        scores: dict[str, Score] = {}
+        for name, stage in point.stages.items():
+            if run.pipeline.stages[stage].kind == "eval" and stage in results:
+                folder = run.store.materialize(run.store.attempt(results[stage].key, results[stage].attempt))
+                scores |= _scores(name, folder, first)
+        records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
+        rows.append(Row(point=point, artifact=artifact, records=records, scores=scores))
+    return rows
+
+
+def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, Score]:
+    """first: benchmark -> samples of the first point that has it; added to."""
+    found = {}
+    benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+    for benchmark, values in benchmarks.items():
+        label = f"{name}: {benchmark}"
+        samples = folder / "samples" / f"{benchmark}.jsonl"
+        base = first.setdefault(label, samples)
+        kept = {k: values[k] for k in ("metric", "higher_is_better", "value", "low", "high", "num_items")}
+        difference = _difference(base, samples, values["metric"]) if base != samples else None
+        found[label] = Score(benchmark=benchmark, difference=difference, **kept)
+    return found
+
+
+def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | None:
+    try:
+        return paired(base, samples, metric)
+    except SourceError as error:  # the points differ in what they were asked
+        log.warning("No comparison with the first point: %s", error)
+        return None
+
+
+def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows as plain values."""
+    return [
+        {
+            "number": row.point.number,
+            "overrides": list(row.point.overrides),
+            "key": row.artifact.key if row.artifact is not None else "",
+            "attempt": row.artifact.attempt if row.artifact is not None else "",
+            "metrics": row.metrics,
+            "scores": {
+                label: {**vars(s), "difference": s.difference.as_json() if s.difference else None}
+                for label, s in row.scores.items()
+            },
+        }
+        for row in rows
+    ]

@@ -1,0 +1,84 @@
+"""From a grid to one pipeline in which what points share stands once."""
+
+import pytest
+import yaml
+
+from nanodag.config import order_of
+from nanodag.errors import ConfigError
+from nanodag.sweep.points import make_sweep, points_of
+from nanodag.sweep.run import in_waves
+from tests.flow.conftest import STAGES
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    for name in ("NANODAG_STORE", "NANODAG_MIRROR"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}}, sort_keys=False))
+    return path
+
+
+def test_a_grid_has_every_combination_and_lists_multiply_it():
+    points = points_of(["a.x=[1,2]", "b.y=[1e-3,adamw]"], [])
+    assert [point.overrides for point in points] == [
+        ("a.x=1", "b.y=1e-3"),
+        ("a.x=1", "b.y=adamw"),
+        ("a.x=2", "b.y=1e-3"),
+        ("a.x=2", "b.y=adamw"),
+    ]
+    points = points_of(["a.x=[1,2]"], [["c.z=[1,2]"], ["c.z=[3]", "d.w=4"]])
+    assert [point.overrides for point in points][1::2] == [("a.x=2", "c.z=[1,2]"), ("a.x=2", "c.z=[3]", "d.w=4")]
+    assert points[3].values == {"a.x": "2", "c.z": "[3]", "d.w": "4"}
+
+
+def test_what_points_share_is_one_stage_and_what_they_set_is_one_a_value(file):
+    sweep = make_sweep(file, "tiny", [], ["sft.num_epochs=[1,2,3]"], [], "")
+    assert sweep.stage == "sft"
+    # The report is no part of it, nor the eval of another stage's model.
+    assert sorted(sweep.pipeline.stages) == sorted(
+        ["tokenizer", "pretrain", "sft-1", "sft-2", "sft-3", "eval_sft-1", "eval_sft-2", "eval_sft-3"]
+    )
+    assert sweep.pipeline.stages["eval_sft-2"].inputs == {"model": "sft-2"}
+    assert sweep.pipeline.stages["sft-3"].num_epochs == 3
+    assert sweep.points[1].stages == {
+        "tokenizer": "tokenizer",
+        "pretrain": "pretrain",
+        "sft": "sft-2",
+        "eval_sft": "eval_sft-2",
+    }
+
+
+def test_a_change_below_is_shared_by_the_points_that_have_it(file):
+    grid = ["pretrain.seed=[1,2]", "sft.seed=[1,2,3]"]
+    sweep = make_sweep(file, "tiny", [], grid, [], "")
+    kinds = [stage.kind for stage in sweep.pipeline.stages.values()]
+    assert (kinds.count("tokenizer"), kinds.count("pretrain"), kinds.count("sft"), kinds.count("eval")) == (1, 2, 6, 6)
+    assert sweep.pipeline.stages["sft-5"].inputs == {"model": "pretrain-4"}, "named by the first point that has it"
+    waves = in_waves(sweep, list(sweep.pipeline.stages))
+    assert [kind[0] for kind in waves] == list("tpp" + "s" * 6 + "e" * 6)
+    assert sorted(waves) == sorted(order_of(sweep.pipeline))
+
+
+def test_points_that_come_to_the_same_config_are_one_stage(file):
+    sweep = make_sweep(file, "tiny", [], [], [["sft.seed=1"], ["sft.seed=1", "sft.num_epochs=1.0"]], "")
+    assert [point.stages["sft"] for point in sweep.points] == ["sft", "sft"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "listed", "stage", "said"),
+    [
+        ([], [], "", "A sweep needs a grid"),
+        (["sft.num_epochs=2"], [], "", "give a list of values, as sft.num_epochs=\\[1,2\\]"),
+        (["sft.num_epoch=[1,2]"], [], "", "(?s)Point 1 .*no such key.*num_epochs"),
+        (["sft.num_epochs=[1,-2]"], [], "", "Point 2 \\(sft.num_epochs=-2\\)"),
+        (["store.url=[a,b]"], [], "", "'store.url' belongs to the sweep as a whole"),
+        (["sft.seed=[1,2]"], [["sft.seed=3"]], "", "Point 1 sets an option twice"),
+        (["sft.seed=[1,2]"], [], "eval_sft", "Stage eval_sft is of kind eval"),
+        (["seed=[1,2]"], [], "", "No point sets an option of a stage"),
+        (["sft.seed=[1,2]", *(f"sft.x{n}=[1,2]" for n in range(9)), "sft.y=[1,2]"], [], "", "1000 is the limit"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_anything_starts(file, grid, listed, stage, said):
+    with pytest.raises(ConfigError, match=said):
+        make_sweep(file, "tiny", [], grid, listed, stage)

@@ -1,0 +1,100 @@
+"""A sweep as a run: looked up in the store, compared, its page. Stages are published by hand."""
+
+import json
+
+import pytest
+import yaml
+
+from nanodag.errors import ConfigError
+from nanodag.runs import result_of
+from nanodag.stage import key_of
+from nanodag.store import Store
+from nanodag.sweep.findings import conclude
+from nanodag.sweep.run import begin_sweep, find_built
+from tests.flow.conftest import STAGES
+from tests.nightly.nights import FACTS, publish_eval
+
+SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "", "flow_run": ""}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("hello\n" * 100)
+    presets = {"tiny": {"stages": STAGES}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": presets}, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
+    for name in ("NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def build(run, project, answers):
+    """Publish every stage of a run under its key; an eval has the answers that are given for its model's seed."""
+    results = {}
+    for stage in run.to_do:
+        config = run.pipeline.stages[stage]
+        inputs = {label: results[source] for label, source in config.inputs.items()}
+        key, _ = key_of(run, config, inputs)
+        folder = project / "made" / key
+        (folder / "files").mkdir(parents=True)
+        if config.kind == "eval":
+            model = run.pipeline.stages[config.inputs["model"]]
+            score = publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
+            assert score["value"] >= 0
+        else:
+            (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed}")
+        (folder / "records").mkdir()
+        lines = [json.dumps({"step": n, "loss": 3.0 / n + config.seed}) for n in range(1, 20)]
+        (folder / "records" / "metrics.jsonl").write_text("\n".join(lines))
+        facts = {**FACTS, "metrics": {"loss": 1.0 + config.seed, "steps": 4}, "cost": {"seconds": 2.0}}
+        artifact = run.store.publish(
+            key, folder / "files", records=folder / "records", kind=config.kind, stage=stage, **facts
+        )
+        results[stage] = result_of(stage, artifact, was_found=False)
+    return results
+
+
+def test_what_another_run_built_is_found_and_the_rest_is_to_do(project):
+    _, first = begin_sweep("first", grid=["sft.seed=[1,2]"], **SWEEP)
+    assert find_built(first) == {}
+    build(first, project, {1: [1] * 10, 2: [1] * 10})
+    first.close()
+    _, second = begin_sweep("second", grid=["sft.seed=[2,3]"], **SWEEP)
+    found = find_built(second)
+    assert set(second.to_do) - set(found) == {"sft-2", "eval_sft-2"}, "point 2 is seed 3"
+    record = second.store.read_run("second")["stages"]
+    assert record["sft-1"]["state"] == "found" and record["sft-2"]["state"] == "waiting"
+    assert found["sft-1"].digest == record["sft-1"]["digest"] and all(result.was_found for result in found.values())
+
+
+def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_time(project):
+    sweep, run = begin_sweep("s", grid=["sft.seed=[1,2,3]"], **SWEEP)
+    answers = {1: [1] * 50 + [0] * 50, 2: [1] * 90 + [0] * 10, 3: [1] * 40 + [0] * 60}
+    results = build(run, project, answers)
+    found = conclude(sweep, run, results)
+    rows = [line for line in found.markdown.splitlines() if line.startswith(("| 1", "| 2", "| 3"))]
+    assert [row[2] for row in rows] == ["2", "1", "3"], "best first"
+    assert "90.0 (+40.0, +30" in rows[0] and "50.0 (48.0 to 52.0)" in rows[1]
+    assert "sft.seed" in found.markdown and "3 stages" not in found.markdown
+    page = found.page.read_text()
+    assert page.count("<svg") == 2 and "What the options do" in page and "Training loss" in page
+    entry = run.store.read_run("s")["stages"]["comparison"]
+    assert conclude(sweep, run, results).page == found.page
+    assert run.store.read_run("s")["stages"]["comparison"]["attempt"] == entry["attempt"], "not drawn again"
+
+
+def test_a_point_that_failed_is_a_row_that_says_so(project):
+    sweep, run = begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
+    results = build(run, project, {1: [1] * 10, 2: [1] * 10})
+    del results["sft-2"], results["eval_sft-2"]
+    text = conclude(sweep, run, results).markdown
+    assert "| 2 | 2 |  | failed |" in text and "points, 1 of them failed" in text
+
+
+def test_a_runs_name_is_no_sweeps(project):
+    Store(project / "store").write_run("r", {"run": "r", "created": 0.0, "stages": {}})
+    with pytest.raises(ConfigError, match="that is no sweep"):
+        begin_sweep("r", grid=["sft.seed=[1,2]"], **SWEEP)
+    with pytest.raises(ConfigError, match="Sweep name 'nightly-x'"):
+        begin_sweep("nightly-x", grid=["sft.seed=[1,2]"], **SWEEP)
