@@ -253,6 +253,10 @@ class RLStage(StageBase):
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
     max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.schedule).
+    partial_rollout_tokens: responses are written in segments of so many tokens; when a step has enough groups of those
+    under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: whether tokens
+    of earlier steps are masked, or trained while max_staleness allows it, with rollouts then generated one step less
+    ahead.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: they are waited for, ended, begun again from their tokens with the new weights, or go on as they
@@ -277,6 +281,8 @@ class RLStage(StageBase):
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     sync_check_every: int = operational(20, ge=0)
     max_staleness: int = Field(0, ge=0)
+    partial_rollout_tokens: int = Field(0, ge=0)
+    partial_rollouts: Literal["mask", "correct"] = "mask"
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     over_sampling: int = Field(0, ge=0)
@@ -365,6 +371,16 @@ class RLStage(StageBase):
         if self.dual_clip and self.policy_loss in ("gspo", "cispo", "sapo", "reinforce"):
             raise ValueError(f"policy_loss {self.policy_loss} has no dual_clip; leave it out, or use ppo_clip")
         self._check_off_policy()
+        if self.partial_rollout_tokens and not self.over_sampling:
+            raise ValueError(
+                f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
+                f"way at once, more than prompts_per_step {self.prompts_per_step}"
+            )
+        if self.partial_rollouts == "correct" and not (self.partial_rollout_tokens and self.max_staleness):
+            raise ValueError(
+                f"partial_rollouts: correct trains tokens of earlier steps: it needs partial_rollout_tokens (found "
+                f"{self.partial_rollout_tokens}) and max_staleness (found {self.max_staleness}) above 0"
+            )
         for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss)):
             entries.import_path(kind, name)
         self._check_reward()

@@ -91,7 +91,8 @@ class Controller:
         schedule = Schedule(
             self,
             num_steps=self._config.num_steps,
-            lag=self._config.max_staleness,
+            # a token carried over once is a step older than what is generated beside it
+            lag=self._config.max_staleness - (self._config.partial_rollouts == "correct"),
             is_exact=self._config.sampler.deterministic,
             position=position or Position(),
             timed=self._stopwatch.timed,
@@ -122,7 +123,8 @@ class Controller:
 
     async def generate(self, step: int) -> Harvest:
         """What a step will train on."""
-        harvest = await self._generator.step(self._cursor, step)
+        with self._stopwatch.timed("generate"):
+            harvest = await self._generator.step(self._cursor, step)
         if stop_requested():  # the signal may have ended what computes rewards
             raise Stopped
         self._used_up = self._cursor.state_dict()
@@ -157,14 +159,15 @@ class Controller:
         self._count(harvest, values)
         self._records.ledger(step, harvest)
         sampled = sum(rollout.num_sampled for rollout in harvest.all_rollouts)
-        values |= {"sampled_tokens": sampled, "seconds_generate": harvest.seconds, "version": self._state["version"]}
-        self._values = values
+        values |= {"sampled_tokens": sampled, "seconds_generate": harvest.seconds, "carried_over": harvest.num_carried}
+        self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
-        seconds = self._stopwatch.taken()
+        seconds, spans = self._stopwatch.taken()
         rates = speeds(self._values, seconds, num_parameters=self._services.model.num_parameters)
         self._records.step(step, seconds, self._values | rates)
+        self._records.timeline(step, spans)
 
     async def publish(self, turn: int) -> None:
         """Write the trainer's weights to memory, for the samplers."""
@@ -203,7 +206,7 @@ class Controller:
         totals["sampled"] += sum(rollout.num_sampled for rollout in harvest.all_rollouts)
         totals["prompt"] += sum(len(prompt.token_ids) for prompt in harvest.prompts)
         totals["computed"] += values.get("computed_tokens", 0)
-        totals["empty_steps"] = 0 if harvest.kept else totals["empty_steps"] + 1
+        totals["empty_steps"] = 0 if harvest.kept or harvest.num_carried else totals["empty_steps"] + 1
         if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
             reasons = drop_counts([drop.reason for drop in harvest.dropped])
             raise StageFailed(

@@ -5,18 +5,19 @@ differ from run to run. The seed of a group depends on the stage's seed, the ste
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from nanodag.config.schema import RLStage
-from nanodag.errors import SamplerError, StageFailed
+from nanodag.errors import StageFailed
 from nanodag.rl import entries
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool
-from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
+from nanodag.rl.rollout import Rollout
+from nanodag.rl.segments import group_seed, is_unfinished, requests_for, rollouts_from
 from nanodag.rl.shaping import shaped
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
@@ -55,16 +56,13 @@ class Generator:
 
         Without over-sampling one wave of `prompts_per_step` prompts is generated, and what passes is trained. With it,
         waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
-        a wave that are not needed go back to the cursor.
+        a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
-        config, harvest, began = self._config, Harvest(), time.monotonic()
-        num_waves = WAVES_A_STEP if config.over_sampling else 1
-        for _ in range(num_waves):
-            prompts = cursor.take(config.over_sampling or config.prompts_per_step)
-            num_used = await self._wave(prompts, step, harvest)
-            cursor.give_back(prompts[num_used:])
-            if len(harvest.kept) == config.prompts_per_step:
-                break
+        harvest, began = Harvest(), time.monotonic()
+        if self._config.partial_rollout_tokens:
+            await self._rounds(cursor, step, harvest)
+        else:
+            await self._waves(cursor, step, harvest)
         _refuse_broken_rewards(harvest.all_rollouts)
         harvest.overlong = cursor.dropped_overlong()
         harvest.seconds = time.monotonic() - began
@@ -75,16 +73,52 @@ class Generator:
         params = SamplingParams(
             max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
         )
-        groups = await asyncio.gather(*(self._group(prompt, params, f"eval-{n}") for n, prompt in enumerate(prompts)))
+        requests = [requests_for(prompt, params, f"eval-{n}", segment=0) for n, prompt in enumerate(prompts)]
+        groups = await asyncio.gather(*map(self._group, prompts, requests))
         return [rollout for group in groups for rollout in group]
+
+    async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        """In each round every response of `over_sampling` groups gets a few more tokens; finished groups are judged in
+        prompt order, and new ones take their places, until enough are kept. The others go on in the next step."""
+        config = self._config
+        groups: list[Prompt] = []
+        num_drawn = 0
+        while len(harvest.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
+            new = cursor.take(config.over_sampling - len(groups))
+            num_drawn += len(new)
+            groups += new
+            requests = [self._requests(step, prompt) for prompt in groups]
+            answered = await asyncio.gather(*map(self._group, groups, requests))
+            groups = self._finished(groups, answered, harvest)
+        cursor.give_back(groups)
+        harvest.num_carried = sum(bool(prompt.begun) for prompt in groups)
+
+    def _finished(self, prompts: Sequence[Prompt], groups: Sequence[list[Rollout]], harvest: Harvest) -> list[Prompt]:
+        """Judge the finished groups as long as more are needed; returns the prompts of the others. What is finished and
+        not needed is generated again later, with fresher weights."""
+        rest = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            if any(map(is_unfinished, group)):
+                rest.append(replace(prompt, begun=tuple(group)))
+            elif len(harvest.kept) < self._config.prompts_per_step:
+                self._judge(replace(prompt, begun=()), group, harvest)
+            else:
+                rest.append(replace(prompt, begun=()))
+        return rest
+
+    async def _waves(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        config = self._config
+        for _ in range(WAVES_A_STEP if config.over_sampling else 1):
+            prompts = cursor.take(config.over_sampling or config.prompts_per_step)
+            num_used = await self._wave(prompts, step, harvest)
+            cursor.give_back(prompts[num_used:])
+            if len(harvest.kept) == config.prompts_per_step:
+                break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
         """Generate all, judge in order until enough are kept; returns how many were judged."""
-        rids = [f"step-{step}-{prompt.group_id}" for prompt in prompts]
-        tasks = [
-            asyncio.create_task(self._group(prompt, self._params(step, prompt), rid))
-            for prompt, rid in zip(prompts, rids, strict=True)
-        ]
+        requests = [self._requests(step, prompt) for prompt in prompts]
+        tasks = [asyncio.create_task(self._group(prompt, own)) for prompt, own in zip(prompts, requests, strict=True)]
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
@@ -93,12 +127,13 @@ class Generator:
                 self._judge(prompt, await task, harvest)
                 used += 1
         finally:
-            unfinished = [(task, rid) for task, rid in zip(tasks, rids, strict=True) if not task.done()]
-            for task, _ in unfinished:
+            given_up = [(task, own) for task, own in zip(tasks, requests, strict=True) if not task.done()]
+            for task, _ in given_up:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for _, rid in unfinished:
-            await self._sampler.abort(rid)
+        for _, own in given_up:
+            for request in own:
+                await self._sampler.abort(str(request.rid))
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
@@ -114,9 +149,9 @@ class Generator:
         harvest.kept.append((prompt, scored))
         harvest.failed += [rollout for rollout in group if rollout.reward is None]
 
-    def _params(self, step: int, prompt: Prompt) -> SamplingParams:
+    def _requests(self, step: int, prompt: Prompt) -> list[Request]:
         config = self._config
-        return SamplingParams(
+        params = SamplingParams(
             n=config.samples_per_prompt,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -125,11 +160,15 @@ class Generator:
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
+        rid = f"step-{step}-{prompt.group_id}"
+        return requests_for(prompt, params, rid, segment=config.partial_rollout_tokens)
 
-    async def _group(self, prompt: Prompt, params: SamplingParams, rid: str) -> list[Rollout]:
-        request = Request(input_ids=list(prompt.token_ids), params=params, rid=rid)
-        (completions,) = await self._sampler.generate([request])
-        rollouts = [self._rollout(prompt, index, found) for index, found in enumerate(completions)]
+    async def _group(self, prompt: Prompt, requests: Sequence[Request]) -> list[Rollout]:
+        """The group after these requests; with rewards, unless some of it is unfinished."""
+        answers = await self._sampler.generate(requests)
+        rollouts = rollouts_from(prompt, answers, longest=self._config.max_new_tokens)
+        if any(map(is_unfinished, rollouts)):
+            return rollouts
         futures = [self._pool.submit(prompt.record, self._answer(rollout)) for rollout in rollouts]
         scores = await asyncio.gather(*map(asyncio.wrap_future, futures))
         return [
@@ -137,42 +176,10 @@ class Generator:
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
 
-    def _rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
-        return Rollout(
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            sample_index=index,
-            spans=(prompt_span(prompt.token_ids), _sampled(completion)),
-            finish_reason=_finish_reason(completion),
-        )
-
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees: special tokens by name, without the one that ended it."""
         ids = rollout.sampled_token_ids
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
-
-
-def group_seed(seed: int, step: int, group_id: str) -> int:
-    """63 bits that depend on these three alone."""
-    digest = hashlib.blake2b(f"{seed}\0{step}\0{group_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _sampled(completion: Completion) -> Span:
-    return Span(
-        kind="sampled",
-        token_ids=tuple(completion.output_ids),
-        mask=(1,) * len(completion.output_ids),
-        logprobs=tuple(min(logprob, 0.0) for logprob in completion.logprobs),  # rounding may leave 1e-7
-        versions=tuple(int(version) for version in completion.token_versions()),
-    )
-
-
-def _finish_reason(completion: Completion) -> FinishReason:
-    found = completion.finish_reason
-    if found is None or found.type == "abort":
-        raise SamplerError(f"The sampler ended request {completion.rid}: {found.message if found else 'no reason'}.")
-    return found.type
 
 
 def _refuse_broken_rewards(rollouts: Sequence[Rollout]) -> None:

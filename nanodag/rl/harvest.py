@@ -29,13 +29,15 @@ class Harvest:
     """What was generated for one step.
 
     kept: groups to train on, in prompt order, without members whose reward failed, which are in `failed`; dropped: the
-    other groups that were judged; overlong: prompts that were passed over for their length; seconds: it took.
+    other groups that were judged; overlong: prompts that were passed over for their length; num_carried: groups that go
+    on in the next step; seconds: it took.
     """
 
     kept: list[tuple[Prompt, list[Rollout]]] = field(default_factory=list)
     failed: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     overlong: list[Prompt] = field(default_factory=list)
+    num_carried: int = 0
     seconds: float = 0.0
 
     @property
@@ -69,6 +71,7 @@ def write_harvest(path: Path, harvest: Harvest) -> None:
                 for d in harvest.dropped
             ],
             "overlong": [_prompt_record(prompt) for prompt in harvest.overlong],
+            "num_carried": harvest.num_carried,
             "seconds": harvest.seconds,
         },
     )
@@ -85,6 +88,7 @@ def read_harvest(path: Path) -> Harvest:
             for drop in saved["dropped"]
         ],
         overlong=[_prompt_from(prompt) for prompt in saved["overlong"]],
+        num_carried=saved["num_carried"],
         seconds=saved["seconds"],
     )
 

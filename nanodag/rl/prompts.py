@@ -8,12 +8,13 @@ once with its reason, and the ledger shows it.
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
+from nanodag.rl.rollout import Rollout, from_json, to_json
 from nanodag.tokenizer.chat import ChatRenderer
 
 Outcome = Literal["trained", "dropped"]
@@ -23,11 +24,13 @@ OVERLONG_IN_A_ROW = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of one pass over the data. record: canonical (nanodag.data.records). token_ids: what is sent."""
+    """One prompt of one pass over the data. record: canonical (nanodag.data.records). token_ids: what is sent. begun:
+    its rollouts, when some of them go on in a later step (nanodag.rl.segments)."""
 
     epoch: int
     record: Mapping[str, Any]
     token_ids: tuple[int, ...]
+    begun: tuple[Rollout, ...] = ()
 
     @property
     def prompt_id(self) -> str:
@@ -106,14 +109,20 @@ class PromptCursor:
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: the position in the data, and the prompts given back."""
-        waiting = [{"epoch": prompt.epoch, "record": dict(prompt.record)} for prompt in self._waiting]
+        """JSON values: the position in the data, and the prompts given back, with what was begun of them."""
+        waiting = [
+            {"epoch": prompt.epoch, "record": dict(prompt.record), "begun": [to_json(r) for r in prompt.begun]}
+            for prompt in self._waiting
+        ]
         return {"mixture": self._mixture.state_dict(), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called."""
         self._mixture.load_state_dict(state["mixture"])
-        self._waiting = deque(self._rendered(saved["epoch"], saved["record"]) for saved in state["waiting"])
+        self._waiting = deque(
+            replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
+            for saved in state["waiting"]
+        )
 
     def _draw(self) -> Prompt:
         for _ in range(OVERLONG_IN_A_ROW):

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from nanodag.rl.harvest import Harvest
 from nanodag.rl.metrics import rollout_metrics
 from nanodag.rl.prompts import OVERLONG, Ledger
 from nanodag.rl.rollout import Rollout, write_rollouts
+from nanodag.rl.stopwatch import Span
 from nanodag.worker import Job, MetricsLog
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Records:
                 path.unlink()
         _drop_evaluations(job.metrics_path, evaluated)
         self._metrics = MetricsLog(job, resume_step=resume_step)
+        self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
         self._ledger = Ledger(job.records / "ledger.jsonl", resume_step=resume_step)
 
     def rollouts(self, step: int, harvest: Harvest) -> str:
@@ -45,12 +47,16 @@ class Records:
         self._metrics.write(
             step,
             total=self._config.num_steps,
-            **{f"seconds_{name}": value for name, value in seconds.items()},
-            **values,
+            **{f"seconds_{name}": value for name, value in seconds.items()} | dict(values),
         )
         names = ("reward", "pass_rate", "response_tokens", "entropy")
         shown = {name: round(values[name], 4) for name in names if name in values}
         log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, seconds["step"])
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """What ended between the step before and this one, and when it began: a line of timeline.jsonl."""
+        self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
+        self._timeline.flush()
 
     def evaluation(self, step: int, rollouts: Sequence[Rollout], seconds: float) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
@@ -83,17 +89,22 @@ class Records:
         """Close every file."""
         self._metrics.close()
         self._ledger.close()
+        self._timeline.close()
 
 
 def _drop_evaluations(path: Path, evaluated: Container[str]) -> None:
     """Remove the lines of evaluations that are done again from metrics.jsonl."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
-    records = [json.loads(line) for line in lines]
-    kept = [
-        line
-        for line, record in zip(lines, records, strict=True)
-        if record["event"] != "eval" or str(record["step"]) in evaluated
-    ]
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    _filter_lines(path, lambda line: line["event"] != "eval" or str(line["step"]) in evaluated)
+
+
+def _kept_lines(path: Path, step: int) -> Path:
+    """The file, without lines of later steps."""
+    _filter_lines(path, lambda line: line["step"] <= step)
+    return path
+
+
+def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
+        kept = [line + "\n" for line in lines if is_kept(json.loads(line))]
+        path.write_text("".join(kept), encoding="utf-8")

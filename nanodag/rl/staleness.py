@@ -5,7 +5,6 @@ and before step k began. With `updates_per_step` above 1 a step makes several ve
 that trained nothing made none and does not count.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -13,8 +12,6 @@ from statistics import fmean
 from nanodag.errors import StageFailed
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.rollout import Rollout, Span
-
-log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"
 
@@ -36,7 +33,8 @@ def without_stale(harvest: Harvest, versions: Sequence[int], *, largest: int) ->
     """The harvest with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
     without any token left is dropped as `too_stale`.
 
-    Schedules keep to the cap, so this finds something only when a sampler had other weights than it was given.
+    The schedule keeps to the cap, so this finds something only in rollouts that were carried over from earlier steps,
+    or when a sampler had other weights than it was given.
     """
     oldest = min((v for _, group in harvest.kept for r in group for v in r.versions), default=versions[-1])
     if staleness_of(oldest, versions) <= largest:
@@ -48,20 +46,21 @@ def without_stale(harvest: Harvest, versions: Sequence[int], *, largest: int) ->
             kept.append((prompt, masked))
         else:
             dropped.append(Dropped(prompt, masked, TOO_STALE))
-    log.warning("Tokens of version %d and on are too stale to be trained and were masked.", oldest)
     return replace(harvest, kept=kept, dropped=dropped)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> dict[str, float]:
-    """Over the tokens that are trained: mean and largest staleness, in steps."""
-    found = [
-        staleness_of(version, versions)
-        for rollout in rollouts
-        for span in rollout.spans
-        for version, mask in zip(span.versions, span.mask, strict=True)
-        if mask
+    """Over the tokens that are trained: mean and largest staleness, in steps. masked_tokens: sampled tokens that are
+    not."""
+    pairs = [
+        pair for rollout in rollouts for span in rollout.spans for pair in zip(span.versions, span.mask, strict=True)
     ]
-    return {"staleness": fmean(found) if found else 0.0, "staleness_largest": float(max(found, default=0))}
+    found = [staleness_of(version, versions) for version, mask in pairs if mask]
+    return {
+        "staleness": fmean(found) if found else 0.0,
+        "staleness_largest": float(max(found, default=0)),
+        "masked_tokens": float(len(pairs) - len(found)),
+    }
 
 
 def _masked(rollout: Rollout, versions: Sequence[int], largest: int) -> Rollout:

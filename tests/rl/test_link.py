@@ -1,5 +1,6 @@
 """Controller and ranks notice each other's end, and hear each other's errors."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -49,10 +50,29 @@ def test_every_rank_is_asked_and_replies_come_in_rank_order(ranks):
     assert link.ask("say", word="hello") == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
 
 
-def test_an_error_of_a_rank_is_raised_by_its_kind(ranks):
+def test_replies_are_waited_for_beside_other_work(ranks):
     link, _ = ranks
+
+    async def ask() -> list:
+        link.send("say", word="hello")
+        worked = 0
+        replies = asyncio.ensure_future(link.replies())
+        while not replies.done():
+            worked += 1
+            await asyncio.sleep(0)
+        assert worked > 1
+        return await replies
+
+    for _ in range(2):
+        assert asyncio.run(ask()) == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_error_of_a_rank_is_raised_by_its_kind(ranks, beside):
+    link, _ = ranks
+    link.send("fail", rank=1)
     with pytest.raises(TrainingDiverged, match="Trainer rank 1: the loss is nan at step 3"):
-        link.ask("fail", rank=1)
+        asyncio.run(link.replies()) if beside else link.receive()
 
 
 def test_a_rank_that_is_killed_is_noticed_at_once(ranks):

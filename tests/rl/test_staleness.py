@@ -55,7 +55,11 @@ def test_a_version_that_the_trainer_has_not_reached_is_an_error():
 def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained():
     found = without_stale(harvest([rollout([0, 1, 2]), rollout([2, 2])]), [0, 1, 2], largest=1)
     assert masks(found) == [(0, 1, 1), (1, 1)] and not found.dropped
-    assert staleness_metrics(found.trained, [0, 1, 2]) == {"staleness": 0.25, "staleness_largest": 1.0}
+    assert staleness_metrics(found.trained, [0, 1, 2]) == {
+        "staleness": 0.25,
+        "staleness_largest": 1.0,
+        "masked_tokens": 1.0,
+    }
 
 
 def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason():
@@ -67,7 +71,7 @@ def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason()
 def test_what_is_fresh_enough_is_left_as_it_is():
     given = harvest([rollout([1, 2])])
     assert without_stale(given, [0, 1, 2], largest=1) is given
-    assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0}
+    assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0, "masked_tokens": 0.0}
 
 
 def test_a_harvest_that_waits_is_written_and_read_bit_for_bit(tmp_path):
@@ -76,6 +80,7 @@ def test_a_harvest_that_waits_is_written_and_read_bit_for_bit(tmp_path):
         failed=[rollout([1], reward=None, sample=2)],
         dropped=[Dropped(prompt("b"), [rollout([0])], "zero_spread")],
         overlong=[prompt("c")],
+        num_carried=3,
         seconds=0.25,
     )
     write_harvest(tmp_path / "harvest.json", given)

@@ -1,0 +1,108 @@
+"""From prompts to requests, and from what the samplers answer to rollouts. No torch here.
+
+With `partial_rollout_tokens` responses are written in segments of at most that many tokens. When a step has enough
+groups, the unfinished ones go on in the next step from where they were, with that step's weights, so that long ones do
+not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2.6.2; slime's --partial-rollout). How far one got depends
+on counts, never on time. Each token keeps the version that sampled it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from nanodag.errors import SamplerError
+from nanodag.rl.prompts import Prompt
+from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
+from nanodag.sampler.protocol import Completion, Request, SamplingParams
+
+
+def group_seed(seed: int, step: int, group_id: str) -> int:
+    """63 bits that depend on these three alone."""
+    digest = hashlib.blake2b(f"{seed}\0{step}\0{group_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def is_unfinished(rollout: Rollout) -> bool:
+    """Whether a rollout goes on in another step."""
+    return rollout.finish_reason == "abort"
+
+
+def requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: int) -> list[Request]:
+    """One request for all samples of a new prompt; one for each unfinished sample of a prompt that was begun.
+
+    params: of whole responses. segment: most tokens that a response gets now, 0 for all.
+    """
+    longest = params.max_new_tokens
+    assert longest is not None
+    if not prompt.begun:
+        params = params.model_copy(update={"max_new_tokens": min(segment or longest, longest)})
+        return [Request(input_ids=list(prompt.token_ids), params=params, rid=rid)]
+    requests = []
+    for rollout in filter(is_unfinished, prompt.begun):
+        own = {
+            "n": 1,
+            "max_new_tokens": min(segment, longest - rollout.num_sampled),
+            "sampling_seed": group_seed(params.sampling_seed or 0, rollout.sample_index, str(rollout.num_sampled)),
+        }
+        requests.append(
+            Request(
+                input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
+                params=params.model_copy(update=own),
+                rid=f"{rid}-{rollout.sample_index}",
+            )
+        )
+    return requests
+
+
+def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, longest: int) -> list[Rollout]:
+    """The group as it is after `answers` to its `requests_for`. longest: tokens of a whole response.
+
+    Raises SamplerError for a completion that the sampler gave up.
+    """
+    if not prompt.begun:
+        (completions,) = answers
+        begun = [_nothing_yet(prompt, index) for index in range(len(completions))]
+        return [_extended(rollout, found, longest) for rollout, found in zip(begun, completions, strict=True)]
+    following = iter(answers)
+    return [
+        _extended(rollout, next(following)[0], longest) if is_unfinished(rollout) else rollout
+        for rollout in prompt.begun
+    ]
+
+
+def _nothing_yet(prompt: Prompt, index: int) -> Rollout:
+    return Rollout(
+        group_id=prompt.group_id,
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        spans=(prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=())),
+        finish_reason="abort",
+    )
+
+
+def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
+    """The rollout with a completion's tokens added to its sampled span."""
+    prompt, before = rollout.spans
+    sampled = Span(
+        kind="sampled",
+        token_ids=(*before.token_ids, *completion.output_ids),
+        mask=(*before.mask, *(1 for _ in completion.output_ids)),
+        logprobs=(*before.logprobs, *(min(value, 0.0) for value in completion.logprobs)),  # rounding may leave 1e-7
+        versions=(*before.versions, *(int(version) for version in completion.token_versions())),
+    )
+    reason = _finish_reason(completion)
+    if reason == "length" and len(sampled.token_ids) < longest:
+        reason = "abort"
+    return Rollout(
+        group_id=rollout.group_id,
+        prompt_id=rollout.prompt_id,
+        sample_index=rollout.sample_index,
+        spans=(prompt, sampled),
+        finish_reason=reason,
+    )
+
+
+def _finish_reason(completion: Completion) -> FinishReason:
+    found = completion.finish_reason
+    if found is None or found.type == "abort":
+        raise SamplerError(f"The sampler ended request {completion.rid}: {found.message if found else 'no reason'}.")
+    return found.type

@@ -1,0 +1,69 @@
+"""What a stage leaves behind is there once, also where a process was killed between a checkpoint and its evaluation."""
+
+import json
+
+from nanodag.config.schema import RLStage
+from nanodag.rl.records import Records
+from nanodag.rl.stopwatch import Stopwatch
+from nanodag.worker import Job
+from tests.rl.test_staleness import rollout
+
+VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
+
+
+def job_in(folder) -> Job:
+    config = RLStage(kind="rl", data=["file:x"], tracking=[])
+    return Job(name="rl", run="test", config=config, inputs={}, workspace=folder)
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def leave(records: Records, steps: range) -> None:
+    for step in steps:
+        records.step(step, {"step": 1.0, "generate": 9.0}, VALUES)
+        records.timeline(step, [("train", 1.0, 2.0)])
+        records.evaluation(step, [rollout([0])], 0.1)
+    records.close()
+
+
+def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_there_once(tmp_path):
+    job = job_in(tmp_path)
+    leave(Records(job, resume_step=-1), range(1, 4))
+    records = Records(job, resume_step=2, evaluated={"1": 1.0})
+    found = lines(job.metrics_path)
+    assert [(line["event"], line["step"]) for line in found] == [("step", 1), ("eval", 1), ("step", 2)]
+    assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2]
+    leave(records, range(3, 4))
+    assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2, 3]
+
+
+def test_half_a_line_is_left_out(tmp_path):
+    job = job_in(tmp_path)
+    leave(Records(job, resume_step=-1), range(1, 3))
+    for path in (job.metrics_path, job.records / "timeline.jsonl"):
+        with path.open("a") as stream:
+            stream.write('{"event": "st')
+    Records(job, resume_step=2, evaluated={"1": 1.0, "2": 1.0}).close()
+    assert len(lines(job.metrics_path)) == 4 and len(lines(job.records / "timeline.jsonl")) == 2
+
+
+def test_seconds_of_the_rollouts_are_those_that_the_step_trained_on_not_those_generated_beside_it(tmp_path):
+    job = job_in(tmp_path)
+    leave(Records(job, resume_step=-1), range(1, 2))
+    line = lines(job.metrics_path)[0]
+    assert line["seconds_generate"] == 0.5 and line["seconds_step"] == 1.0
+
+
+def test_a_stopwatch_gives_sums_and_spans_once():
+    stopwatch = Stopwatch()
+    with stopwatch.timed("train"), stopwatch.timed("generate"):
+        pass
+    with stopwatch.timed("train"):
+        pass
+    seconds, spans = stopwatch.taken()
+    assert set(seconds) == {"train", "generate", "step"} and seconds["step"] >= seconds["train"]
+    assert [name for name, _, _ in spans] == ["generate", "train", "train"]
+    assert all(begin <= end for _, begin, end in spans)
+    assert set(stopwatch.taken()[0]) == {"step"} and stopwatch.taken()[1] == []

@@ -1,0 +1,59 @@
+"""A whole RL stage killed again and again: nothing is lost, nothing is trained twice, and it ends on the same bytes."""
+
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from nanodag.rl.prompts import read_ledger
+from tests.rl.stages import make_job, run, start
+from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
+
+STEPS = 10
+# Few answers begin with a letter: many groups have no spread, and are dropped.
+REWARD = "def vowels(prompt, completion):\n    return float(completion[:1].isascii() and completion[:1].isalpha())\n"
+
+
+def make_stage(folder, **values):
+    """Groups are dropped, and prompts given back, in nearly every step."""
+    folder.mkdir()
+    options = {"num_steps": STEPS, "checkpoint_every": 3, "eval_every": 4, "over_sampling": 3, "correction": "tis"}
+    job = make_job(folder, **(options | values))
+    (folder / "tiny_reward.py").write_text(REWARD)
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_staleness": 0},
+        {"max_staleness": 1},
+        {"max_staleness": 3, "updates_per_step": 2},
+        {"max_staleness": 1, "partial_rollout_tokens": 3},
+        {"max_staleness": 2, "partial_rollout_tokens": 3, "partial_rollouts": "correct"},
+    ],
+)
+def test_every_prompt_is_trained_once_or_dropped_once_and_the_bytes_are_the_same(tmp_path, values):
+    undisturbed = make_stage(tmp_path / "undisturbed", **values)
+    run(undisturbed)
+    job = make_stage(tmp_path / "killed", **values)
+    moment = random.Random(os.getpid())
+    for step in (0, moment.randint(1, 2), moment.randint(3, 6), moment.randint(7, 9)):
+        process = start(job)
+        if step:
+            wait_for_step(job, process, step)
+        time.sleep(moment.random() * (0.5 if step else 5.0))
+        end_group(process)
+    run(job)
+    same_in_the_end(job, undisturbed)
+    lines = read_ledger(job.records / "ledger.jsonl")
+    found = Counter((line["epoch"], line["prompt_id"]) for line in lines)
+    assert max(found.values()) == 1
+    names = {prompt_id for _, prompt_id in found}
+    assert {prompt_id for epoch, prompt_id in found if epoch == 0} == names and len(names) == 8
+    assert {line["outcome"] for line in lines} == {"trained", "dropped"}
+    assert all(line["reason"] == ("" if line["outcome"] == "trained" else "zero_spread") for line in lines)
