@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 BLOCK_BYTES = 256 << 20
 CHUNK_ELEMENTS = 1 << 18  # 1 MiB in float32: stays in a CPU core's second-level cache (measured: best of 2^16 to 2^22)
 IGNORED = -100
+# Tokens that carry loss are taken in multiples of this. A CPU's matmul library compiles a kernel for each new shape and
+# keeps it (5 MB for a bfloat16 head): a different number of tokens in every batch took 90 MB more at every step.
+ROW_UNIT = 256
 
 
 def selected_logprobs(
@@ -120,7 +124,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, block_bytes: int) -> Tensor:
         rows = torch.nonzero(targets != IGNORED).squeeze(1)
         dense = rows.numel() == targets.numel()
-        used, labels = (hidden, targets) if dense else (hidden[rows], targets[rows])
+        used, labels, is_real = (hidden, targets, None) if dense else _rounded_up(hidden, targets, rows)
         needs_gradient = any(ctx.needs_input_grad)
         gradients = _Gradients(used, weight, *ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -132,17 +136,20 @@ class _CrossEntropySum(torch.autograd.Function):
                 highest = scores.amax(1, keepdim=True)
                 exponentials = scores.sub_(highest).exp_()
                 sums = exponentials.sum(1, keepdim=True)
-                total += (sums.log() + highest - selected).sum()
+                losses = sums.log() + highest - selected
+                total += (losses if is_real is None else losses * is_real[chunk]).sum()
                 if needs_gradient:
                     d_scores = exponentials.div_(sums)
                     d_scores.scatter_add_(1, labels[chunk, None], torch.full_like(sums, -1.0))
+                    if is_real is not None:
+                        d_scores.mul_(is_real[chunk])
                     logits[_within(block, chunk)] = d_scores  # the logits are not needed again
             if needs_gradient:
                 gradients.add(block, logits)
         if needs_gradient:
             d_hidden, d_weight = gradients.result()
             if not dense and d_hidden is not None:
-                d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
+                d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden[: rows.numel()])
             ctx.save_for_backward(d_hidden, d_weight)
         return total
 
@@ -172,6 +179,15 @@ class _Gradients:
         if self._weight_wanted and self._d_weight is None:  # there was no token
             self._d_weight = torch.zeros_like(self._weight)
         return self._d_hidden, None if self._d_weight is None else self._d_weight.to(self._weight.dtype)
+
+
+def _rounded_up(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The chosen rows of both and as many zeros as ROW_UNIT asks for; and (M, 1) float32, 1 for a row that is real."""
+    count = rows.numel()
+    padding = min(-count % ROW_UNIT, targets.numel() - count)
+    used = functional.pad(hidden[rows], (0, 0, 0, padding))
+    is_real = functional.pad(used.new_ones((count, 1), dtype=torch.float32), (0, 0, 0, padding))
+    return used, functional.pad(targets[rows], (0, padding)), is_real
 
 
 def _blocks(num_tokens: int, weight: Tensor, block_bytes: int) -> list[slice]:
