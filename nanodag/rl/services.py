@@ -52,7 +52,7 @@ class Services:
             )
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
-        self.sync_folder = sync_folder(job.workspace, self.model.num_bytes)
+        self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
         self._servers: list[Server] = []
         self.link = RankLink(int(self._config.resources.num_ranks))
 
@@ -246,11 +246,11 @@ def _tensor_sizes(file: Path) -> list[int]:
     return sizes
 
 
-def sync_folder(workspace: Path, model_bytes: int) -> Path:
-    """Where weights pass from trainer to sampler: in memory where there is room for two copies in float32, else in the
-    workspace. The name depends on the workspace alone, so a restart finds and removes what a killed process left."""
+def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:
+    """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
+    workspace. num_copies: what samplers have, and what waits for them. The name depends on the workspace alone, so a restart finds and removes what a killed process left."""
     name = "nanodag-" + hashlib.blake2b(str(workspace.resolve()).encode(), digest_size=8).hexdigest()
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 4 * model_bytes:
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
         return SHARED_MEMORY / name
     return workspace / "sync"
 
