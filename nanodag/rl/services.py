@@ -248,7 +248,10 @@ def _tensor_sizes(file: Path) -> list[int]:
 
 def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:
     """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
-    workspace. num_copies: what samplers have, and what waits for them. The name depends on the workspace alone, so a restart finds and removes what a killed process left."""
+    workspace. num_copies: what samplers have, and what waits for them.
+
+    The name depends on the workspace alone, so a restart finds and removes what a killed process left.
+    """
     name = "nanodag-" + hashlib.blake2b(str(workspace.resolve()).encode(), digest_size=8).hexdigest()
     if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
         return SHARED_MEMORY / name
