@@ -141,8 +141,6 @@ class _CrossEntropySum(torch.autograd.Function):
                 if needs_gradient:
                     d_scores = exponentials.div_(sums)
                     d_scores.scatter_add_(1, labels[chunk, None], torch.full_like(sums, -1.0))
-                    if is_real is not None:
-                        d_scores.mul_(is_real[chunk])
                     logits[_within(block, chunk)] = d_scores  # the logits are not needed again
             if needs_gradient:
                 gradients.add(block, logits)
@@ -182,7 +180,10 @@ class _Gradients:
 
 
 def _rounded_up(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The chosen rows of both and as many zeros as ROW_UNIT asks for; and (M, 1) float32, 1 for a row that is real."""
+    """The chosen rows of both and as many zeros as ROW_UNIT asks for; and (M, 1) float32, 1 for a row that is real.
+
+    What is added has no part in the weight's gradient, because its hidden state is 0.
+    """
     count = rows.numel()
     padding = min(-count % ROW_UNIT, targets.numel() - count)
     used = functional.pad(hidden[rows], (0, 0, 0, padding))
