@@ -99,6 +99,12 @@ def plan(store: Store, policy: Policy) -> Plan:
             items.append(Item(what="attempt", name=f"{key}/{attempt}", num_bytes=_bytes(artifact), why=why))
     items += _workspaces(store, staying)
     items += _copies(store, attempts, kept)
+    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    items += [
+        Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run goes on with these checkpoints")
+        for key in store.mirrored()
+        if key not in unfinished
+    ]
     items += [
         Item(what="leftover", name=name, num_bytes=size, why="its writer was killed")
         for name, size in store.leftovers().items()

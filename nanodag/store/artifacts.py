@@ -6,6 +6,7 @@ Layout:
     <store>/artifacts/<key>/<attempt>/files/...         the product; its content digest feeds downstream keys
     <store>/artifacts/<key>/<attempt>/records/...       logs and metrics; hashed, but not part of the content digest
     <store>/runs/<run>.json                             what a run asked for and which artifact each stage took
+    <store>/checkpoints/<key>/<step>/...                checkpoints of a stage under way, mirrored to a remote store
     <store>/damaged/                                    attempts that `nanodag verify --set-aside` took out of the way
     <local>/work/<key>/                                 workspace of a stage under way (always local)
     <local>/locks/                                      who builds what on this host
@@ -28,6 +29,7 @@ from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, Store
 from nanodag.store.files import files_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
+from nanodag.store.mirror import Mirror
 from nanodag.store.places import LocalPlace
 from nanodag.store.remote import RemotePlace
 
@@ -180,6 +182,18 @@ class Store:
         )
         last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
         return self._place.put(artifact, parts, last + 1)
+
+    # ---- checkpoints of stages under way, where the store is remote (nanodag.store.mirror)
+
+    def mirror(self, key: str, folder: Path) -> Mirror:
+        """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
+        if not isinstance(self._place, RemotePlace):
+            raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
+        return Mirror(self._place, _safe(key), folder)
+
+    def mirrored(self) -> list[str]:
+        """Keys whose checkpoints are mirrored."""
+        return sorted(n for n in self._place.names("checkpoints") if _SAFE_NAME.fullmatch(n))
 
     # ---- taking away (what decides what goes: nanodag.retention)
 

@@ -87,7 +87,7 @@ def parse_manifest(text: str, *, key: str, attempt: str) -> Artifact:
     if (artifact.key, artifact.attempt) != (key, attempt):
         raise CorruptArtifact(f"Artifact {where} has the manifest of {artifact.folder}.")
     for name in [*artifact.files, *artifact.records]:
-        if not _is_inside(name):
+        if not is_inside(name):
             raise CorruptArtifact(f"Artifact {where} names the file {name!r}, which lies outside of it.")
     if artifact.digest != digest:
         raise CorruptArtifact(f"Artifact {where}: its {MANIFEST} has a digest that is not that of its files.")
@@ -126,7 +126,7 @@ def _sha256(facts: Mapping[str, Any]) -> str:
     return found
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
     """True for a relative path in its plain form: no `..`, `.`, `//`, backslash or NUL."""
     path = PurePosixPath(name)
     return path.as_posix() == name != "." and not path.is_absolute() and not {"..", "\\", "\0"} & {*path.parts, *name}

@@ -111,7 +111,7 @@ class RemotePlace:
             for name, facts in getattr(artifact, part).items():
                 target = folder / part / name
                 if not target.is_file() or target.is_symlink() or target.stat().st_size != facts["bytes"]:
-                    self._pull(f"{artifact.folder}/{part}/{name}", target)
+                    self.pull(f"{artifact.folder}/{part}/{name}", target)
         write_bytes(folder / MANIFEST, manifest_text(artifact).encode())
         return folder
 
@@ -120,7 +120,8 @@ class RemotePlace:
         (self._cache / artifact.key / artifact.attempt / path).unlink(missing_ok=True)
         return True
 
-    def _pull(self, path: str, target: Path) -> None:
+    def pull(self, path: str, target: Path) -> None:
+        """Bring a file here; it is whole when it has its name. Raises CorruptArtifact when there is none."""
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = self._cache / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -138,7 +139,7 @@ class RemotePlace:
         for part, folder in parts.items():
             for name in getattr(placed, part):
                 assert folder is not None
-                self._push(folder / name, f"{placed.folder}/{part}/{name}")
+                self.push(folder / name, f"{placed.folder}/{part}/{name}")
         arrived = self.listing(placed.folder)
         for part in PARTS:
             for name, facts in getattr(placed, part).items():
@@ -150,13 +151,16 @@ class RemotePlace:
         self.write_text(f"{placed.folder}/{MANIFEST}", manifest_text(placed))
         return placed
 
-    def _push(self, source: Path, path: str) -> None:
+    def push(self, source: Path, path: str) -> None:
+        """Copy a file there. Raises StoreError when that fails, FileNotFoundError when there is no `source`."""
         target = f"{self._root}/{path}"
         with self._asking(f"Writing {path}"):
             try:
                 self._make_parent(target)
                 self._fs.put_file(str(source), target)
             except FileNotFoundError as error:
+                if not source.is_file():
+                    raise
                 raise StoreError(f"Writing {path} into {self._url} failed: {error}. Is there such a bucket?") from error
 
     def hide(self, key: str, attempt: str) -> str:

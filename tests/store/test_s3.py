@@ -124,7 +124,7 @@ def test_a_damaged_attempt_gives_way_to_the_one_before(store, product, damage):
 
 def test_random_kills_leave_no_corrupt_read(server, tmp_path):
     command = [sys.executable, str(PUBLISHING), f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path), "6", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "LONGEST_S": "1.5"}
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

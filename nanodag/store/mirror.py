@@ -1,0 +1,128 @@
+"""Checkpoints of a stage under way, copied to a remote store while it works, so that another machine can go on with it.
+
+A thread of the process that started the worker does it, at low priority: the worker knows nothing of it and waits for
+nothing. Below <store>/checkpoints/<key>/ lies one folder a step; its checkpoint.json is copied last.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from nanodag.errors import CorruptArtifact, StoreError
+from nanodag.store.checkpoints import MANIFEST, Checkpoints, verify_checkpoint
+from nanodag.store.manifest import is_inside
+from nanodag.store.remote import RemotePlace
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+NICENESS = 10
+_STEP = re.compile(r"step-\d{8}")
+
+
+class Mirror:
+    """Copies the newest checkpoint of a folder whenever there is a newer one. Use as a context around the worker.
+
+    A copy that fails is said in a warning and tried again; the stage goes on. When the context is left, what is newest
+    then is copied before; call `drop` once the stage's result is published.
+    """
+
+    def __init__(self, place: RemotePlace, key: str, folder: Path, *, poll_s: float = POLL_S) -> None:
+        self._place, self._home, self._folder, self._poll_s = place, f"checkpoints/{key}", folder, poll_s
+        self._copied = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_copying, name="checkpoint mirror", daemon=True)
+
+    def __enter__(self) -> "Mirror":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def restore(self) -> int | None:
+        """Bring the newest mirrored checkpoint here when there is no valid one; returns the step it brought.
+
+        Each is verified before it counts; a damaged one is named in a warning and the one before is tried.
+        """
+        if Checkpoints(self._folder).newest_valid() is not None:
+            return None
+        for name in reversed(self._steps()):
+            try:
+                step = self._bring(name)
+            except FileNotFoundError:  # copied in part
+                continue
+            except CorruptArtifact as error:
+                log.warning("%s Going back to the mirrored checkpoint before it.", error)
+                continue
+            log.info("Going on from the mirrored checkpoint of step %d.", step)
+            return step
+        return None
+
+    def drop(self) -> None:
+        """Remove what was mirrored."""
+        self._place.clear(self._home)
+
+    def copy_newest(self) -> bool:
+        """Copy the newest committed checkpoint, then remove older copies; False when that was done already, or when the
+        checkpoint went away meanwhile, for a newer one."""
+        names = (
+            sorted(p.name for p in self._folder.iterdir() if _STEP.fullmatch(p.name)) if self._folder.is_dir() else []
+        )
+        if not names or names[-1] == self._copied:
+            return False
+        source, target = self._folder / names[-1], f"{self._home}/{names[-1]}"
+        try:
+            text = (source / MANIFEST).read_text(encoding="utf-8")
+            for name in json.loads(text)["files"]:
+                self._place.push(source / name, f"{target}/{name}")
+        except FileNotFoundError:
+            return False
+        self._place.write_text(f"{target}/{MANIFEST}", text)
+        self._copied = names[-1]
+        for name in self._steps():
+            if name != self._copied:
+                self._place.clear(f"{self._home}/{name}")
+        return True
+
+    def _steps(self) -> list[str]:
+        return sorted(name for name in self._place.names(self._home) if _STEP.fullmatch(name))
+
+    def _bring(self, name: str) -> int:
+        text = self._place.read_text(f"{self._home}/{name}/{MANIFEST}")
+        try:
+            files = list(json.loads(text)["files"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptArtifact(f"Mirrored checkpoint {name} has no readable {MANIFEST} ({error}).") from error
+        temporary = self._folder / f"{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for file in files:
+            if not is_inside(file):
+                raise CorruptArtifact(f"Mirrored checkpoint {name} names the file {file!r}, which lies outside of it.")
+            self._place.pull(f"{self._home}/{name}/{file}", temporary / file)
+        (temporary / MANIFEST).write_text(text, encoding="utf-8")
+        step = verify_checkpoint(temporary)
+        shutil.rmtree(self._folder / name, ignore_errors=True)  # a damaged one, or it would not be asked for
+        os.rename(temporary, self._folder / name)
+        return step
+
+    def _keep_copying(self) -> None:
+        if hasattr(os, "setpriority"):  # on Linux this is the thread's alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            is_last = self._ended.wait(self._poll_s)
+            try:
+                self.copy_newest()
+            except StoreError as error:
+                log.warning("The newest checkpoint is not mirrored: %s", error)
+            if is_last:
+                return

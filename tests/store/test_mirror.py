@@ -1,0 +1,85 @@
+"""Checkpoints of a stage under way on a remote store: another machine goes on from the newest whole one."""
+
+import logging
+
+import pytest
+
+from nanodag.errors import StoreError
+from nanodag.retention import Policy, free, plan
+from nanodag.store import Checkpoints, Store
+from tests.store.making import KEY
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"memory://mirror-{tmp_path.name}", local=tmp_path / "here")
+
+
+def save(checkpoints, step):
+    folder = checkpoints.begin(step)
+    (folder / "rank-0").mkdir()
+    (folder / "rank-0" / "state").write_text(f"state of {step}")
+    checkpoints.commit(step)
+
+
+def copies(store):
+    return store._place.names(f"checkpoints/{KEY}")
+
+
+def test_another_machine_goes_on_from_the_newest(store, tmp_path):
+    here = Checkpoints(tmp_path / "a")
+    with store.mirror(KEY, here.path):
+        save(here, 10)
+        save(here, 20)
+    assert copies(store) == ["step-00000020"]
+    there = store.mirror(KEY, tmp_path / "b")
+    assert there.restore() == 20
+    step, folder = Checkpoints(tmp_path / "b").newest_valid()
+    assert (step, (folder / "rank-0" / "state").read_text()) == (20, "state of 20")
+    assert there.restore() is None, "what is here already is not brought again"
+    there.drop()
+    assert copies(store) == [] and store.mirror(KEY, tmp_path / "c").restore() is None
+
+
+def test_a_damaged_or_half_copied_one_gives_way_to_the_one_before(store, tmp_path, caplog):
+    here, mirror = Checkpoints(tmp_path / "a"), store.mirror(KEY, tmp_path / "a")
+    save(here, 10)
+    assert mirror.copy_newest() and not mirror.copy_newest()
+    for step, text in ((20, '{"step": 20, "files": {"../../x": {}}}'), (30, "{")):
+        store._place.write_text(f"checkpoints/{KEY}/step-{step:08d}/checkpoint.json", text)
+    store._place.write_text(f"checkpoints/{KEY}/step-00000040/rank-0/state", "half")
+    with caplog.at_level(logging.WARNING):
+        assert store.mirror(KEY, tmp_path / "b").restore() == 10
+    assert "lies outside" in caplog.text and "no readable checkpoint.json" in caplog.text
+    store._place.write_text(f"checkpoints/{KEY}/step-00000010/rank-0/state", "state of 11")
+    assert store.mirror(KEY, tmp_path / "c").restore() is None
+    assert Checkpoints(tmp_path / "c").newest_valid() is None
+
+
+def test_a_store_that_is_away_does_not_end_the_stage(store, tmp_path, monkeypatch, caplog):
+    here = Checkpoints(tmp_path / "a")
+    save(here, 10)
+
+    def away(source, path):
+        raise StoreError("the network is away")
+
+    monkeypatch.setattr(store._place, "push", away)
+    with caplog.at_level(logging.WARNING):
+        with store.mirror(KEY, here.path):
+            pass
+    assert "not mirrored: the network is away" in caplog.text and copies(store) == []
+
+
+def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
+    save(Checkpoints(tmp_path / "a"), 10)
+    assert store.mirror(KEY, tmp_path / "a").copy_newest()
+    store.write_run("r", {"stages": {"s": {"key": KEY, "state": "stopped"}}})
+    assert plan(store, Policy()).items == ()
+    store.remove_run("r")
+    free(store, plan(store, Policy()).items, settle_s=0)
+    assert copies(store) == []
+
+
+def test_a_local_store_has_nothing_to_mirror(tmp_path):
+    with pytest.raises(StoreError, match="is local"):
+        Store(tmp_path / "s").mirror(KEY, tmp_path / "a")
