@@ -1,0 +1,22 @@
+"""The automation that marks dead runs, as the server keeps it. That it does so is tested in tests/browser."""
+
+import pytest
+from prefect.client.orchestration import get_client
+
+from flows import crashed
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+def test_it_is_registered_once_however_often_the_serving_process_starts():
+    with get_client(sync_client=True) as client:
+        for _ in range(2):
+            crashed.register(client)
+        found = client.read_automations_by_name(crashed.NAME)
+    assert len(found) == 1 and found[0].enabled
+    assert found[0].trigger.within == crashed.WITHIN
+    assert [action.state.value for action in found[0].actions] == ["CRASHED"]
+
+
+def test_a_dead_run_is_marked_within_two_minutes_of_its_last_heartbeat():
+    assert crashed.WITHIN.total_seconds() + 30 <= 120, "the window, and a heartbeat that was still to come"
