@@ -1,10 +1,11 @@
 """Carries out one stage: compute its key, look it up, else launch its worker and publish what it made."""
 
+import contextlib
 import importlib.util
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,21 +165,36 @@ class _Build:
             self.waited_s = time.monotonic() - asked
             run.note(self._name, state="running", started=time.time(), key=self._key, workspace=str(job.workspace))
             log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
-            result = run_worker(
-                kind.module,
-                job,
-                num_ranks=num_ranks if kind.has_ranks else 1,
-                threads=int(stage.resources.threads),
-                device=device,
-                gpus=named_gpus(held.numbers) if device == "cuda" else "",
-                niceness=kind.niceness,
-                hold=(self._lock, *held.descriptors),
-                stop=run.stop,
-                on_line=on_line,
-                on_metrics=on_metrics,
-                timeout_s=stage.timeout_s,
-            )
-        return self._publish(job, result)
+            with self._mirrored(job):
+                result = run_worker(
+                    kind.module,
+                    job,
+                    num_ranks=num_ranks if kind.has_ranks else 1,
+                    threads=int(stage.resources.threads),
+                    device=device,
+                    gpus=named_gpus(held.numbers) if device == "cuda" else "",
+                    niceness=kind.niceness,
+                    hold=(self._lock, *held.descriptors),
+                    stop=run.stop,
+                    on_line=on_line,
+                    on_metrics=on_metrics,
+                    timeout_s=stage.timeout_s,
+                )
+        artifact = self._publish(job, result)
+        if run.pipeline.store.mirror_checkpoints:
+            run.store.mirror(self._key, job.checkpoints).drop()
+        return artifact
+
+    @contextlib.contextmanager
+    def _mirrored(self, job: Job) -> Iterator[None]:
+        """Go on from mirrored checkpoints, and mirror new ones while the worker works, where that is asked for."""
+        if not self._run.pipeline.store.mirror_checkpoints:
+            yield
+            return
+        mirror = self._run.store.mirror(self._key, job.checkpoints)
+        mirror.restore()
+        with mirror:
+            yield
 
     def _job(self) -> Job:
         store = self._run.store

@@ -477,10 +477,18 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 
 class StoreConfig(Section):
     """url: a local path or an fsspec URL. local: workspaces and cache when the store is remote, `auto` for
-    ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory."""
+    ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory.
+    mirror_checkpoints: copy those of stages under way to a remote store, so that another machine can go on."""
 
     url: str = "store"
     local: str = "auto"
+    mirror_checkpoints: bool = False
+
+    @model_validator(mode="after")
+    def _has_somewhere_to_mirror(self) -> "StoreConfig":
+        if self.mirror_checkpoints and ("://" not in self.url or self.url.startswith("file://")):
+            raise ValueError(f"mirror_checkpoints needs a remote store; in {self.url} checkpoints are there already")
+        return self
 
 
 class ServerConfig(Section):
