@@ -130,12 +130,15 @@ def _stage_cells(name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_run(store: Store, name: str) -> dict[str, Any]:
-    """The record of the run whose name is, or begins with, `name`; of the newest one when that is empty.
+    """The record of the run whose name is, or begins with, `name`; when that is empty, of the newest one that is no
+    night and no sweep.
 
     Raises ArtifactNotFound when none does, or several do.
     """
-    names = store.runs()
-    matching = names[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    records = store.records_of_runs()
+    names = list(records)
+    plain = [n for n in names if "nightly" not in records[n] and "sweep" not in records[n]]
+    matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
     if len(matching) != 1:
         which = ", ".join((matching or names)[-5:]) or "none yet"
         raise ArtifactNotFound(f"{len(matching)} runs in {store.url} are called {name!r}. There are: {which}.")

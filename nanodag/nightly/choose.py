@@ -55,7 +55,7 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
     Raises ConfigError for an unknown eval stage or runs that read from different mirrors, ArtifactNotFound when nothing
     at all is there to be evaluated.
     """
-    records = [record for name in store.runs() if (record := store.read_run(name))]
+    records = list(store.records_of_runs().values())
     subjects: list[Subject] = []
     missing: list[str] = []
     mirrors: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Nights as runs of the store: which one is due, who carries it out, what earlier ones found."""
 
+import itertools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -120,13 +120,10 @@ def stages_of(choice: Choice) -> list[str]:
 
 def nights_of(store: Store) -> list[dict[str, Any]]:
     """The records of all nights, oldest first."""
-    names = [name for name in store.runs() if name.startswith(PREFIX)]
-    return [record for name in names if "nightly" in (record := store.read_run(name))]
+    return [record for record in store.records_of_runs().values() if "nightly" in record]
 
 
 def earlier_nights(store: Store, name: str, limit: int) -> list[dict[str, Any]]:
     """The records of the newest `limit` nights before this one that have scores, oldest first."""
-    records = nights_of(store)
-    created = next((r["created"] for r in records if r["run"] == name), time.time())
-    before = [r for r in records if r["created"] < created and r["nightly"].get("scores")]
-    return before[-limit:]
+    before = itertools.takewhile(lambda record: record["run"] != name, nights_of(store))
+    return [record for record in before if record["nightly"].get("scores")][-limit:]
