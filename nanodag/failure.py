@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.worker import STOPPED_EXIT_CODE
 
 TAIL_LINES = 15
 LOOK_BACK_LINES = 400
-STOPPED_EXIT_CODE = 75  # as in nanodag.worker
 
 _EXCEPTION = re.compile(
     r"(?:\[rank\d+\]: ?|\[\d+\]: ?)?"
