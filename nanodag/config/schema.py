@@ -265,7 +265,8 @@ class RLStage(StageBase):
     reward `auto` is what each prompt says; names with weights are summed. clip_low, clip_high: of ppo_clip, gspo and
     cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive,
     sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the
-    loss with its true gradient. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
+    loss with its true gradient. reference_every: updates after which the current weights become the reference of the
+    KL, 0 for never. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
     token, 0 for none.
     overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
     compile: compile the layers, as the supervised stages do.
@@ -306,6 +307,7 @@ class RLStage(StageBase):
     entropy_coefficient: float = Field(0.0, ge=0)
     kl_in: Literal["loss", "reward"] = "loss"
     kl_unbiased: bool = False
+    reference_every: int = Field(0, ge=0)
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis"] = "none"
     correction_cap: float = Field(2.0, gt=0)
     correction_floor: float = Field(0.0, ge=0)
@@ -397,6 +399,8 @@ class RLStage(StageBase):
     def _check_off_policy(self) -> None:
         if self.kl_in == "reward" and not self.kl_coefficient:
             raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
+        if self.reference_every and not self.kl_coefficient:
+            raise ValueError("reference_every refreshes nothing while kl_coefficient is 0; raise it, or leave it out")
         if self.kl_in == "reward" and self.kl_unbiased:
             raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
         if self.correction_floor and self.correction not in ("icepop", "mis"):

@@ -37,7 +37,8 @@ from nanodag.rl.link import ControllerLink
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.metrics import Sums
 from nanodag.rl.packing import pack
-from nanodag.rl.policy import Policy, Row, load_policy, to_row
+from nanodag.rl.policy import Row, load_policy, to_row
+from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
@@ -78,10 +79,9 @@ class Trainer:
             device=device,
             leaf_modules=(Layer,),
         )
-        self._reference: Policy | None = None
+        self._reference: Reference | None = None
         if config.kl_coefficient > 0:
-            reference = load_policy(model_path, temperature=config.temperature).requires_grad_(False)
-            self._reference = reference.to(self.engine.device, self.engine.dtype)
+            self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -98,7 +98,7 @@ class Trainer:
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
         is_old_needed = num_updates > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
-        reference = None if self._reference is None else self._scores(self._reference, rows)
+        reference = None if self._reference is None else self._scores(self._reference.policy, rows)
         rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
         if self.config.kl_in == "reward":
             assert old is not None and reference is not None
@@ -123,6 +123,7 @@ class Trainer:
                 self.engine.backward(loss, last=place == len(part) - 1)
             norms.append(self._update(step, sums.summed["loss"]))
             total.add(sums)
+        self._refresh_reference(self._num_updates - num_updates)
         return {
             "sums": asdict(total),
             "num_updates": num_updates,
@@ -153,10 +154,14 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.engine.save(folder)
+        if self._reference is not None and self.config.reference_every:
+            self._reference.save(folder)
 
     def load(self, folder: Path, *, num_updates: int) -> None:
         """Take back what `save` wrote. num_updates: done so far, for the warm-up."""
         self.engine.load(folder)
+        if self._reference is not None and self.config.reference_every:
+            self._reference.load(folder)
         self._num_updates = num_updates
 
     @property
@@ -175,6 +180,12 @@ class Trainer:
             ) from error
         self._num_updates += 1
         return norm
+
+    def _refresh_reference(self, updates_before: int) -> None:
+        """After every `reference_every` updates, at the end of the step in which they were done."""
+        every = self.config.reference_every
+        if self._reference is not None and every and self._num_updates // every > updates_before // every:
+            self._reference.refresh()
 
     def _learning_rate(self) -> float:
         warmup = self.config.warmup_steps * self.config.updates_per_step

@@ -94,6 +94,7 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
     ("values", "message"),
     [
         ({"kl_in": "reward"}, "kl_coefficient is 0"),
+        ({"reference_every": 2}, "refreshes nothing"),
         ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
         ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
@@ -226,3 +227,38 @@ def test_a_gradient_that_is_not_finite_stops_with_step_and_last_losses_and_chang
     message, unchanged = done.stdout.splitlines()[-2:]
     assert "not finite" in message and "RL step 2, this rank's last losses [" in message and "nan]" in message
     assert unchanged == "True"
+
+
+REFRESHED = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import torch
+from nanodag.config.schema import RLStage
+from nanodag.rl.trainer import Trainer
+from tests.rl.models import rollout, save_tiny_model
+
+folder = Path(sys.argv[1])
+values = {"precision": "fp32", "learning_rate": 1e-3, "kl_coefficient": 0.1, "reference_every": 2}
+config = RLStage(kind="rl", data=["file:x"], **values)
+model = save_tiny_model(folder / "model")
+trainer, other = (Trainer(config, model, device="cpu") for _ in range(2))
+
+def distance(reference, engine):
+    found = dict(reference.policy.named_parameters())
+    return max((found[name] - tensor).abs().max().item() for name, tensor in engine.weights())
+
+for step in (1, 2, 3):
+    trainer.train(step, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
+    print(step, distance(trainer._reference, trainer.engine) == 0.0)
+(folder / "checkpoint").mkdir()
+trainer.save(folder / "checkpoint")
+other.load(folder / "checkpoint", num_updates=3)
+before = dict(trainer._reference.policy.named_parameters())
+print(all((before[name] == tensor).all() for name, tensor in other._reference.policy.named_parameters()))
+"""
+
+
+def test_the_reference_is_refreshed_every_second_update_and_is_part_of_a_checkpoint(tmp_path):
+    done = subprocess.run([sys.executable, "-c", REFRESHED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-4:] == ["1 False", "2 True", "3 False", "True"], done.stdout + done.stderr[-2000:]
