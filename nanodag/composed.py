@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.provenance import code_revision, environment
+from nanodag.provenance import code_revision, environment, process_started
 from nanodag.runs import Run, StageResult
 from nanodag.store import Artifact, Store, stage_key
 
@@ -38,7 +38,7 @@ def open_composed(
     record = {
         **{"run": name, "state": "running", "reason": "", "flow_run": flow_run, "revision": code_revision()},
         **{"created": before.get("created", time.time()), "started": time.time()},
-        **{"pid": os.getpid(), "pid_started": psutil.Process().create_time()},
+        **{"pid": os.getpid(), "pid_started": process_started(psutil.Process())},
         **{"file": str(file), "preset": pipeline.preset, "overrides": [], "origins": {}},
         **{"pipeline": pipeline.model_dump(mode="json"), "order": list(to_do), "stages": stages},
         **about,

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nanodag import __version__
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "rustbpe", "datasets", "lm_eval", "prefect", "numpy")
@@ -53,6 +55,18 @@ def environment(device: str) -> dict[str, Any]:
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_started(process: psutil.Process) -> float:
+    """Seconds from the machine's start to the process's. Together with its id it names a process, and unlike the time
+    of day it stays the same when the clock is set."""
+    return process.create_time() - psutil.boot_time()
+
+
+def is_process(process: psutil.Process, started: float) -> bool:
+    """True when a process is the one of which `started` was recorded: ids come around again. Records of earlier
+    versions have the time of day."""
+    return abs(process_started(process) - started) < 1.0 or abs(process.create_time() - started) < 1.0
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import yaml
 from nanodag.config import Pipeline, Resolved, order_of, resolve
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
-from nanodag.provenance import PROJECT, code_revision
+from nanodag.provenance import PROJECT, code_revision, is_process, process_started
 from nanodag.store import Artifact, Store
 
 ENDED_WELL = ("built", "found")
@@ -129,7 +129,7 @@ def open_run(
         "revision": code_revision(),
         "flow_run": flow_run,
         "pid": os.getpid(),
-        "pid_started": psutil.Process().create_time(),
+        "pid_started": process_started(psutil.Process()),
     }
     store.write_run(name, record)
     return run
@@ -248,6 +248,6 @@ def is_alive(record: Mapping[str, Any]) -> bool:
     try:
         process = psutil.Process(record["pid"])
         # Process ids come around again, so the start must fit too.
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - record["pid_started"]) < 1.0
+        return process.status() != psutil.STATUS_ZOMBIE and is_process(process, record["pid_started"])
     except psutil.NoSuchProcess:
         return False

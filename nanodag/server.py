@@ -24,7 +24,7 @@ import psutil
 
 from nanodag.config import Pipeline
 from nanodag.errors import ServerError
-from nanodag.provenance import code_digest
+from nanodag.provenance import code_digest, is_process, process_started
 from nanodag.store import Store, write_json
 from nanodag.store.files import locked
 
@@ -44,7 +44,7 @@ class ProcessId:
     def is_alive(self) -> bool:
         try:
             process = psutil.Process(self.pid)
-            return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 1.0
+            return process.status() != psutil.STATUS_ZOMBIE and is_process(process, self.started)
         except psutil.NoSuchProcess:
             return False
 
@@ -176,7 +176,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return ProcessId(pid=process.pid, started=psutil.Process(process.pid).create_time())
+        return ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid)))
 
     def _environment(self, port: int) -> dict[str, str]:
         """The caller's environment without its Prefect and nanodag settings, with ours."""

@@ -12,10 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.provenance import PROJECT
+from nanodag.provenance import PROJECT, process_started
+from nanodag.runs import is_alive
 from nanodag.store import Checkpoints, Store
 from tests.store.making import KEY, forge, product_in, publish
 
@@ -331,3 +333,14 @@ def test_a_damaged_record_of_a_run_is_named_and_hides_no_other(store):
     assert store.runs() == ["good"] and store.damaged_runs() == ["bad"]
     with pytest.raises(CorruptArtifact, match=r"runs/bad\.json"):
         store.read_run("bad")
+
+
+def test_a_clock_that_jumps_lets_no_run_that_is_alive_look_dead(monkeypatch):
+    record = {"state": "running", "pid": os.getpid(), "pid_started": process_started(psutil.Process())}
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time - 3600.0)  # what the kernel says when the clock is set
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time - 3600.0)
+    assert is_alive(record)
+    assert not is_alive({**record, "pid_started": record["pid_started"] - 10.0})
+    earlier = {**record, "pid_started": psutil.Process().create_time()}
+    assert is_alive(earlier), "as records of earlier versions have it"
