@@ -34,7 +34,7 @@ def _flow_run_name() -> str:
 
 @flow(name="nightly_eval", flow_run_name=_flow_run_name, task_runner=ThreadPoolTaskRunner(max_workers=64))
 def nightly_eval(
-    name: str = "", preset: str = "auto", overrides: list[str] | None = None, file: str = "", by_schedule: bool = False
+    name: str = "", preset: str = "auto", overrides: tuple[str, ...] = (), file: str = "", by_schedule: bool = False
 ) -> State[Any]:
     """Evaluate the newest models, and say what got worse by more than noise.
 
@@ -49,7 +49,7 @@ def nightly_eval(
         name=name,
         file=file,
         preset=preset,
-        overrides=overrides or [],
+        overrides=overrides,
         by_schedule=by_schedule,
         flow_run=str(flow_run.id or ""),
     )

@@ -4,6 +4,7 @@ Five fields: minute, hour, day of the month, month, day of the week (0 to 7, bot
 ranges `a-b`, steps `*/n` or `a-b/n`, and lists of these. Names of months and days are not taken.
 """
 
+import logging
 import os
 import re
 from datetime import date, datetime, time, timedelta
@@ -11,6 +12,8 @@ from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from nanodag.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day of the month", 1, 31), ("month", 1, 12), ("day of the week", 0, 7))
 _PART = re.compile(r"(?P<all>\*)|(?P<first>\d+)(-(?P<last>\d+))?")
@@ -47,14 +50,21 @@ def fields_of(cron: str) -> tuple[set[int], ...]:
 
 
 def zone_of(name: str) -> str:
-    """The IANA name of a time zone; `local` is this machine's, UTC where it says none. Raises ConfigError."""
-    if name == "local":
-        name = os.environ.get("TZ", "").lstrip(":") or _machine_zone()
+    """The IANA name of a time zone; `local` is this machine's, UTC (and a warning) where it says none that has one.
+
+    Raises ConfigError for another name that is none.
+    """
+    wanted = (os.environ.get("TZ", "").lstrip(":") or _machine_zone()) if name == "local" else name
     try:
-        ZoneInfo(name)
+        ZoneInfo(wanted)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ConfigError(f"There is no time zone {name!r}; give an IANA name such as Europe/Berlin.") from None
-    return name
+        if name != "local":
+            raise ConfigError(f"There is no time zone {name!r}; give an IANA name such as Europe/Berlin.") from None
+        log.warning(
+            "This machine's time zone %r has no IANA name: nights are told by UTC. Set nightly.timezone.", wanted
+        )
+        return "UTC"
+    return wanted
 
 
 def _machine_zone() -> str:

@@ -195,6 +195,8 @@ def _number_or_yaml(raw: str) -> Any:
 def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
     """Make paths that are relative so far begin at a folder: the store's, the mirror's, those of `file:` sources."""
     tree["stages"] = _absolute_files(tree.get("stages", {}), base)
+    if "nightly" in tree:
+        tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store = tree.setdefault("store", {})
     places = [(tree, "mirror", "none"), (store, "url", "store"), (store, "local", "auto")]
     for table, field, default in places if isinstance(store, dict) else places[:1]:

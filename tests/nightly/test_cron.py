@@ -66,5 +66,7 @@ def test_a_day_that_never_comes_is_refused():
 def test_the_local_zone_is_the_one_that_tz_names(monkeypatch):
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     assert zone_of("local") == "Asia/Tokyo"
+    monkeypatch.setenv("TZ", "CET-1CEST")
+    assert zone_of("local") == "UTC", "a POSIX rule has no IANA name"
     with pytest.raises(ConfigError, match="no time zone 'Mars/Olympus'"):
         zone_of("Mars/Olympus")

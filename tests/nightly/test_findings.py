@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude
 from nanodag.nightly.nights import Skipped, begin_night
@@ -70,6 +71,18 @@ def test_the_schedules_night_is_begun_once(project):
     night.run.close()
     assert isinstance(begin_night(flow_run="three", **asked), Skipped)
     assert not isinstance(begin_night(flow_run="one", **asked), Skipped), "a retry of the one that had it"
+
+
+def test_a_pinned_models_folder_is_told_from_the_pipeline_file(project, monkeypatch):
+    monkeypatch.chdir(project / "made")
+    here = f"file:{project}/made/hf"
+    models = "nightly.models={yardstick: {model: 'file:hf', evals: [eval_sft]}}"
+    assert resolve(project / "pipeline.yaml", "p", [models]).pipeline.nightly.models["yardstick"].model == here
+    pipeline = yaml.safe_load((project / "pipeline.yaml").read_text())
+    pipeline["presets"]["p"]["nightly"]["models"] = {"yardstick": {"model": "file:hf", "evals": ["eval_sft"]}}
+    (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+    found = resolve(project / "pipeline.yaml", "p").pipeline.nightly.models["yardstick"].model
+    assert found == f"file:{project}/hf"
 
 
 def test_a_name_that_is_no_nights_is_refused(project):
