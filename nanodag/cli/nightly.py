@@ -112,13 +112,21 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     import time
 
     from nanodag.cli.watch import Watch, make_console
+    from nanodag.errors import ArtifactNotFound
     from nanodag.server import FINAL_STATES
 
     console = make_console()
+
+    def record() -> dict[str, Any]:
+        try:
+            return store.read_run(name)
+        except ArtifactNotFound:  # the flow's process has not begun it yet
+            return {}
+
     with Watch(console, store) as watch:
         while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
-            watch.show(store.read_run(name) if name in store.runs() else {}, state)
+            watch.show(record(), state)
             time.sleep(0.3)
-        watch.show(store.read_run(name) if name in store.runs() else {}, state)
+        watch.show(record(), state)
     console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
     return 0 if state["type"] == "COMPLETED" else 1
