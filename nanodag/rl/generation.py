@@ -170,7 +170,8 @@ class Generator:
         if any(map(is_unfinished, rollouts)):
             return rollouts
         futures = [self._pool.submit(prompt.record, self._answer(rollout)) for rollout in rollouts]
-        scores = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
+        scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         return [
             rollout.with_reward(score.value, score.components, **({"reward_error": score.error} if score.error else {}))
             for rollout, score in zip(rollouts, scores, strict=True)

@@ -126,6 +126,22 @@ def test_a_request_that_is_not_needed_any_more_is_aborted(tmp_path):
     assert sampler.aborted == ["step-1-p3@0"]
 
 
+def test_a_group_given_up_while_its_reward_is_computed_leaves_the_pool_its_futures(tmp_path):
+    late: list[Future[Score]] = []
+
+    class LatePool(FakePool):
+        def submit(self, prompt, completion):
+            if prompt["prompt_id"] != "p3":
+                return super().submit(prompt, completion)
+            late.append(Future())
+            return late[-1]
+
+    sampler = FakeSampler(dict.fromkeys(range(4), SPREAD), {0: 50, 1: 50})
+    made = Generator(config(over_sampling=4), sampler, LatePool(), FakeEncoding(), (STOP,))
+    step(made, cursor_over(tmp_path, [1] * 4))
+    assert len(late) == 2 and not any(future.cancelled() for future in late)
+
+
 def test_with_over_sampling_waves_follow_until_enough_groups_pass(tmp_path):
     answers = dict.fromkeys(range(6), EQUAL) | {4: SPREAD, 5: SPREAD}
     harvest = step(generator(FakeSampler(answers), over_sampling=2), cursor_over(tmp_path, [1] * 6))
