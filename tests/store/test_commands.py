@@ -164,3 +164,14 @@ def test_a_key_may_be_abbreviated_as_long_as_one_begins_so(store, chain, model, 
     assert f"{C[:12]}/0002" in nanodag("lineage", "b")[1] and second.attempt == "0002"
     assert f"{C[:12]}/0001" in nanodag("lineage", "b/0001")[1]
     assert json.loads((Path(store.local) / second.folder / "manifest.json").read_text())["attempt"] == "0002"
+
+
+def test_status_and_stages_show_a_run_whose_artifact_is_gone(store, chain, nanodag):
+    record = store.read_run("first")
+    store.write_run("first", {**record, "preset": "pocket", "reason": ""})
+    code, said = nanodag("status")
+    assert code == 0 and "the runs use 2 artifacts" in said
+    assert any(line.split()[:4] == ["sft", "sft", "built", C[:12]] for line in said.splitlines())
+    shutil.rmtree(store.local / "artifacts" / A)
+    code, said = nanodag("stages", "first")
+    assert code == 0 and "There is no attempt 0001 of key a1" in said and "metric   loss = 1.5" in said
