@@ -1,0 +1,42 @@
+"""The whole RL stage with SGLang as its sampler, on a CPU: two ZeRO-3 ranks, a verified sync after each step."""
+
+import os
+
+import pytest
+
+from nanodag.errors import MissingTool
+from nanodag.rl.prompts import read_ledger
+from nanodag.sampler.sglang_install import find_python
+from tests.rl.stages import make_job, metrics, start
+
+START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * START_S)
+def test_two_ranks_train_two_steps_on_what_sglang_samples_with_their_weights(tmp_path):
+    try:
+        find_python("auto", "cpu")
+    except MissingTool as error:
+        if os.environ.get("NANODAG_CI"):
+            raise
+        pytest.skip(str(error))
+    job = make_job(
+        tmp_path,
+        sampler={"engine": "sglang", "context": 64, "max_batch": 16, "start_timeout_s": START_S},
+        resources={"num_ranks": 2, "threads": 1, "device": "cpu"},
+        sync_check_every=1,
+        eval_every=2,
+    )
+    process = start(job)
+    code = process.wait(timeout=2 * START_S - 60)
+    log = (job.workspace / "worker.log").read_text()
+    assert code == 0, log[-6000:]
+    steps = metrics(job)
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["mismatch_largest"] < 1e-3 and line["trained_tokens"] > 0
+    # The weights that the stage begins with, and those after each step; fused as SGLang holds them.
+    for version in (0, 1, 2):
+        assert any(f"weights {version}: loaded" in line and "19 tensors verified" in line for line in log.splitlines())
+    assert len(read_ledger(job.records / "ledger.jsonl")) == 4
