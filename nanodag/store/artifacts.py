@@ -14,10 +14,8 @@ Layout:
 """
 
 import contextlib
-import json
 import logging
 import os
-import re
 import shutil
 import stat
 import time
@@ -31,14 +29,13 @@ from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
 from nanodag.store.mirror import Mirror
 from nanodag.store.places import LocalPlace
+from nanodag.store.records import SAFE_NAME, RunRecords, safe_name
 from nanodag.store.remote import RemotePlace
 
 log = logging.getLogger(__name__)
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
-
-class Store:
+class Store(RunRecords):
     """Artifacts, runs and workspaces below one URL.
 
     url: a local path or an fsspec URL (`s3://bucket/prefix`, `memory://x`). local: folder for workspaces, locks and
@@ -117,11 +114,11 @@ class Store:
 
     def keys(self) -> list[str]:
         """Every key that has at least one attempt."""
-        return sorted(n for n in self._place.names("artifacts") if _SAFE_NAME.fullmatch(n))
+        return sorted(n for n in self._place.names("artifacts") if SAFE_NAME.fullmatch(n))
 
     def attempts(self, key: str) -> list[str]:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
-        return sorted(n for n in self._place.names(f"artifacts/{_safe(key)}") if ATTEMPT.fullmatch(n))
+        return sorted(n for n in self._place.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
 
     def materialize(self, artifact: Artifact) -> Path:
         """A local folder with the artifact's files, each verified against its sha256; pulled first when remote.
@@ -165,7 +162,7 @@ class Store:
             raise StoreError(f"Stage {stage} left no files in {files}; there is nothing to publish.")
         artifact = Artifact(
             format=FORMAT_VERSION,
-            key=_safe(key),
+            key=safe_name(key),
             attempt="",
             kind=kind,
             stage=stage,
@@ -189,31 +186,31 @@ class Store:
         """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
         if not isinstance(self._place, RemotePlace):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
-        return Mirror(self._place, _safe(key), folder)
+        return Mirror(self._place, safe_name(key), folder)
 
     def mirrored(self) -> list[str]:
         """Keys whose checkpoints are mirrored."""
-        return sorted(n for n in self._place.names("checkpoints") if _SAFE_NAME.fullmatch(n))
+        return sorted(n for n in self._place.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     # ---- taking away (what decides what goes: nanodag.retention)
 
     def hide(self, key: str, attempt: str) -> str:
         """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
-        return self._place.hide(_safe(key), _safe(attempt))
+        return self._place.hide(safe_name(key), safe_name(attempt))
 
     def bring_back(self, key: str, attempt: str, hidden: str) -> None:
         """Undo `hide`."""
-        self._place.bring_back(_safe(key), _safe(attempt), hidden)
+        self._place.bring_back(safe_name(key), safe_name(attempt), hidden)
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what `hide` took out of sight, and this host's copy of it."""
-        self._place.delete(_safe(key), _safe(attempt), hidden)
+        self._place.delete(safe_name(key), safe_name(attempt), hidden)
         shutil.rmtree(self.local / "cache" / key / attempt, ignore_errors=True)
 
     def set_aside(self, key: str, attempt: str) -> str:
         """Move a damaged attempt to where it does not count; returns where that is."""
         with self.building(key, timeout_s=0.0):
-            return self._place.set_aside(_safe(key), _safe(attempt))
+            return self._place.set_aside(safe_name(key), safe_name(attempt))
 
     def leftovers(self) -> dict[str, int]:
         """What killed writers left behind: path below the store -> bytes."""
@@ -230,7 +227,7 @@ class Store:
 
         Raises StoreError when it is another user's, or anybody may write there: a worker does what its job.json says.
         """
-        folder = self.local / "work" / _safe(key)
+        folder = self.local / "work" / safe_name(key)
         with writing(f"Making the workspace {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         facts = folder.lstat()
@@ -244,7 +241,7 @@ class Store:
 
     def discard_workspace(self, key: str) -> None:
         """Remove a workspace whose result was published."""
-        shutil.rmtree(self.local / "work" / _safe(key), ignore_errors=True)
+        shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
     @contextlib.contextmanager
     def building(
@@ -261,92 +258,15 @@ class Store:
         leaves none behind, and a worker that is still ending keeps it. Raises StoreBusy after timeout_s,
         or once give_up() says so.
         """
-        path = self.local / "locks" / f"{_safe(key)}.lock"
+        path = self.local / "locks" / f"{safe_name(key)}.lock"
         with locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up) as descriptor:
             yield descriptor
-
-    # ---- runs
-
-    def write_run(self, run: str, record: Mapping[str, Any]) -> None:
-        """Write or replace a run's record; a new one is given the next `number`, which orders runs whatever clocks say.
-
-        Raises StoreError for a name that could leave the folder.
-        """
-        path = f"runs/{_safe(run)}.json"
-        if "number" not in record:
-            records = self._records()
-            before = records.get(run, {}).get("number")
-            highest = max((r.get("number", 0) for r in records.values()), default=0)
-            record = {**record, "number": highest + 1 if before is None else before}
-        self._place.write_text(path, json.dumps(record, indent=1, sort_keys=True, default=str))
-
-    def change_run(self, run: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Let `change` edit a run's record while no other process on this host does; returns the new record."""
-        with locked(self.local / "locks" / f"run-{_safe(run)}.lock", timeout_s=60.0, poll_s=0.01):
-            record = self.read_run(run)
-            change(record)
-            self.write_run(run, record)
-        return record
-
-    def read_run(self, run: str) -> dict[str, Any]:
-        """A run's record. Raises ArtifactNotFound naming the runs there are, CorruptArtifact when it is unreadable."""
-        try:
-            text = self._place.read_text(f"runs/{_safe(run)}.json")
-        except FileNotFoundError:
-            newest = ", ".join(self.runs()[-5:]) or "none yet"
-            raise ArtifactNotFound(f"There is no run {run!r} in {self.url}. Newest runs: {newest}.") from None
-        if (record := _parsed(text)) is None:
-            raise CorruptArtifact(f"The record runs/{run}.json in {self.url} is damaged. Remove it and run again.")
-        return record
-
-    def own_run(self, run: str) -> dict[str, Any]:
-        """`read_run` of a record that is about to be acted upon: it names a pipeline file, and code.
-
-        Raises StoreError when another user wrote it.
-        """
-        if not self._place.is_own(f"runs/{_safe(run)}.json"):
-            raise StoreError(
-                f"The record of run {run} in {self.url} was written by another user, and going on with it would run "
-                "the code that it names. Start a run of your own: what is in the store is found."
-            )
-        return self.read_run(run)
-
-    def runs(self) -> list[str]:
-        """Names of all runs that have a readable record, oldest first."""
-        return list(self.records_of_runs())
-
-    def records_of_runs(self) -> dict[str, dict[str, Any]]:
-        """Every readable record by its run's name, oldest first."""
-        records = self._records()
-        order = sorted(records, key=lambda n: (records[n].get("number", 0), float(records[n].get("created", 0.0))))
-        return {name: records[name] for name in order}
-
-    def remove_run(self, run: str) -> None:
-        """Remove a run's record; what it made stays until `gc`."""
-        self._place.remove(f"runs/{_safe(run)}.json")
-
-    def damaged_runs(self) -> list[str]:
-        """Names of runs whose record cannot be read."""
-        return sorted(set(self._run_names()) - set(self._records()))
-
-    def _run_names(self) -> list[str]:
-        return [n.removesuffix(".json") for n in self._place.names("runs") if _is_record(n)]
-
-    def _records(self) -> dict[str, dict[str, Any]]:
-        paths = {f"runs/{name}.json": name for name in self._run_names()}
-        found = {}
-        for path, text in self._place.read_texts(list(paths)).items():
-            if (record := _parsed(text)) is None:
-                log.warning("The record %s in %s is damaged; it is passed over.", path, self.url)
-            else:
-                found[paths[path]] = record
-        return found
 
     # ---- below
 
     def _read_manifest(self, key: str, attempt: str) -> Artifact:
         """Raises FileNotFoundError where there is no manifest, CorruptArtifact where it does not fit its files."""
-        folder = f"artifacts/{_safe(key)}/{_safe(attempt)}"
+        folder = f"artifacts/{safe_name(key)}/{safe_name(attempt)}"
         try:
             sizes = self._place.listing(folder)
             artifact = parse_manifest(self._place.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
@@ -373,21 +293,3 @@ class Store:
                     f"{artifact.key[:12]} --set-aside; stage {artifact.stage} is then rebuilt by the next run."
                 )
         return folder / part
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _is_record(name: str) -> bool:
-    return name.endswith(".json") and _SAFE_NAME.fullmatch(name) is not None
-
-
-def _safe(name: str) -> str:
-    if not _SAFE_NAME.fullmatch(name):
-        raise StoreError(f"{name!r} is not a name the store can use: letters, digits, '.', '_' and '-', at most 128.")
-    return name
