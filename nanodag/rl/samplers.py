@@ -9,7 +9,9 @@ A stage's loop may stop between two calls: the samplers then go on, and what hap
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -61,6 +63,7 @@ class Replica:
         self.client = client
         self.version = version
         self.load = 0
+        self.takes_weights = False
         self.lost_in_a_row = 0
         self.restart: asyncio.Task[None] | None = None
         self.num_calls = 0
@@ -148,7 +151,11 @@ class Samplers:
                 await client.resume()
 
         async def bring_up_to_date(replica: Replica) -> None:
-            await self._on(replica, lambda client: update(client) if replica.version != version else _nothing())
+            replica.takes_weights = True
+            try:
+                await self._on(replica, lambda client: update(client) if replica.version != version else _nothing())
+            finally:
+                replica.takes_weights = False
             replica.version = version
 
         await asyncio.gather(*map(bring_up_to_date, self._replicas))
@@ -246,7 +253,7 @@ class Samplers:
         """The result of a call; as long as one is under way the sampler's health is looked at."""
         replica.num_calls += 1
         if replica.monitor is None or replica.monitor.done():
-            replica.monitor = asyncio.ensure_future(self._monitor(replica.server, replica.client))
+            replica.monitor = asyncio.ensure_future(self._monitor(replica))
         try:
             result = await work
             replica.lost_in_a_row = 0
@@ -256,16 +263,22 @@ class Samplers:
             if replica.num_calls == 0:
                 replica.monitor.cancel()
 
-    async def _monitor(self, server: Server, client: SamplerClient) -> None:
-        """Kill a server that does not answer: what is under way there then fails at once."""
+    async def _monitor(self, replica: Replica) -> None:
+        """Kill a server that does not answer, or says for as long that it cannot serve: what is under way there then
+        fails at once. SGLang says so when its scheduler hangs; one that is paused to take weights may say so, too."""
+        server, client, well = replica.server, replica.client, time.monotonic()
         while True:
             await asyncio.sleep(self._health_every_s)
             try:
-                await asyncio.wait_for(client.health(), self._health_timeout_s)
+                is_well = await asyncio.wait_for(client.health(), self._health_timeout_s)
             except SamplerLost:
                 return  # what is under way has noticed, too
             except TimeoutError:
-                log.warning("%s has not answered for %g s: killed", server.url, self._health_timeout_s)
+                is_well, well = False, -math.inf
+            if is_well or replica.takes_weights:
+                well = time.monotonic()
+            elif time.monotonic() - well > self._health_timeout_s:
+                log.warning("%s has not been well for %g s: killed", server.url, self._health_timeout_s)
                 server.kill()
                 return
 

@@ -339,7 +339,7 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         ),
         weight_version=version,
         weight_versions=[VersionSpan(version=str(s["version"]), start=s["start"], end=s["end"]) for s in spans],
-        num_prompt_tokens=meta["prompt_tokens"],
+        num_prompt_tokens=meta.get("prompt_tokens", 0),  # SGLang leaves it out where a request was ended in its queue
         num_cached_tokens=meta.get("cached_tokens") or 0,
         text=answer.get("text"),
     )

@@ -96,6 +96,17 @@ def test_a_hung_sampler_is_killed_and_replaced(model, tmp_path):
     with_samplers(launch_in(tmp_path), model, work, health_every_s=0.1, health_timeout_s=3.0)
 
 
+def test_a_sampler_that_says_for_long_that_it_cannot_serve_is_replaced(model, tmp_path):
+    async def work(samplers, servers):
+        (undisturbed,) = await answers(samplers, 1)
+        async with SamplerClient(servers[0].url) as client:
+            await client.pause("in_place")  # nobody resumes it
+        assert await answers(samplers, 1) == [undisturbed]
+        assert samplers.num_restarts == 1 and not servers[0].is_alive
+
+    with_samplers(launch_in(tmp_path), model, work, count=1, health_every_s=0.1, health_timeout_s=2.0)
+
+
 def test_a_sampler_that_is_started_again_has_the_current_weights(model, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=5)
 

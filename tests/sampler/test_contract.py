@@ -18,7 +18,7 @@ from nanodag.errors import BadRequest, MissingTool
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.sampler.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.sglang_install import find_python
 from nanodag.sampler.sglang_process import SGLangProcess
 
@@ -234,3 +234,11 @@ def test_a_flushed_cache_is_empty(sampler):
 
     warm, cold = sampler.ask(work)
     assert warm > 0 and cold == 0
+
+
+def test_the_answer_to_a_request_that_sglang_ended_in_its_queue_is_read():
+    reason = {"type": "abort", "message": "Abort in waiting queue"}
+    found = completion_from_wire(
+        {"text": "", "output_ids": [], "meta_info": {"id": "x", "finish_reason": reason, "weight_version": "3"}}
+    )
+    assert (found.finish_reason.type, found.output_ids, found.weight_versions) == ("abort", [], [])
