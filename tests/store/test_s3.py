@@ -15,8 +15,6 @@ from nanodag.retention import Policy, free, plan
 from nanodag.store import Store
 from tests.store.making import KEY, product_in, publish
 
-pytest.importorskip("s3fs", reason="pip install 'nanodag[s3]'")
-pytest.importorskip("moto", reason="pip install 'nanodag[test]'")
 
 PUBLISHING = Path(__file__).parent.parent / "fault" / "publishing.py"
 BUCKET = "nanodag-test"
