@@ -15,7 +15,6 @@ from nanodag.retention import Policy, free, plan
 from nanodag.store import Store
 from tests.store.making import KEY, product_in, publish
 
-
 PUBLISHING = Path(__file__).parent.parent / "fault" / "publishing.py"
 BUCKET = "nanodag-test"
 
