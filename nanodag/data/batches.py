@@ -221,9 +221,7 @@ class TokenBatches:
 
     def _position(self) -> _Position:
         mixture = self._mixture
-        return _Position(
-            mixture.state_dict(), self._packer.state(), self._counts, mixture.stats(), mixture.progress
-        )
+        return _Position(mixture.state_dict(), self._packer.state(), self._counts, mixture.stats(), mixture.progress)
 
 
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]

@@ -45,18 +45,14 @@ class Validation:
         totals = torch.zeros(4, dtype=torch.float64)  # nats, labels, nats of labels with bytes, bytes
         for batch in self._batches:
             found = to_device(batch, engine.device)
-            logprobs, _ = engine(
-                found.input_ids, found.position_ids, found.document_ids, found.labels, want="logprobs"
-            )
+            logprobs, _ = engine(found.input_ids, found.position_ids, found.document_ids, found.labels, want="logprobs")
             num_bytes = self._token_bytes[found.labels[found.labels >= 0]]
             nats = -logprobs.double()
             totals += torch.stack(
                 [nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), num_bytes.sum().double()]
             ).cpu()
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
-        return Score(
-            loss=nats_sum / max(labels, 1.0), bits_per_byte=byte_nats / math.log(2) / max(byte_count, 1.0)
-        )
+        return Score(loss=nats_sum / max(labels, 1.0), bits_per_byte=byte_nats / math.log(2) / max(byte_count, 1.0))
 
 
 def held_out_batches(source: Any, *, num_batches: int) -> list[Batch]:
