@@ -21,7 +21,7 @@ def imported_by(statement, names):
 @pytest.mark.parametrize(
     "module",
     [
-        *("flows.speedrun", "flows.run_stage", "flows.serve"),
+        *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),
         *("nanodag.cli", "nanodag.cli.run", "nanodag.cli.show", "nanodag.cli.use"),
         *("nanodag.config", "nanodag.store", "nanodag.launch", "nanodag.worker", "nanodag.stage", "nanodag.server"),
         *("nanodag.data.sources", "nanodag.import_model", "nanodag.errors"),
