@@ -78,6 +78,6 @@ def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(s
     assert store.read_run("r")["stages"]["sft"]["attempt"] == "0002"
 
 
-def test_a_stage_whose_order_of_names_is_unknown_is_refused_by_the_flow(store):
+def test_an_unknown_option_is_refused_by_the_flow(store):
     state = run_stage("r", "sft", overrides=("sft.seedd=1",), return_state=True)
     assert state.is_failed() and "sft.seedd" in state.message
