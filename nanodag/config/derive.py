@@ -8,6 +8,8 @@ from nanodag.config.schema import (
     Pipeline,
     PretrainStage,
     Resources,
+    RLStage,
+    SamplerConfig,
     ShapeConfig,
     StageBase,
     SupervisedStage,
@@ -17,6 +19,7 @@ from nanodag.errors import ConfigError
 from nanodag.provenance import usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+MOST_REPLICAS = 4
 
 
 def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
@@ -35,6 +38,8 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             stage = _pretrain(name, stage, pipeline, origins)
         if isinstance(stage, SupervisedStage):
             stage = _supervised(name, stage, pipeline, origins)
+        if isinstance(stage, RLStage):
+            stage = _rl(name, stage, origins)
         stages[name] = stage
     return pipeline.model_copy(update={"stages": stages}), origins
 
@@ -54,6 +59,22 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
         updates["threads"] = max(1, usable_cores() // ranks)
         origins[f"{name}.resources.threads"] = "derived: this machine's cores over num_ranks"
     return found.model_copy(update=updates)
+
+
+def replicas_of(sampler: SamplerConfig, threads: int) -> int:
+    """How many samplers. A sum that is split over threads has other bits, so a deterministic sampler has one thread,
+    and several of them share the cores; another one has all threads."""
+    if sampler.replicas != "auto":
+        return int(sampler.replicas)
+    return min(threads, MOST_REPLICAS) if sampler.deterministic else 1
+
+
+def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
+    if stage.sampler.replicas != "auto":
+        return stage
+    replicas = replicas_of(stage.sampler, int(stage.resources.threads))
+    origins[f"{name}.sampler.replicas"] = "derived: a thread each where samplers are deterministic, else one"
+    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"replicas": replicas})})
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:

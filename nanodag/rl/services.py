@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from nanodag.config.derive import replicas_of
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
@@ -29,7 +30,6 @@ from nanodag.worker import Job, stop_requested
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-MOST_SAMPLERS = 4
 BEFORE_THE_FIRST = -1  # the version of what samplers start with: the trainer's first weights may be rounded
 SHARED_MEMORY = Path("/dev/shm")
 SAMPLER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -126,11 +126,8 @@ class Services:
 
     @property
     def num_samplers(self) -> int:
-        """How a sum is split over threads changes its bits, so a deterministic sampler has one thread, and several of
-        them share the cores; another one has all threads."""
-        if self._config.sampler.replicas != "auto":
-            return int(self._config.sampler.replicas)
-        return min(int(self._config.resources.threads), MOST_SAMPLERS) if self._config.sampler.deterministic else 1
+        """Sampler processes of this stage."""
+        return replicas_of(self._config.sampler, int(self._config.resources.threads))
 
     def _connect(self, url: str) -> SamplerClient:
         return SamplerClient(
