@@ -31,6 +31,7 @@ from nanodag.store.files import locked
 HOST = "127.0.0.1"
 TAIL_LINES = 15
 BUSY_FOR_S = 30.0
+HEARTBEAT_S = 30  # how often a flow's process says that it is there
 FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -189,7 +190,7 @@ class Server:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
             "PREFECT_LOGGING_EXTRA_LOGGERS": "nanodag",
             "DO_NOT_TRACK": "1",
             "NO_PROXY": f"{HOST},localhost",

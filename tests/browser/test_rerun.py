@@ -38,8 +38,15 @@ def pids_in(workspace):
     return [int(line) for line in (workspace / "pids").read_text().split()]
 
 
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def alive(pids):
-    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def steps(project, record, stage):

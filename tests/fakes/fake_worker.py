@@ -43,7 +43,9 @@ def main() -> None:
     if order(job.name) == "hold":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if order(job.name) == "orphan":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        # The last argument tells it apart from every other process of this machine that sleeps.
+        command = [sys.executable, "-c", "import time; time.sleep(600)", f"orphan of {job.workspace}"]
+        child = subprocess.Popen(command, start_new_session=True)
         (job.workspace / "pids").open("a").write(f"{child.pid}\n")
     checkpoints = Checkpoints(job.checkpoints)
     newest = checkpoints.newest_valid()

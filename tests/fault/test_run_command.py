@@ -16,8 +16,15 @@ def pids_in(workspace):
     return [int(line) for line in (workspace / "pids").read_text().split()]
 
 
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def alive(pids):
-    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def states(project, run):
@@ -51,7 +58,7 @@ def test_a_failed_stage_is_named_and_a_retry_as_in_the_ui_builds_only_what_faile
     flow_run = project.record("failing")["flow_run"]
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
     api.set_state(flow_run, "SCHEDULED", "", name="AwaitingRetry")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (state := api.run_state(flow_run))["type"] != "COMPLETED":
         assert time.monotonic() < deadline, state
         time.sleep(0.2)
@@ -149,8 +156,10 @@ def test_with_flow_and_server_process_killed_the_same_run_goes_on(project):
     server = project.server()
     for pid in (server["serve"]["pid"], server["server"]["pid"], project.record("lost")["pid"]):
         os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pid) for pid in alive(pids_in(workspace))], timeout=30)
-    assert not alive(pids_in(workspace))
+    deadline = time.monotonic() + 300
+    while alive(pids_in(workspace)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     assert "interrupted" in project.run("status")[1]
     project.tell("pretrain", "")
     code, output = project.run("run", "--name", "lost")

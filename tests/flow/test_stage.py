@@ -199,9 +199,10 @@ def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     thread, raised = in_thread(run, "tokenizer", {})
     thread.join(30)
     assert not raised
-    # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its command.
-    mine = [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(p.info["cmdline"] or [])]
-    assert not mine
+    # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
+    artifact = run.store.lookup(run.entry("tokenizer")["key"])
+    orphan = f"orphan of {json.loads((run.store.records(artifact) / 'job.json').read_text())['workspace']}"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
 
 
 def test_a_config_change_rebuilds_only_what_it_concerns(project):
