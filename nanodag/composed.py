@@ -10,7 +10,7 @@ import psutil
 
 from nanodag.config import Pipeline, Resolved
 from nanodag.provenance import code_revision, environment, process_started
-from nanodag.runs import Run, StageResult
+from nanodag.runs import Run, StageResult, left_before
 from nanodag.store import Artifact, Store, stage_key
 
 
@@ -41,6 +41,7 @@ def open_composed(
         **{"pid": os.getpid(), "pid_started": process_started(psutil.Process())},
         **{"file": str(file), "preset": pipeline.preset, "overrides": [], "origins": {}},
         **{"pipeline": pipeline.model_dump(mode="json"), "order": list(to_do), "stages": stages},
+        "before": left_before(before),
         **about,
     }
     store.write_run(name, record)

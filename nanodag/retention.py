@@ -5,6 +5,7 @@ says which runs' records stay. What goes is taken out of sight first; then the r
 has come to refer to meanwhile is brought back.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -126,8 +127,7 @@ def free(store: Store, items: tuple[Item, ...], *, settle_s: float = SETTLE_S) -
         if item.what == "run":
             store.remove_run(item.name)
         elif item.what == "leftover":
-            store.clear(item.name)
-            freed += item.num_bytes
+            freed += _clear(store, item, stayed)
     freed += _free_folders(store, items, stayed)
     hidden: dict[Reference, tuple[str, int]] = {}
     gone: set[Reference] = set()
@@ -156,6 +156,18 @@ def free(store: Store, items: tuple[Item, ...], *, settle_s: float = SETTLE_S) -
             if (key, attempt) not in gone:
                 store.bring_back(key, attempt, token)
     return freed, stayed
+
+
+def _clear(store: Store, item: Item, stayed: list[str]) -> int:
+    """Remove a leftover; returns its bytes. Mirrored checkpoints stay while somebody builds their key."""
+    folder, _, key = item.name.partition("/")
+    try:
+        with store.building(key, timeout_s=0.0) if folder == "checkpoints" else contextlib.nullcontext():
+            store.clear(item.name)
+    except StoreBusy:
+        stayed.append(f"{item.name}: somebody is building that key")
+        return 0
+    return item.num_bytes
 
 
 def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> int:

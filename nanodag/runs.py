@@ -57,6 +57,19 @@ class Run:
         """Change what the run's record says about one stage."""
         self.store.change_run(self.name, lambda record: record["stages"][stage].update(fields))
 
+    def note_key(self, stage: str, key: str) -> None:
+        """Record the key that a stage is going to have; what it was finished with under another one is not its result
+        any more."""
+
+        def change(record: dict[str, Any]) -> None:
+            entry = record["stages"][stage]
+            if entry.get("key") != key:
+                for field in ("attempt", "digest", "bytes"):
+                    entry.pop(field, None)
+            entry["key"] = key
+
+        self.store.change_run(self.name, change)
+
     def entry(self, stage: str) -> dict[str, Any]:
         """What the run's record says about one stage."""
         return self.store.read_run(self.name)["stages"][stage]
@@ -76,6 +89,23 @@ def _end(record: dict[str, Any]) -> None:
     state = "failed" if "failed" in states else "completed" if states <= set(ENDED_WELL) else "stopped"
     reasons = [f"{name}: {s['reason']}" for name, s in record["stages"].items() if s["state"] == "failed"]
     record.update(state=state, reason="\n".join(reasons), ended=time.time())
+    if state == "completed":
+        record["before"] = []
+
+
+def left_before(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a record refers to, for the record that takes its place: the store keeps that until the run has completed.
+
+    A stage that is not finished gives its key alone: all attempts under it, and its workspace.
+    """
+    found = []
+    for entry in [*record.get("stages", {}).values(), *record.get("before", [])]:
+        if "key" in entry:
+            is_finished = "attempt" in entry and entry.get("state", "built") in ENDED_WELL
+            one = {"key": entry["key"], **({"attempt": entry["attempt"]} if is_finished else {})}
+            if one not in found:
+                found.append(one)
+    return found
 
 
 def open_run(
@@ -126,6 +156,7 @@ def open_run(
         "origins": dict(run.origins),
         "order": run.order,
         "stages": stages,
+        "before": left_before(before),
         "revision": code_revision(),
         "flow_run": flow_run,
         "pid": os.getpid(),

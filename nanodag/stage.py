@@ -51,6 +51,7 @@ def carry_out(
     run.note(name, started=time.time(), ended=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
+        run.note_key(name, key)  # before it is looked up: from now on `gc` keeps what there is of it
         # A flow run that is retried does not force again what it has forced already.
         mark = [run.flow_run, key]
         force = force and not (run.flow_run and run.entry(name)["forced"] == mark)

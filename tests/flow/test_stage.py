@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
+from nanodag.retention import Policy, plan
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
 
@@ -229,3 +230,39 @@ def test_changed_data_is_seen_and_moved_data_is_not(project):
     assert carry_out(moved, "tokenizer", {}).key == before.key
     (project / "text.txt").write_text("other\n" * 100)
     assert carry_out(run, "tokenizer", {}).key != before.key
+
+
+def test_a_run_gone_on_with_that_fails_early_keeps_what_it_had_finished_and_begun(run, tell):
+    tokenizer = carry_out(run, "tokenizer", {})
+    tell("pretrain", "fail-late")
+    with pytest.raises(StageFailed):
+        carry_out(run, "pretrain", {"tokenizer": tokenizer})
+    run.close()
+    tell("tokenizer", "fail")
+    for seed in (1, 2):  # gone on with twice, with other values
+        again = open_run("r", file="", preset="tiny", overrides=[f"tokenizer.seed={seed}"])
+        with pytest.raises(StageFailed):
+            carry_out(again, "tokenizer", {})
+        again.close()
+    assert [item.name for item in plan(run.store, Policy()).items] == []
+    tell("tokenizer", "")
+    assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer")["state"] == "waiting"
+    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=2"])
+    carry_out(again, "tokenizer", {})
+    again.store.change_run("r", lambda record: record.update(stages={"tokenizer": record["stages"]["tokenizer"]}))
+    again.close()
+    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, Policy()).items}
+    assert gone == {("attempt", tokenizer.key), ("workspace", "work")}, "it has completed: what was before can go"
+
+
+def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
+    noted = []
+    lookup = run.store.lookup
+    monkeypatch.setattr(
+        run.store, "lookup", lambda key: noted.append(run.entry("tokenizer")["key"] == key) or lookup(key)
+    )
+    first = carry_out(run, "tokenizer", {})
+    assert noted[0] and run.entry("tokenizer")["attempt"] == first.attempt
+    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
+    again.note_key("tokenizer", "b" * 40)
+    assert "attempt" not in again.entry("tokenizer"), "an attempt of another key is not this one's"

@@ -76,6 +76,9 @@ def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
     store.write_run("r", {"stages": {"s": {"key": KEY, "state": "stopped"}}})
     assert plan(store, Policy()).items == ()
     store.remove_run("r")
+    with store.building(KEY):
+        _, stayed = free(store, plan(store, Policy()).items, settle_s=0)
+    assert stayed == [f"checkpoints/{KEY}: somebody is building that key"] and copies(store) != []
     free(store, plan(store, Policy()).items, settle_s=0)
     assert copies(store) == []
 
