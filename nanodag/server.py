@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ HOST = "127.0.0.1"
 TAIL_LINES = 15
 BUSY_FOR_S = 30.0
 HEARTBEAT_S = 30  # how often a flow's process says that it is there
+_MAY_BE_UNDER_WAY = (
+    "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
+    "checkpoints when run again: nanodag server stop"
+)
 FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -84,20 +88,27 @@ class Server:
         found = self._recorded()
         if found is None or not found.server.is_alive() or not found.serve.is_alive():
             return None
-        return found if Api(found.url).is_healthy() else None
+        return found if self._answers(found) else None
 
     def ensure(self, say: Callable[[str], None]) -> Running:
         """The running server. It is started first when it is not up; its serve process, when what it serves has
-        changed and nothing is under way.
+        changed and nothing is under way. A serve process that is there is never ended before the server was asked
+        whether anything is.
 
-        Raises ServerError with the log's last lines when it does not answer within start_timeout_s.
+        Raises ServerError when the server does not answer: with the log's last lines after start_timeout_s for one that
+        was started, after BUSY_FOR_S for one that was up.
         """
         with locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s):
-            found = self.running()
-            if found is not None and (found.serves == self._to_serve() or Api(found.url).num_active_runs()):
-                return found
+            found = self._recorded()
             server, port = self._server_or_start(say)
-            self._end(self._recorded_process("serve"))
+            if found is not None and found.serve.is_alive():
+                found = replace(found, server=server)
+                write_json(self.home / "server.json", asdict(found))
+                self._wait_for(found, Api(found.url).is_healthy)
+                is_current = bool(found.deployments) and found.serves == self._to_serve()
+                if is_current or Api(found.url).num_active_runs():
+                    return found
+                self._end(found.serve)
             return self._serve(server, port, say)
 
     def stop(self) -> bool:
@@ -125,18 +136,32 @@ class Server:
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
-    def _recorded_process(self, which: str) -> ProcessId | None:
-        found = self._recorded()
-        return getattr(found, which) if found is not None else None
+    def _answers(self, found: Running) -> bool:
+        """True once the server answers; False when its process ends or is silent for too long: where other work takes
+        the whole machine, one answer may well be late."""
+        deadline = time.monotonic() + (BUSY_FOR_S if found.deployments else self._start_timeout_s)
+        while not Api(found.url).is_healthy():
+            if not found.server.is_alive() or time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
 
     def _server_or_start(self, say: Callable[[str], None]) -> tuple[ProcessId, int]:
         found = self._recorded()
-        if found is not None and found.server.is_alive() and Api(found.url).is_healthy():
+        if found is not None and found.server.is_alive() and self._answers(found):
             return found.server, found.port
+        serving = found if found is not None and found.serve.is_alive() else None
+        if serving is not None and serving.server.is_alive():
+            raise ServerError(f"Prefect's server at {serving.url} is up but does not answer. {_MAY_BE_UNDER_WAY}")
+        if serving is not None and not _is_free(serving.port):
+            raise ServerError(
+                f"Prefect's server is gone and something else has its port {serving.port}. {_MAY_BE_UNDER_WAY}"
+            )
         self._end(found.server if found is not None else None)
-        port = self._port if _is_free(self._port) else _any_free_port()
-        if port != self._port:
-            say(f"Port {self._port} is taken; the Prefect server takes {port}.")
+        wanted = serving.port if serving is not None else self._port  # what serves looks for it there
+        port = wanted if _is_free(wanted) else _any_free_port()
+        if port != wanted:
+            say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
         return self._start(command, "server.log", port), port
@@ -149,9 +174,16 @@ class Server:
         serve = self._start(command, "serve.log", port)
         running = Running(port=port, server=server, serve=serve, deployments={}, serves=self._to_serve())
         write_json(self.home / "server.json", asdict(running))
+        self._wait_for(running, ready.exists)
+        running = replace(running, deployments=json.loads(ready.read_text()))
+        write_json(self.home / "server.json", asdict(running))
+        say(f"Prefect UI: {running.url}")
+        return running
+
+    def _wait_for(self, running: Running, is_up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        while not ready.exists():
-            for process, log_name in ((server, "server.log"), (serve, "serve.log")):
+        while not is_up():
+            for process, log_name in ((running.server, "server.log"), (running.serve, "serve.log")):
                 if not process.is_alive():
                     raise ServerError(f"Prefect's process ended while it started.\n{self._tail(log_name)}")
             if time.monotonic() > deadline:
@@ -160,10 +192,6 @@ class Server:
                     f"(server.start_timeout_s).\n{self._tail('server.log')}\n{self._tail('serve.log')}"
                 )
             time.sleep(0.05)
-        running = Running(**{**vars(running), "deployments": json.loads(ready.read_text())})
-        write_json(self.home / "server.json", asdict(running))
-        say(f"Prefect UI: {running.url}")
-        return running
 
     def _start(self, command: list[str], log_name: str, port: int) -> ProcessId:
         # A session of its own, its output in a file: it outlives this terminal, and no pipe fills up.

@@ -1,0 +1,148 @@
+"""What becomes of the process that serves the flows when Prefect's server is slow, silent or gone. No Prefect here."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+
+from nanodag import server as server_module
+from nanodag.errors import ServerError
+from nanodag.provenance import process_started
+from nanodag.server import ProcessId, Running, Server
+
+
+class Prefect(ThreadingHTTPServer):
+    """Answers like Prefect's server. num_late: the first answers about its health that are none."""
+
+    def __init__(self, port=0, num_active=0, num_late=0):
+        super().__init__(("127.0.0.1", port), Answers)
+        self.num_active, self.num_late = num_active, num_late
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def end(self):
+        self.shutdown()
+        self.server_close()
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.num_late -= 1
+        self.answer(503 if self.server.num_late >= 0 else 200, True)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, self.server.num_active)
+
+    def answer(self, status, body):
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format, *args):
+        pass
+
+
+def kill(process):
+    psutil.Process(process.pid).kill()
+    while process.is_alive():
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def process():
+    """Start processes that sleep, each in a group of its own."""
+    started = []
+
+    def start():
+        code = "import time; time.sleep(500)"
+        started.append(subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True))
+        return ProcessId(pid=started[-1].pid, started=process_started(psutil.Process(started[-1].pid)))
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+@pytest.fixture
+def prefect():
+    made = []
+
+    def make(**about):
+        made.append(Prefect(**about))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def recorded(tmp_path, process):
+    """A store's server whose serve process is up with earlier code, as server.json has it."""
+
+    def record(port):
+        (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
+        found = Running(port=port, server=process(), serve=process(), deployments={"speedrun": "1"}, serves="earlier")
+        (tmp_path / "server.json").write_text(json.dumps(asdict(found)))
+        made = Server(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", port=port, start_timeout_s=30.0)
+        return made, found
+
+    return record
+
+
+def test_a_late_answer_ends_no_flow(prefect, recorded):
+    server, found = recorded(prefect(num_active=1, num_late=3).server_port)
+    assert server.ensure(print) == found
+    assert found.serve.is_alive() and found.server.is_alive()
+
+
+def test_a_server_that_is_silent_is_left_alone_with_its_flows_and_an_error_says_so(prefect, recorded, monkeypatch):
+    monkeypatch.setattr(server_module, "BUSY_FOR_S", 0.5)
+    server, found = recorded(prefect(num_late=1000).server_port)
+    with pytest.raises(ServerError, match=r"does not answer\. Flow runs may be under way.*nanodag server stop"):
+        server.ensure(print)
+    assert server.running() is None
+    assert found.serve.is_alive() and found.server.is_alive()
+
+
+@pytest.mark.parametrize("num_active", [0, 2])
+def test_with_the_server_gone_another_is_asked_before_what_serves_is_renewed(
+    prefect, recorded, process, num_active, monkeypatch, tmp_path
+):
+    first = prefect()
+    server, found = recorded(first.server_port)
+    first.end()
+    kill(found.server)
+    started = []
+
+    def start(command, log_name, port):
+        started.append((log_name, port))
+        if log_name == "server.log":
+            prefect(port=port, num_active=num_active)
+        else:
+            (tmp_path / "serve.json").write_text('{"speedrun": "2"}')
+        return process()
+
+    monkeypatch.setattr(server, "_start", start)
+    running = server.ensure(print)
+    assert started[0] == ("server.log", found.port) and running.server != found.server
+    assert found.serve.is_alive() == (running.serve == found.serve) == bool(num_active)
+    assert running.deployments == {"speedrun": "1" if num_active else "2"}
+    assert json.loads((tmp_path / "server.json").read_text())["server"] == asdict(running.server)
+
+
+def test_a_port_that_somebody_else_took_from_a_serve_process_with_flows_is_an_error(prefect, recorded):
+    server, found = recorded(prefect().server_port)
+    kill(found.server)
+    with pytest.raises(ServerError, match=f"something else has its port {found.port}"):
+        server.ensure(print)
+    assert found.serve.is_alive()
