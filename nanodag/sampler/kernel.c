@@ -79,9 +79,9 @@ INLINE four sums_of(vec a, vec b, vec c, vec d) {
     return EVEN(wx, yz) + ODD(wx, yz);
 }
 
-/* exp for x <= 88; below -87 it is 2^-126 or so, which no sum here sees. Cephes' expf: within 2 units of the last place. */
-INLINE vec exp_of(vec x) {
-    x = at_least(-87.0f, x);
+/* exp for x <= 88; exactly 0 below -87, NaN for NaN. Cephes' expf: within 2 units of the last place. */
+INLINE vec exp_of(vec given) {
+    vec x = at_least(-87.0f, given);
     vec shifted = x * 1.44269504f + 12582912.0f;
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f;
@@ -94,7 +94,8 @@ INLINE vec exp_of(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     ints exponent = ((ints)shifted - 0x4B400000 + 127) << 23;
-    return p * (vec)exponent;
+    ints vanishes = given < all(-87.0f);
+    return (vec)(~vanishes & (ints)(p * (vec)exponent));
 }
 
 /* `rows` x `panels` vectors of y = (add ? y : 0) + x w, whose rows have `width` elements. */

@@ -10,6 +10,8 @@ from nanodag.sampler import kernel, model
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.protocol import Request, SamplingParams
 
+# SplitMix64's finalizer makes the largest number of this key at count 0: uniforms() is 1 - 2^-53.
+KEY_OF_THE_LARGEST = 0x31628AF67B2131AB
 SHAPE = {"hidden_size": 64, "intermediate_size": 80}  # 80: one panel of columns and a rest
 
 
@@ -81,16 +83,17 @@ def test_scores_that_are_not_finite_have_a_logprob_of_nan(make_checkpoint):
 
 
 def test_a_token_without_probability_is_never_drawn(make_checkpoint):
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=64)
-    drawn = set()
-    for count in range(50):
-        engine.model.buffers.logits.fill_(-torch.inf)
-        engine.model.buffers.logits[:, [3, 70, 149]] = 0.0
-        keys = np.arange(64, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        tokens, logprobs = engine.model.kernel.draw(np.zeros(64, dtype=bool), keys, np.full(64, count))
-        drawn |= set(tokens.tolist())
-        assert logprobs == pytest.approx(np.full(64, -np.log(3.0)), abs=1e-6)
-    assert drawn == {3, 70, 149}
+    """The sum of a block is rounded: a number that falls beyond what its elements add up to must not take the next."""
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
+    kernel, scores = engine.model.kernel, engine.model.buffers.logits
+    keys = np.array([KEY_OF_THE_LARGEST], dtype=np.uint64)
+    possible = [130, 131, 149]
+    for small in np.linspace(-18.0, -0.1, 400):
+        scores.fill_(-torch.inf)
+        scores[0, possible] = torch.tensor([0.0, small, small], dtype=torch.float32)
+        tokens, _ = kernel.draw(np.zeros(1, dtype=bool), keys, np.zeros(1, dtype=np.int64))
+        assert tokens[0] in possible
+        assert np.flatnonzero(scores[0].numpy()).tolist() == possible
 
 
 @pytest.mark.parametrize(
