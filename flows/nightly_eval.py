@@ -24,7 +24,7 @@ from nanodag.nightly.nights import Skipped, begin_night
 from nanodag.nightly.switch import cron_of
 from nanodag.runs import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend, webhook
-from tasks.stage import ending, outcome
+from tasks.stage import ending, outcome, own_flow_run
 
 
 def _flow_run_name() -> str:
@@ -51,7 +51,7 @@ def nightly_eval(
         preset=preset,
         overrides=overrides,
         by_schedule=by_schedule,
-        flow_run=str(flow_run.id or ""),
+        flow_run=own_flow_run(),
     )
     if isinstance(night, Skipped):
         return Completed(name="Skipped", message=night.reason)

@@ -7,12 +7,11 @@ tokenizer ─> pretrain ─> sft-1 ─> eval_sft-1 ┐
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.sweep.run import begin_sweep, find_built
-from tasks.stage import ending, outcome
+from tasks.stage import ending, outcome, own_flow_run
 from tasks.sweep import carry_out_missing, comparison
 
 
@@ -47,7 +46,7 @@ def sweep(
         preset=preset,
         overrides=overrides,
         file=file,
-        flow_run=str(flow_run.id or ""),
+        flow_run=own_flow_run(),
     )
     with ending(run):
         results = find_built(run)

@@ -51,9 +51,15 @@ OPTIONS: dict[str, Any] = {
 
 def begin(name: str, *, file: str, preset: str, overrides: Sequence[str], only: tuple[str, ...] = ()) -> Run:
     """The run that this flow run carries out, and its record in the store."""
+    return open_run(name, file=file, preset=preset, overrides=overrides, only=only, flow_run=own_flow_run())
+
+
+def own_flow_run() -> str:
+    """Prefect's id of the flow run that this process carries out; empty without one. Every flow asks for it before it
+    begins anything: one that is served ends, from then on, with the process that serves."""
     if deployment.id:  # in a process of its own, started by the one that serves
         end_with_parent()
-    return open_run(name, file=file, preset=preset, overrides=overrides, only=only, flow_run=str(flow_run.id or ""))
+    return str(flow_run.id or "")
 
 
 def begin_again(name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()) -> Run:

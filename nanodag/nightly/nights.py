@@ -48,7 +48,7 @@ def begin_night(
     name: of a night that was asked for; empty for one named by time. by_schedule: it is the night that the schedule was
     last due; however many of its flow runs come late, one carries it out.
 
-    Raises ConfigError, or ArtifactNotFound when there is nothing to evaluate.
+    Raises ConfigError, StoreBusy when another process is at it, or ArtifactNotFound when there is nothing to evaluate.
     """
     path = pipeline_file(file)
     resolved = resolve(path, preset, overrides)
@@ -81,9 +81,11 @@ def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) ->
 
     nights: records. due: when the schedule was last due. Flow runs of nights before that are late runs of this one: the
     first to come takes it. One that a killed process left is taken over; one that ended, well or not, stays.
+
+    Raises StoreBusy for a retry of this flow run while its earlier process is still there.
     """
     if mine := _of_flow_run(nights, flow_run):
-        return mine  # a retry
+        return _not_busy(nights, mine)  # a retry
     for night in nights:
         if not night["nightly"]["by_schedule"] or night["nightly"]["due"] < due.timestamp():
             continue
@@ -102,6 +104,10 @@ def _asked(nights: Sequence[Mapping[str, Any]], name: str, now: datetime, flow_r
     name = _of_flow_run(nights, flow_run) or name or f"{PREFIX}{now:%Y%m%d-%H%M%S}"
     if not name.startswith(PREFIX):
         raise ConfigError(f"Night {name!r}: its name begins with {PREFIX!r}.")
+    return _not_busy(nights, name)
+
+
+def _not_busy(nights: Sequence[Mapping[str, Any]], name: str) -> str:
     for night in nights:
         if night["run"] == name and is_alive(night) and night["pid"] != os.getpid():
             raise StoreBusy(f"Night {name} is being carried out by process {night['pid']}; wait for it, or stop it.")

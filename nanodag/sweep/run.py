@@ -1,5 +1,6 @@
 """A sweep as a run: begun, and what of it the store has already looked up at once, without a task for each stage."""
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ def begin_sweep(
 ) -> tuple[Sweep, Run]:
     """Begin a sweep, or go on with the one of that name. Parameters as nanodag.sweep.points.make_sweep has them.
 
-    Raises ConfigError, and StoreBusy when a process that is alive carries it out.
+    Raises ConfigError, and StoreBusy when another process that is alive carries it out.
     """
     path = pipeline_file(file)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name) or name.startswith(NIGHT):
@@ -36,7 +37,7 @@ def begin_sweep(
     before = store.read_run(name) if name in store.runs() else {}
     if before and "sweep" not in before:
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
-    if is_alive(before) and before["flow_run"] != flow_run:
+    if is_alive(before) and before["pid"] != os.getpid():
         raise StoreBusy(f"Sweep {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
     sweep = make_sweep(path, preset, overrides, grid, points, stage)
     about = {"sweep": {"stage": sweep.stage, "points": [vars(point) for point in sweep.points]}}

@@ -1,10 +1,14 @@
 """Seven nights missed are one night caught up."""
 
+import os
 from datetime import UTC, datetime, timedelta
 
 import psutil
+import pytest
 
+from nanodag.errors import StoreBusy
 from nanodag.nightly.nights import Skipped, decide
+from nanodag.provenance import process_started
 from tests.nightly.nights import night_record
 
 DUE = datetime(2026, 11, 27, 3, tzinfo=UTC)
@@ -57,3 +61,11 @@ def test_a_night_that_was_asked_for_does_not_stand_for_the_scheduled_one():
     asked = night_record("nightly-20261127-0900", [], due=DUE.timestamp() + 60, flow_run="asked")
     asked["nightly"]["by_schedule"] = False
     assert len(carried_out(LATE, [asked])) == 1
+
+
+def test_a_retry_waits_for_the_process_that_is_still_at_its_night():
+    other = psutil.Process(os.getppid())
+    alive = {"state": "running", "pid": other.pid, "pid_started": process_started(other)}
+    under_way = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="mine", **alive)
+    with pytest.raises(StoreBusy, match=f"carried out by process {other.pid}"):
+        decide([under_way], DUE, "mine")

@@ -1,11 +1,14 @@
 """A sweep as a run: looked up in the store, compared, its page. Stages are published by hand."""
 
 import json
+import os
 
+import psutil
 import pytest
 import yaml
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, StoreBusy
+from nanodag.provenance import process_started
 from nanodag.runs import result_of
 from nanodag.stage import key_of
 from nanodag.store import Store
@@ -98,3 +101,12 @@ def test_a_runs_name_is_no_sweeps(project):
         begin_sweep("r", grid=["sft.seed=[1,2]"], **SWEEP)
     with pytest.raises(ConfigError, match="Sweep name 'nightly-x'"):
         begin_sweep("nightly-x", grid=["sft.seed=[1,2]"], **SWEEP)
+
+
+def test_a_sweep_that_another_process_is_at_is_left_to_it_also_by_a_retry(project):
+    _, run = begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
+    other = psutil.Process(os.getppid())
+    theirs = {"pid": other.pid, "pid_started": process_started(other)}
+    run.store.change_run("s", lambda record: record.update(theirs))
+    with pytest.raises(StoreBusy, match=f"carried out by process {other.pid}"):
+        begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
