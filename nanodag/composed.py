@@ -27,7 +27,7 @@ def open_composed(
     """Begin such a run, or go on with it: what its record said before of the same stages stays known.
 
     to_do: the stages that are carried out, inputs first; those alone are in the record. about: what else the record
-    says, such as what kind of run this is.
+    says; its first name is what kind of run this is, `sweep` or `nightly`.
     """
     before = store.own_run(name) if name in store.runs() else {}
     stages = {}
@@ -46,7 +46,7 @@ def open_composed(
     }
     store.write_run(name, record)
     run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent)
-    run.flow_run, run.to_do = flow_run, list(to_do)
+    run.flow_run, run.to_do, run.composed = flow_run, list(to_do), next(iter(about), "")
     return run
 
 

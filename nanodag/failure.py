@@ -63,7 +63,7 @@ class _Rule:
     is_deep: bool = False
 
 
-_GO_ON = "Then Retry the run in the UI, or: nanodag run --name {run}. It goes on from its newest checkpoint."
+_GO_ON = "Then Retry {retry}. It goes on from its newest checkpoint."
 _RULES = (
     _Rule(
         pattern=re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full"),
@@ -77,13 +77,13 @@ _RULES = (
         ),
         what="ran out of memory",
         is_deep=True,
-        advice="Lower what it holds at once, as in: nanodag rerun {run} --stage {stage} {stage}.{memory}.",
+        advice="Lower what it holds at once, as in: {again}{memory}.",
     ),
     _Rule(
         pattern=re.compile(r"\bTrainingDiverged"),
         what="diverged",
         is_deep=True,
-        advice="The same would come again. Be gentler, as in: nanodag rerun {run} --from {stage} {stage}.{rate}.",
+        advice="The same would come again. Be gentler, as in: {onward}{rate}.",
     ),
     _Rule(
         pattern=re.compile(r"\bSourceError"),
@@ -98,7 +98,7 @@ _RULES = (
     _Rule(
         pattern=re.compile(r"\bConfigError|\bValidationError"),
         what="refuses its config",
-        advice="Correct that value: nanodag rerun {run} --stage {stage} {stage}.NAME=VALUE.",
+        advice="Correct that value: {again}NAME=VALUE.",
     ),
     _Rule(
         pattern=re.compile(r"\bMissingTool"),
@@ -127,11 +127,14 @@ _MEMORY = {"eval": "batch_size=8", "tokenizer": "max_bytes=10000000"}
 _RATE = {"rl": "learning_rate=5e-7"}
 
 
-def cause_of(ended: Ended, *, stage: str, kind: str, run: str) -> Cause:
-    """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal."""
+def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
+    """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal.
+
+    composed: `sweep` or `nightly` for a stage of one; these are gone on with in another way than a run.
+    """
     words = {
         "stage": stage,
-        "run": run,
+        **_commands(stage, run, composed),
         "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
         "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
     }
@@ -140,7 +143,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str) -> Cause:
         return Cause(error=StageStopped, what="was stopped on request", advice=go_on.removeprefix("Then "))
     if ended.timeout_s:
         what = f"took longer than its timeout_s of {ended.timeout_s:.0f} s"
-        more = f"nanodag rerun {run} --stage {stage} {stage}.timeout_s={2 * ended.timeout_s:.0f}"
+        more = f"{words['again']}timeout_s={2 * ended.timeout_s:.0f}"
         return Cause(error=StageFailed, what=what, advice=f"Give it longer; it goes on from its checkpoint: {more}")
     found = _exceptions(ended.lines)
     last = next((line for line in reversed(found) if not _CONSEQUENCE.search(line)), "")
@@ -153,6 +156,24 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str) -> Cause:
         return _signalled(ended, go_on, words)
     line = last or (found[-1] if found else f"exit code {ended.code}")
     return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
+
+
+def _commands(stage: str, run: str, composed: str) -> dict[str, str]:
+    """How one goes on. retry: with what there is. again, onward: with another value of the stage, which follows."""
+    if composed == "sweep":
+        command = f"nanodag sweep --name {run}"
+        retry = f"the sweep in the UI, or: {command}, with what it was started with"
+        again = f"{command}, with what it was started with and {re.sub(r'-[0-9]+$', '', stage)}."
+        return {"retry": retry, "again": again, "onward": again}
+    if composed:
+        again = "in the pipeline file, that stage's "
+        return {"retry": "the night in the UI", "again": again, "onward": again}
+    rerun = f"nanodag rerun {run}"
+    return {
+        "retry": f"the run in the UI, or: nanodag run --name {run}",
+        "again": f"{rerun} --stage {stage} {stage}.",
+        "onward": f"{rerun} --from {stage} {stage}.",
+    }
 
 
 def explained(cause: Cause, *, stage: str, folder: Path, log_name: str, lines: Sequence[str]) -> str:
@@ -171,8 +192,8 @@ def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if ended.out_of_memory and number == signal.SIGKILL:
         what = f"was ended by {name}: the machine ran out of memory"
-        lower = f"Lower what it holds at once: nanodag rerun {words['run']} --stage {words['stage']}"
-        return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower} {words['stage']}.{words['memory']}")
+        lower = f"Lower what it holds at once: {words['again']}{words['memory']}"
+        return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower}")
     hint = " (often: out of memory)" if number == signal.SIGKILL else ""
     return Cause(error=StageKilled, what=f"was ended by {name}{hint}", advice=by_itself)
 

@@ -161,7 +161,8 @@ def run_worker(
             was_asked=was_asked,
             out_of_memory=_num_oom_kills() > oom_kills,
         )
-        cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run)
+        composed = str(job.context.get("composed", ""))
+        cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run, composed=composed)
         raise cause.error(explained(cause, stage=job.name, folder=job.workspace, log_name=LOG_NAME, lines=ended.lines))
     raw = json.loads(result_path.read_text())
     first_metrics = first_metrics or end

@@ -46,6 +46,7 @@ class Run:
         self.store = store
         self.stop = threading.Event()
         self.to_do = self.order
+        self.composed = ""  # `sweep` or `nightly` for a run that nanodag.composed opened
         self.at_once = 1  # stages that train side by side where there is no GPU
 
     @property
@@ -115,7 +116,8 @@ def open_run(
 
     only: stages that are carried out this time; what the record says of the others stays. flow_run: Prefect's id.
 
-    Raises ConfigError for a wrong config or name, StoreBusy when a process that is alive carries out that run.
+    Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
+    carries out that run.
     """
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
@@ -128,6 +130,7 @@ def open_run(
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
     before = store.read_run(name) if name in store.runs() else {}
+    refuse_composed(name, before)
     if is_alive(before) and before["pid"] != os.getpid():
         raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
     kept = before.get("stages", {}) if only else {}
@@ -182,11 +185,12 @@ def recorded_run(
     """What a run's record says, for one of its stages alone, or for one (`begin_at`) and all that follow it; with more
     overrides for these.
 
-    Raises ArtifactNotFound for an unknown run, ConfigError for an unknown stage or an override of another one: its
-    results would no longer be those of this run.
+    Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, or an override
+    of another one: its results would no longer be those of this run.
     """
     store.read_run(name)  # says which runs there are, when there is none of that name
     record = store.own_run(name)
+    refuse_composed(name, record)
     first = stage or begin_at
     if first not in record["stages"]:
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
@@ -198,6 +202,20 @@ def recorded_run(
         )
     overrides = merged([*record["overrides"], *overrides])
     return Recorded(file=record["file"], preset=record["preset"], overrides=overrides, stages=stages)
+
+
+def refuse_composed(name: str, record: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a sweep or a night: carried out as a run, it would lose its record to a plain preset's."""
+    if "sweep" in record:
+        raise ConfigError(
+            f"{name} is a sweep: go on with it by Retry in the UI, or by nanodag sweep --name {name} and what it was "
+            "started with. For a run of its own choose another name."
+        )
+    if "nightly" in record:
+        raise ConfigError(
+            f"{name} is a night: go on with it by Retry in the UI, or evaluate anew with: nanodag nightly run. For a "
+            "run of its own choose another name."
+        )
 
 
 def merged(overrides: Sequence[str]) -> list[str]:

@@ -205,6 +205,7 @@ class _Build:
             "preset": run.pipeline.preset,
             "mirror": run.pipeline.mirror,
             "code": str(run.code_path),
+            "composed": run.composed,
         }
         if self._stage.kind == "report":
             context |= _report_context(self._run, self._name, self._inputs)

@@ -32,7 +32,8 @@ class Job:
 
     config: the resolved stage config (a class of nanodag.config.schema). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
-    stage gets `preset`, `mirror` and `code` (a folder of the user's own modules), a report what nanodag.report lists.
+    stage gets `preset`, `mirror`, `code` (a folder of the user's own modules) and `composed` (`sweep`, `nightly` or
+    empty), a report what nanodag.report lists.
 
     A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
     content (rollouts, samples). metrics.jsonl, worker.log, job.json and tensorboard/ are kept with the records anyway.

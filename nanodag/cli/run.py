@@ -11,7 +11,7 @@ from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.progress import duration, progress_of
-from nanodag.runs import is_alive, merged, pipeline_file, store_of
+from nanodag.runs import is_alive, merged, pipeline_file, refuse_composed, store_of
 from nanodag.server import FINAL_STATES, Api, Running, server_of
 from nanodag.store import Store
 
@@ -27,6 +27,7 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     store = store_of(resolve(pipeline_file(file)).pipeline)
     if name and _record(store, name):  # go on with that run: what it was told before, and what it is told now
         before = store.own_run(name)
+        refuse_composed(name, before)
         file, preset = file or before["file"], before["preset"] if preset == "auto" else preset
         overrides = merged([*before["overrides"], *overrides])
     path = pipeline_file(file)

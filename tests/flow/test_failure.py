@@ -128,3 +128,21 @@ def test_the_message_has_reason_advice_folder_and_log_in_that_order(tmp_path):
     assert head[2] == f"Folder: {tmp_path.as_uri()}"
     assert head[3:5] == ["Last lines of its worker.log:", "  line 25"]
     assert head[-1] == "  line 39"
+
+
+@pytest.mark.parametrize(
+    ("composed", "retry", "again"),
+    [
+        (
+            "sweep",
+            "nanodag sweep --name s",
+            "nanodag sweep --name s, with what it was started with and sft.micro_batch",
+        ),
+        ("nightly", "Retry the night in the UI", "in the pipeline file, that stage's micro_batch_tokens="),
+    ],
+)
+def test_a_stage_of_a_sweep_or_night_is_not_gone_on_with_as_a_run(composed, retry, again):
+    for line, advice in (("KeyError: 'loss'", retry), ("MemoryError", again)):
+        ended = Ended(code=1, lines=[*TRACEBACK, line])
+        found = cause_of(ended, stage="sft-2", kind="sft", run="s", composed=composed)
+        assert advice in found.advice and "nanodag r" not in found.advice

@@ -4,6 +4,8 @@ import pytest
 
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
+from nanodag.cli.run import run_pipeline
+from nanodag.composed import open_composed
 from nanodag.errors import ConfigError
 from nanodag.runs import following, merged, open_run, recorded_run
 from nanodag.store import Store
@@ -39,6 +41,23 @@ def test_overrides_of_what_comes_before_are_refused(project):
         recorded_run(store, "r", begin_at="sft", overrides=["pretrain.seed=1"])
     with pytest.raises(ConfigError, match="Run r has no stage 'sfd'"):
         recorded_run(store, "r", begin_at="sfd")
+
+
+@pytest.mark.parametrize("kind", ["sweep", "nightly"])
+def test_a_sweep_and_a_night_are_not_gone_on_with_as_a_run(project, kind):
+    pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline
+    store, file = Store(project / "store"), project / "pipeline.yaml"
+    about = {"file": file, "to_do": ["tokenizer"], "flow_run": "", "about": {kind: {}}}
+    assert open_composed("s", pipeline, store, **about).composed == kind
+    before = store.read_run("s")
+    for go_on in (
+        lambda: open_run("s", file="", preset="tiny", overrides=[]),
+        lambda: recorded_run(store, "s", stage="tokenizer"),
+        lambda: run_pipeline([], preset="auto", file="", name="s", detach=True),
+    ):
+        with pytest.raises(ConfigError, match=r"s is a (sweep|night)"):
+            go_on()
+    assert store.read_run("s") == before
 
 
 @pytest.fixture
