@@ -21,7 +21,7 @@ from nanodag.errors import StageStopped
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# A stage that runs beside others asks for a GPU only this long after it could, so that training comes first.
+# A stage that runs beside others takes a GPU only when nobody wanted it for so long, so that training comes first.
 STEP_BACK_S = 5.0
 
 
@@ -57,21 +57,28 @@ def hold(
 ) -> Iterator[Held]:
     """Hold `wanted` places at once, waiting for them; all or none, so that two who wait do not block each other.
 
-    folder: where their files lie. stop: set to give up. step_back_s: let others go first for so long.
+    folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
+    so that others go first.
 
     Raises StageStopped once `stop` is set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if stop is not None and step_back_s:
-        stop.wait(step_back_s)
     said = False
+    free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
-        while (held := _try(folder, places, stack)) is None:
+        while True:
+            numbers = list(range(places.capacity))
+            if step_back_s:
+                now = time.monotonic()
+                free_since = {number: free_since.get(number, now) for number in _free(folder, places)}
+                numbers = [number for number, since in free_since.items() if now - since >= step_back_s]
+            if (held := _try(folder, places, numbers, stack)) is not None:
+                break
             if stop is not None and stop.is_set():
                 raise StageStopped(
                     f"Was stopped while it waited for {places.wanted} of {places.capacity} {places.name}."
                 )
-            if not said:
+            if not said and len(free_since) < places.wanted:
                 log.info(
                     "Waiting for %d of %d %s, which other stages hold.", places.wanted, places.capacity, places.name
                 )
@@ -96,11 +103,25 @@ def named_gpus(numbers: Sequence[int]) -> str:
     return ",".join(gpus[number] for number in numbers)
 
 
-def _try(folder: Path, places: Places, stack: contextlib.ExitStack) -> Held | None:
+def _free(folder: Path, places: Places) -> list[int]:
+    """The places that nobody holds. Who looks is in the way of nobody else who looks."""
+    found = []
+    for number in range(places.capacity):
+        with _lock_file(folder, places, number).open("a") as stream, contextlib.suppress(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.append(number)
+    return found
+
+
+def _lock_file(folder: Path, places: Places, number: int) -> Path:
+    return folder / f"{places.name}-{number}.lock"
+
+
+def _try(folder: Path, places: Places, numbers: Sequence[int], stack: contextlib.ExitStack) -> Held | None:
     with contextlib.ExitStack() as attempt:
         got: list[tuple[int, int]] = []
-        for number in range(places.capacity):
-            stream = attempt.enter_context((folder / f"{places.name}-{number}.lock").open("a"))
+        for number in numbers:
+            stream = attempt.enter_context(_lock_file(folder, places, number).open("a"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 got.append((stream.fileno(), number))

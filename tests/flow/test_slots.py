@@ -1,5 +1,6 @@
 """Places on the machine: who gets them, who waits, and that the dead hold none."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from nanodag import slots
 from nanodag.errors import StageStopped
 from nanodag.slots import Places, hold, named_gpus, places_for
 
@@ -65,7 +67,35 @@ def test_a_killed_holder_holds_nothing(tmp_path):
     assert taken(tmp_path, places) == (0, 1)
 
 
-def test_who_steps_back_lets_others_go_first_and_can_be_stopped(tmp_path):
+class Clock:
+    """Stands in for the module `time`: sleeping moves it on, and what is due by then happens."""
+
+    def __init__(self, due):
+        self.now, self.due = 0.0, due
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        while self.due and self.due[0][0] <= self.now:
+            self.due.pop(0)[1]()
+
+
+def test_training_that_comes_after_a_place_was_released_goes_before_who_steps_back(tmp_path, monkeypatch):
+    gpu, training = Places(name="gpu", capacity=1), contextlib.ExitStack()
+
+    def train():
+        training.enter_context(hold(tmp_path, gpu))
+
+    train()
+    clock = Clock([(30.0, training.close), (34.0, train), (50.0, training.close)])
+    monkeypatch.setattr(slots, "time", clock)
+    with hold(tmp_path, gpu, step_back_s=5.0):
+        assert not clock.due and clock.now == pytest.approx(55.0, abs=0.3)
+
+
+def test_who_steps_back_can_be_stopped(tmp_path):
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
     began = time.monotonic()
