@@ -130,9 +130,12 @@ class Samplers:
         raise AssertionError("unreachable")
 
     async def abort(self, rid: str) -> None:
-        """End a request that is under way."""
+        """End a request, if it is under way."""
+        replica = self._holder.get(rid)
+        if replica is None or not replica.is_up:  # it ended with its sampler
+            return
         with suppress(SamplerLost):  # then it has ended
-            await self._holder[rid].client.abort(rid)
+            await self._watched(replica, replica.client.abort(rid))
 
     async def update_weights_from_disk(self, path: str, version: int, *, mode: PauseMode | None = None) -> None:
         """Have every sampler take the weights in a folder. Returns when all have.
@@ -232,6 +235,7 @@ class Samplers:
 
     async def _replace(self, replica: Replica) -> None:
         """Start a server in a lost one's place, with the current weights."""
+        self._end_monitor(replica)
         replica.server.kill()
         await replica.client.close()
         while True:
@@ -252,7 +256,7 @@ class Samplers:
     async def _watched(self, replica: Replica, work: Awaitable[T]) -> T:
         """The result of a call; as long as one is under way the sampler's health is looked at."""
         replica.num_calls += 1
-        if replica.monitor is None or replica.monitor.done():
+        if replica.monitor is None or replica.monitor.done():  # done: it has killed the server
             replica.monitor = asyncio.ensure_future(self._monitor(replica))
         try:
             result = await work
@@ -261,7 +265,12 @@ class Samplers:
         finally:
             replica.num_calls -= 1
             if replica.num_calls == 0:
-                replica.monitor.cancel()
+                self._end_monitor(replica)
+
+    def _end_monitor(self, replica: Replica) -> None:
+        if replica.monitor is not None:
+            replica.monitor.cancel()
+            replica.monitor = None
 
     async def _monitor(self, replica: Replica) -> None:
         """Kill a server that does not answer, or says for as long that it cannot serve: what is under way there then
@@ -271,8 +280,8 @@ class Samplers:
             await asyncio.sleep(self._health_every_s)
             try:
                 is_well = await asyncio.wait_for(client.health(), self._health_timeout_s)
-            except SamplerLost:
-                return  # what is under way has noticed, too
+            except SamplerLost:  # of this one question: what is under way may go on
+                is_well = False
             except TimeoutError:
                 is_well, well = False, -math.inf
             if is_well or replica.takes_weights:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -81,6 +82,60 @@ def test_what_a_killed_sampler_was_asked_is_answered_with_the_same_bits(model, t
         assert await answers(samplers, 4) == undisturbed
 
     with_samplers(launch_in(tmp_path), model, work)
+
+
+def test_what_was_asked_of_a_sampler_that_is_started_again_can_be_given_up(model, tmp_path):
+    launch = launch_in(tmp_path)
+    restart = threading.Event()
+
+    def slow(number, path, version):
+        if (tmp_path / "log-0").exists():
+            restart.wait(60)
+        return launch(number, path, version)
+
+    async def work(samplers, servers):
+        step = asyncio.ensure_future(answers(samplers, 1))
+        await until_busy(servers[0].url)
+        os.kill(servers[0].pid, signal.SIGKILL)
+        while samplers._replicas[0].is_up or not samplers._replicas[0].client._http.is_closed:
+            await asyncio.sleep(0.01)
+        step.cancel()
+        await samplers.abort("r0")
+        await samplers.abort("of nobody")
+        restart.set()
+        assert await samplers.versions() == ["0"]
+
+    with_samplers(slow, model, work, count=1)
+
+
+def test_one_lost_question_after_its_health_does_not_end_the_watch_over_a_sampler():
+    class Client:
+        answers = iter([SamplerLost("a connection that was closing"), True])
+
+        async def health(self):
+            answer = next(self.answers, False)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    class Killed:
+        url, is_alive = "http://x", True
+
+        def kill(self):
+            self.is_alive = False
+
+    server = Killed()
+    samplers = Samplers(
+        [server],
+        model=Path(),
+        version=0,
+        launch=None,
+        connect=lambda url: Client(),
+        health_every_s=0.01,
+        health_timeout_s=0.05,
+    )
+    asyncio.run(asyncio.wait_for(samplers._monitor(samplers._replicas[0]), 30))
+    assert not server.is_alive
 
 
 def test_a_hung_sampler_is_killed_and_replaced(model, tmp_path):
