@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.errors import StageStopped
+from nanodag.config import AnyStage
+from nanodag.errors import ConfigError, StageStopped
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,29 @@ class Held:
     numbers: tuple[int, ...]
 
 
-def places_for(*, device: str, num_ranks: int, is_beside: bool, at_once: int = 1) -> Places:
-    """What a stage occupies: a GPU for each of its ranks; on CPUs one of the at_once places for stages that train, or
-    the one for those that run beside them. Who asks with a smaller at_once shares the first of these places."""
+def num_gpus_of(stage: AnyStage) -> int:
+    """How many GPUs a stage on GPUs takes: one for each rank, and for RL with SGLang as many as all its servers have,
+    where that is more. Ranks and servers share them."""
+    num_ranks = int(stage.resources.num_ranks)
+    if stage.kind == "rl" and stage.sampler.engine == "sglang":
+        return max(num_ranks, int(stage.sampler.replicas) * stage.sampler.tensor_parallel)
+    return num_ranks
+
+
+def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1) -> Places:
+    """What a stage occupies: num_gpus GPUs; on CPUs one of the at_once places for stages that train, or the one for
+    those that run beside them. Who asks with a smaller at_once shares the first of these places.
+
+    Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
+    """
     if device == "cuda":
         capacity = len(visible_gpus())
-        return Places(name="gpu", capacity=capacity, wanted=min(num_ranks, capacity))
+        if num_gpus > capacity:
+            raise ConfigError(
+                f"The stage takes {num_gpus} GPUs and this machine has {capacity} for it (CUDA_VISIBLE_DEVICES, else "
+                "nvidia-smi); lower its resources.num_ranks, or for rl sampler.replicas or sampler.tensor_parallel."
+            )
+        return Places(name="gpu", capacity=capacity, wanted=num_gpus)
     return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
 
 

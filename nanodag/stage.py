@@ -21,7 +21,7 @@ from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
 from nanodag.provenance import environment
 from nanodag.runs import Run, StageResult, result_of
-from nanodag.slots import STEP_BACK_S, hold, named_gpus, places_for
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
 from nanodag.store import Artifact, stage_key
 from nanodag.worker import Job
 
@@ -158,7 +158,7 @@ class _Build:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
-        places = places_for(device=device, num_ranks=num_ranks, is_beside=kind.is_beside, at_once=run.at_once)
+        places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
         step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
         asked = time.monotonic()
         # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.

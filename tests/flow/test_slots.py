@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from nanodag import slots
-from nanodag.errors import StageStopped
-from nanodag.slots import Places, hold, named_gpus, places_for
+from nanodag.errors import ConfigError, StageStopped
+from nanodag.slots import Places, hold, named_gpus, num_gpus_of, places_for
 
 HOLDER = """
 import sys, time
@@ -43,14 +44,14 @@ def test_who_wants_several_gets_them_all_or_waits(tmp_path):
 
 
 def test_stages_that_score_do_not_take_the_place_of_those_that_train(tmp_path):
-    train, score = (places_for(device="cpu", num_ranks=1, is_beside=beside) for beside in (False, True))
+    train, score = (places_for(device="cpu", num_gpus=1, is_beside=beside) for beside in (False, True))
     with hold(tmp_path, train), hold(tmp_path, score):
         assert taken(tmp_path, train) is None
         assert taken(tmp_path, score) is None
 
 
 def test_who_may_train_several_at_once_leaves_the_first_place_to_others(tmp_path):
-    one, three = (places_for(device="cpu", num_ranks=1, is_beside=False, at_once=n) for n in (1, 3))
+    one, three = (places_for(device="cpu", num_gpus=1, is_beside=False, at_once=n) for n in (1, 3))
     with hold(tmp_path, one), hold(tmp_path, three) as second, hold(tmp_path, three) as third:
         assert (second.numbers, third.numbers) == ((1,), (2,))
         assert taken(tmp_path, three) is None
@@ -107,6 +108,22 @@ def test_who_steps_back_can_be_stopped(tmp_path):
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    places = places_for(device="cuda", num_ranks=2, is_beside=False)
+    places = places_for(device="cuda", num_gpus=2, is_beside=False)
     assert (places.capacity, places.wanted) == (3, 2)
     assert named_gpus((0, 2)) == "4,7"
+
+
+def test_more_gpus_than_there_are_is_an_error_and_no_smaller_number(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="takes 3 GPUs and this machine has 2"):
+        places_for(device="cuda", num_gpus=3, is_beside=False)
+
+
+def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
+    def rl(num_ranks, **sampler):
+        resources = SimpleNamespace(num_ranks=num_ranks)
+        return SimpleNamespace(kind="rl", resources=resources, sampler=SimpleNamespace(**sampler))
+
+    assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2)) == 4
+    assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2)) == 4
+    assert num_gpus_of(rl(1, engine="embedded", replicas=4, tensor_parallel=1)) == 1
