@@ -24,9 +24,9 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     """Carry out a pipeline and return the command's exit code: 0 only when the run completed."""
     began = time.monotonic()
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
-    if name and _record(store, name):  # go on with that run: what it was told before, and what it is told now
-        before = store.own_run(name)
+    known = store_of(resolve(pipeline_file(file)).pipeline) if name else None
+    if known is not None and _record(known, name):  # go on with that run: what it was told before, and is told now
+        before = known.own_run(name)
         refuse_composed(name, before)
         file, preset = file or before["file"], before["preset"] if preset == "auto" else preset
         overrides = merged([*before["overrides"], *overrides])

@@ -19,7 +19,7 @@ from nanodag.errors import ConfigError
 KeyPath = tuple[str, ...]
 
 # The safe loader in C reads the same six times as fast; a sweep reads the file once a point.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        document = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=_SAFE_LOADER)
     except FileNotFoundError:
         raise ConfigError(f"There is no pipeline file {file}. Name one with --file.") from None
     except yaml.YAMLError as error:

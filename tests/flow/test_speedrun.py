@@ -104,8 +104,8 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     stages = record_of("r", project)["stages"]
     assert (stages["tokenizer"]["state"], stages["tokenizer"]["cost"]["num_attempts"]) == ("built", 2)
     assert stages["sft"]["state"] == "failed"
-    shown = [a.data for a in artifacts() if "# sft of r failed" in str(a.data)]
-    assert len(shown) == 1
+    shown = [a.data for a in artifacts() if stages["sft"]["workspace"] in str(a.data)]
+    assert len(shown) == 1 and "# sft of r failed" in shown[0]
     assert f"[{stages['sft']['workspace']}](file://{stages['sft']['workspace']})" in shown[0]
     assert "What to do: " in shown[0] and "Traceback" in shown[0]
 

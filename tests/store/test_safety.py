@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.provenance import PROJECT
@@ -26,11 +27,22 @@ def calls():
             name = path.relative_to(PROJECT).as_posix()
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
-                    given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+                    given = {k.arg: constant(k.value) for k in node.keywords}
                     yield name, node.lineno, ast.unparse(node.func), given
                 elif isinstance(node, ast.Import | ast.ImportFrom):
                     for module in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]:
                         yield name, node.lineno, f"import {module}", {}
+
+
+def constant(value):
+    """What is written there: a constant's value, else its source."""
+    return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
+
+
+def test_the_loader_of_yaml_is_a_safe_one():
+    from nanodag.config.resolve import _SAFE_LOADER
+
+    assert _SAFE_LOADER in (yaml.SafeLoader, getattr(yaml, "CSafeLoader", None))
 
 
 def test_nothing_is_unpickled_and_no_file_brings_code():
@@ -40,7 +52,11 @@ def test_nothing_is_unpickled_and_no_file_brings_code():
             (call.startswith("import ") and call.removeprefix("import ").partition(".")[0] in PICKLES)
             or (call in ("torch.load", "load_checkpoint_file") and given.get("weights_only") is not True)
             or (call in ("np.load", "numpy.load") and given.get("allow_pickle", False) is not False)
-            or call in ("yaml.load", "yaml.unsafe_load", "yaml.full_load")
+            or (
+                call == "yaml.load"
+                and given.get("Loader") not in ("yaml.SafeLoader", "yaml.CSafeLoader", "_SAFE_LOADER")
+            )
+            or call in ("yaml.unsafe_load", "yaml.full_load")
             or (call in ("eval", "exec") and name not in RUNS_ANSWERS)
             or (call.endswith(".from_pretrained") and given.get("trust_remote_code") is not False)
             or (call.startswith("AutoModel") and "from_pretrained" in call and given.get("use_safetensors") is not True)
