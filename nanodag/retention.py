@@ -2,16 +2,17 @@
 
 An attempt stays as long as a run's record names it, or an attempt that stays was made from it. Beside that a policy
 says which runs' records stay. What goes is taken out of sight first; then the records are read again, and what a run
-has come to refer to meanwhile is brought back.
+has come to refer to meanwhile is brought back, with what that was made from.
 """
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
@@ -19,6 +20,8 @@ from nanodag.runs import ENDED_WELL
 from nanodag.store import Artifact, Store
 from nanodag.store.check import targets
 from nanodag.store.files import sizes_below
+
+log = logging.getLogger(__name__)
 
 # Longer than a stage takes from finding an artifact to noting it in its run's record.
 SETTLE_S = 2.0
@@ -60,12 +63,14 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """items: what can go. num_kept, kept_bytes: attempts that stay. notes: what should be known."""
+    """items: what can go. num_kept, kept_bytes: attempts that stay. notes: what should be known. attempts: all of
+    them, with what they were made from."""
 
     items: tuple[Item, ...]
     num_kept: int
     kept_bytes: int
     notes: tuple[str, ...]
+    attempts: Mapping[Reference, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -116,23 +121,29 @@ def plan(store: Store, policy: Policy) -> Plan:
         num_kept=len(staying_attempts),
         kept_bytes=sum(_bytes(a) for a in staying_attempts),
         notes=tuple(notes),
+        attempts=attempts,
     )
 
 
-def free(store: Store, items: tuple[Item, ...], *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
+def free(store: Store, found: Plan, *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
     """Let go of what a plan lists; returns the bytes freed and, in words, what stayed after all."""
     stayed: list[str] = []
     freed = 0
-    for item in items:
+    for item in found.items:
         if item.what == "run":
             store.remove_run(item.name)
         elif item.what == "leftover":
             freed += _clear(store, item, stayed)
-    freed += _free_folders(store, items, stayed)
+    freed += _free_folders(store, found.items, stayed)
+    return freed + _free_attempts(store, found, settle_s, stayed), stayed
+
+
+def _free_attempts(store: Store, found: Plan, settle_s: float, stayed: list[str]) -> int:
+    """Take them out of sight, and look who needs them now: those come back first, then the others are removed."""
     hidden: dict[Reference, tuple[str, int]] = {}
-    gone: set[Reference] = set()
+    freed = 0
     try:
-        for item in (i for i in items if i.what == "attempt"):
+        for item in (i for i in found.items if i.what == "attempt"):
             key, _, attempt = item.name.partition("/")
             try:
                 with store.building(key, timeout_s=0.0):
@@ -143,19 +154,32 @@ def free(store: Store, items: tuple[Item, ...], *, settle_s: float = SETTLE_S) -
                 stayed.append(f"{item.name}: it is gone already")
         if hidden:
             time.sleep(settle_s)
-        referred = _references(store.records_of_runs())
-        for (key, attempt), (token, num_bytes) in hidden.items():
-            if _is_in((key, attempt), referred):
-                stayed.append(f"{key}/{attempt}: a run has come to refer to it")
-                continue
-            gone.add((key, attempt))
-            store.delete(key, attempt, token)
+            attempts = _attempts(store, [], found.attempts)
+            wanted = _with_origins(attempts, _references(store.records_of_runs()))
+            for reference in [r for r in hidden if _is_in(r, wanted)]:
+                _bring_back(store, reference, hidden[reference][0], stayed, "a run has come to refer to it")
+                del hidden[reference]
+        for reference in list(hidden):
+            token, num_bytes = hidden.pop(reference)
+            store.delete(*reference, token)
             freed += num_bytes
     finally:
-        for (key, attempt), (token, _) in hidden.items():
-            if (key, attempt) not in gone:
-                store.bring_back(key, attempt, token)
-    return freed, stayed
+        for reference, (token, _) in hidden.items():
+            _bring_back(store, reference, token, stayed, "gc was ended before")
+    return freed
+
+
+def _bring_back(store: Store, reference: Reference, token: str, stayed: list[str], why: str) -> None:
+    """Undo `hide`; one that cannot be brought back does not keep the others away."""
+    name = "/".join(reference)
+    try:
+        attempt = store.bring_back(*reference, token)
+    except (OSError, StoreError) as error:
+        log.warning("%s could not be brought back: %s", name, error)
+        stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it anew")
+        return
+    moved = "" if attempt == reference[1] else f"; it is attempt {attempt} now"
+    stayed.append(f"{name}: {why}{moved}")
 
 
 def _clear(store: Store, item: Item, stayed: list[str]) -> int:
@@ -202,10 +226,13 @@ def _retired(records: Mapping[str, Mapping[str, Any]], policy: Policy) -> list[s
     ]
 
 
-def _attempts(store: Store, notes: list[str]) -> dict[Reference, Any]:
-    """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers."""
-    found: dict[Reference, Any] = {}
+def _attempts(store: Store, notes: list[str], known: Mapping[Reference, Any] | None = None) -> dict[Reference, Any]:
+    """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers. known:
+    what was read before, which is not read again."""
+    found: dict[Reference, Any] = dict(known or {})
     for key, attempt in targets(store, ""):
+        if (key, attempt) in found:
+            continue
         try:
             found[key, attempt] = store.attempt(key, attempt)
         except ArtifactNotFound:

@@ -97,7 +97,7 @@ def collect(*, keep_runs: int, keep_days: float, keep_best: Sequence[str], yes: 
     if not yes:
         console.print("Nothing was removed. Do it with --yes.")
         return
-    freed, stayed = free(store, found.items)
+    freed, stayed = free(store, found)
     for text in stayed:
         console.print(f"Stayed: {text}", style="yellow", soft_wrap=True)
     console.print(f"{size(freed)} freed.")

@@ -198,9 +198,9 @@ class Store(RunRecords):
         """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
         return self._place.hide(safe_name(key), safe_name(attempt))
 
-    def bring_back(self, key: str, attempt: str, hidden: str) -> None:
-        """Undo `hide`."""
-        self._place.bring_back(safe_name(key), safe_name(attempt), hidden)
+    def bring_back(self, key: str, attempt: str, hidden: str) -> str:
+        """Undo `hide`; returns its attempt, another one where a builder has taken its number meanwhile."""
+        return self._place.bring_back(safe_name(key), safe_name(attempt), hidden)
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what `hide` took out of sight, and this host's copy of it."""

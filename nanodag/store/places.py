@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.files import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
-from nanodag.store.manifest import MANIFEST, Artifact, manifest_text
+from nanodag.store.manifest import MANIFEST, Artifact, manifest_text, parse_manifest
 
 Parts = Mapping[str, Path | None]
 
@@ -112,17 +112,29 @@ class LocalPlace:
             return placed
 
     def hide(self, key: str, attempt: str) -> str:
-        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
+        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need.
+
+        Raises FileNotFoundError when it is gone already."""
         home = self.root / "artifacts" / key
+        if not (home / attempt).exists():
+            raise FileNotFoundError(home / attempt)
         hidden = temporary_name()
         with writing(f"Removing {home / attempt}"):
             os.rename(home / attempt, home / hidden)
         return hidden
 
-    def bring_back(self, key: str, attempt: str, hidden: str) -> None:
-        """Undo `hide`."""
+    def bring_back(self, key: str, attempt: str, hidden: str) -> str:
+        """Undo `hide`; returns its attempt: the next free number where a builder has taken its own meanwhile."""
         home = self.root / "artifacts" / key
-        os.rename(home / hidden, home / attempt)
+        try:
+            os.rename(home / hidden, home / attempt)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return attempt
+        artifact = parse_manifest((home / hidden / MANIFEST).read_text(encoding="utf-8"), key=key, attempt=attempt)
+        return self._place(artifact, home / hidden, int(attempt) + 1).attempt
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what `hide` took out of sight, and the key's folder when it was the last in it."""

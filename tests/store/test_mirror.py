@@ -77,9 +77,9 @@ def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
     assert plan(store, Policy()).items == ()
     store.remove_run("r")
     with store.building(KEY):
-        _, stayed = free(store, plan(store, Policy()).items, settle_s=0)
+        _, stayed = free(store, plan(store, Policy()), settle_s=0)
     assert stayed == [f"checkpoints/{KEY}: somebody is building that key"] and copies(store) != []
-    free(store, plan(store, Policy()).items, settle_s=0)
+    free(store, plan(store, Policy()), settle_s=0)
     assert copies(store) == []
 
 

@@ -58,7 +58,7 @@ def test_only_what_no_run_refers_to_goes(store, product):
     assert can_go(store) == {name_of(superseded)}
     found = plan(store, Policy())
     assert found.num_kept == 3 and found.num_bytes == 9
-    freed, stayed = free(store, found.items, settle_s=0)
+    freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, [])
     assert store.lookup(key("c")) == newest and store.attempts(key("c")) == [newest.attempt]
     assert all((store.materialize(a) / "weights").read_bytes() == b"abcdefgh" for a in (base, used, newest))
@@ -74,7 +74,7 @@ def test_all_attempts_of_a_stage_that_is_under_way_stay(store, product):
 
 def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, monkeypatch):
     artifact, other = publish(store, product, key("a")), publish(store, product, key("b"))
-    items = plan(store, Policy()).items
+    found = plan(store, Policy())
     was_hidden = []
 
     def meanwhile(seconds):
@@ -82,11 +82,51 @@ def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, 
         write_run(store, "r", artifact)
 
     monkeypatch.setattr(time, "sleep", meanwhile)
-    _, stayed = free(store, items)
+    _, stayed = free(store, found)
     assert was_hidden == [True] and stayed == [f"{key('a')}/{artifact.attempt}: a run has come to refer to it"]
     assert store.lookup(key("a")) == artifact and store.lookup(key("b")) is None
     assert (store.materialize(artifact) / "weights").read_bytes() == b"abcdefgh"
     assert store.attempts(other.key) == []
+
+
+def test_what_comes_back_comes_back_first_with_its_origins_and_beside_what_took_its_number(store, product, monkeypatch):
+    base, other = publish(store, product, key("a")), publish(store, product, key("b"))
+    useless = publish(store, product, key("c"))
+    found = plan(store, Policy())
+    delete, order = store.delete, []
+
+    def meanwhile(seconds):
+        publish(store, product, other.key)  # a builder that did not find it
+        new = publish(store, product, key("d"), lineage=made_from(base))
+        write_run(store, "r", other, new)
+
+    def watched(*arguments):
+        order.append(store.lookup(base.key) == base)
+        delete(*arguments)
+
+    monkeypatch.setattr(time, "sleep", meanwhile)
+    monkeypatch.setattr(store, "delete", watched)
+    _, stayed = free(store, found)
+    assert order == [True] and store.lookup(useless.key) is None and len(stayed) == 2
+    assert len(store.attempts(other.key)) == 2 and store.lookup(base.key) == base
+    for attempt in store.attempts(other.key):
+        assert (store.materialize(store.attempt(other.key, attempt)) / "weights").read_bytes() == b"abcdefgh"
+
+
+def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, product, monkeypatch):
+    first, second = publish(store, product, key("a")), publish(store, product, key("b"))
+    found = plan(store, Policy())
+    bring_back = store.bring_back
+
+    def broken(at, *others):
+        if at == first.key:
+            raise OSError("the disk reports an error")
+        return bring_back(at, *others)
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: write_run(store, "r", first, second))
+    monkeypatch.setattr(store, "bring_back", broken)
+    _, stayed = free(store, found)
+    assert "could not be brought back (the disk" in stayed[0] and store.lookup(second.key) == second
 
 
 def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, monkeypatch):
@@ -97,14 +137,14 @@ def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, mo
 
     monkeypatch.setattr(time, "sleep", ended)
     with pytest.raises(KeyboardInterrupt):
-        free(store, plan(store, Policy()).items)
+        free(store, plan(store, Policy()))
     assert [store.lookup(a.key) for a in artifacts] == artifacts
 
 
 def test_a_key_that_is_being_built_is_left_alone(store, product):
     artifact = publish(store, product, key("a"))
     with store.building(key("a")):
-        _, stayed = free(store, plan(store, Policy()).items, settle_s=0)
+        _, stayed = free(store, plan(store, Policy()), settle_s=0)
     assert len(stayed) == 1 and "is building that key" in stayed[0]
     assert store.lookup(key("a")) == artifact
 
@@ -120,7 +160,7 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
     assert not any(what == "attempt" for what, _ in by_age), "they were made today"
     both = plan(store, Policy(keep_runs=2, keep_days=1.0))
     assert [i.name for i in both.items if i.what == "run"] == ["r0", "r1"]
-    free(store, plan(store, Policy(keep_runs=2)).items, settle_s=0)
+    free(store, plan(store, Policy(keep_runs=2)), settle_s=0)
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
 
 
@@ -163,7 +203,7 @@ def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
         (store.workspace(key(letter)) / "state").write_text("abc")
     store.write_run("r", {"stages": {"s": {"key": key("a"), "state": "stopped"}}})
     assert can_go(store) == {("workspace", f"work/{key('b')}")}
-    free(store, plan(store, Policy()).items, settle_s=0)
+    free(store, plan(store, Policy()), settle_s=0)
     assert [path.name for path in (store.local / "work").iterdir()] == [key("a")]
 
 
@@ -196,7 +236,7 @@ def test_whatever_the_runs_and_the_policy_what_remains_is_whole(tmp_path, produc
     for number in range(4):
         write_run(store, f"r{number}", *source.sample(made, 2), created=source.choice([OLD, NOW]))
     policy = Policy(keep_runs=source.randrange(3), keep_days=source.choice([0.0, 1.0]))
-    free(store, plan(store, policy).items, settle_s=0)
+    free(store, plan(store, policy), settle_s=0)
     for record in store.records_of_runs().values():
         waiting = [(e["key"], e["attempt"]) for e in record["stages"].values()]
         while waiting:

@@ -130,9 +130,9 @@ def test_gc_and_setting_aside_work_without_rename(store, product):
     used, useless = publish(store, product), publish(store, product, "b" * 40)
     entry = {"key": used.key, "attempt": used.attempt, "state": "built"}
     store.write_run("r", {"stages": {"s": entry}})
-    items = plan(store, Policy()).items
-    assert [item.name for item in items] == [f"{useless.key}/{useless.attempt}"]
-    freed, stayed = free(store, items, settle_s=0)
+    found = plan(store, Policy())
+    assert [item.name for item in found.items] == [f"{useless.key}/{useless.attempt}"]
+    freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, []) and store.keys() == [KEY]
     store.set_aside(KEY, used.attempt)
     assert store.lookup(KEY) is None
