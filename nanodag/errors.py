@@ -15,6 +15,7 @@ NanodagError
 ├── TrainingDiverged (ArithmeticError)  NaN or infinity in a loss, gradient or weight
 ├── MissingTool (RuntimeError)          a program or package that is needed is not installed
 ├── ServerError (RuntimeError)          Prefect's server does not come up, or refuses what it is asked
+│   └── ServerBusy (ConnectionError)    no answer, or one that says "not now": asked again, it may do it
 └── SamplerError (RuntimeError)
     ├── BadRequest (ValueError)         the sampler refuses this request
     └── SamplerLost (ConnectionError)   the sampler died or stopped answering
@@ -82,6 +83,10 @@ class MissingTool(NanodagError, RuntimeError):
 
 class ServerError(NanodagError, RuntimeError):
     """Prefect's server does not come up, or refuses what it is asked."""
+
+
+class ServerBusy(ServerError, ConnectionError):
+    """A server did not answer, or said that it cannot now; asked again, it may do it."""
 
 
 class SamplerError(NanodagError, RuntimeError):

@@ -15,6 +15,7 @@ from nanodag.nightly.findings import Findings, conclude, post
 from nanodag.nightly.nights import Night
 from nanodag.runs import StageResult
 from tasks import TASKS
+from tasks.stage import may_pass
 
 EVENT = "nanodag.nightly.worse"
 _OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
@@ -61,7 +62,13 @@ def nothing_got_worse(found: Findings) -> State[Any]:
     return Failed(message="\n".join([f"{len(found.worse)} of {found.num_scores} scores got worse:", *found.worse]))
 
 
-@task(name="webhook", retries=3, retry_delay_seconds=exponential_backoff(backoff_factor=5), **_OPTIONS)
+@task(
+    name="webhook",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=5),
+    retry_condition_fn=may_pass,
+    **_OPTIONS,
+)
 def webhook(address: str, found: Findings) -> None:
     """Post what got worse to the address in the config."""
     post(address, found.as_json())

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanodag.composed import note_page, publish_page
 from nanodag.config.cron import zone_of
-from nanodag.errors import ConfigError, ServerError
+from nanodag.errors import ConfigError, ServerBusy, ServerError
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.nightly.scores import scores_of
@@ -71,7 +71,8 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
 def post(webhook: str, body: Mapping[str, Any]) -> None:
     """POST a night's findings as JSON. webhook: as in the config, not `none`.
 
-    Raises ConfigError when its environment variable is not set, ServerError when the other side does not take it.
+    Raises ConfigError when its environment variable is not set, ServerError when the other side does not take it;
+    ServerBusy, which is one, when it may take it later: it was not reached, or answered 429 or 5xx.
     """
     import httpx
 
@@ -88,8 +89,12 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
     try:
         answer = httpx.post(address, json=dict(body), timeout=WEBHOOK_TIMEOUT_S, follow_redirects=False)
     except httpx.HTTPError as error:
-        raise ServerError(
+        may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+        raise (ServerBusy if may_pass else ServerError)(
             f"nightly.webhook: {where}/... cannot be reached ({type(error).__name__}: {error})."
         ) from error
     if answer.status_code >= 300:
-        raise ServerError(f"nightly.webhook: {where}/... answered {answer.status_code}: {answer.text[:200]}")
+        may_pass = answer.status_code == 429 or answer.status_code >= 500
+        raise (ServerBusy if may_pass else ServerError)(
+            f"nightly.webhook: {where}/... answered {answer.status_code}: {answer.text[:200]}"
+        )

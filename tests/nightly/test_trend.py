@@ -6,8 +6,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from prefect.states import Failed
 
-from nanodag.errors import ConfigError, ServerError
+import tasks.nightly
+from nanodag.errors import ConfigError, ServerBusy, ServerError
 from nanodag.nightly.compare import compare
 from nanodag.nightly.findings import post
 from nanodag.nightly.trend import trend_report
@@ -78,6 +80,27 @@ def test_a_webhook_gets_json_and_one_that_refuses_it_is_named_without_its_secret
         post(f"http://127.0.0.1:{refusing.server_port}/hooks/secret", {})
     refusing.shutdown()
     refusing.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "may_pass"), [(302, False), (403, False), (404, False), (429, True), (500, True), (503, True)]
+)
+def test_a_webhook_is_asked_again_only_where_that_may_help(answer, may_pass):
+    server, _ = listening(answer)
+    with pytest.raises(ServerError) as caught:
+        post(f"http://127.0.0.1:{server.server_port}/hook", {})
+    server.shutdown()
+    server.server_close()
+    assert tasks.nightly.webhook.retry_condition_fn(tasks.nightly.webhook, None, Failed(data=caught.value)) == may_pass
+
+
+def test_a_webhook_that_is_not_there_is_asked_again_and_one_that_can_never_be_reached_is_not():
+    with pytest.raises(ServerBusy):
+        post("http://127.0.0.1:1/hook", {})
+    with pytest.raises(ServerError) as caught:
+        post("htp://127.0.0.1/hook", {})
+    assert not isinstance(caught.value, ServerBusy)
+    assert tasks.nightly.webhook.retries == 3
 
 
 def test_a_webhook_whose_variable_is_not_set_is_refused(monkeypatch):
