@@ -44,7 +44,7 @@ def open_composed(
         "before": left_before(before),
         **about,
     }
-    store.write_run(name, record)
+    store.replace_run(name, record)
     run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent)
     run.flow_run, run.to_do, run.composed = flow_run, list(to_do), next(iter(about), "")
     return run

@@ -5,7 +5,6 @@ says which runs' records stay. What goes is taken out of sight first; then the r
 has come to refer to meanwhile is brought back, with what that was made from.
 """
 
-import contextlib
 import json
 import logging
 import re
@@ -53,12 +52,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words."""
+    """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words.
+    started: when a run was begun, or gone on with, last."""
 
     what: str
     name: str
     num_bytes: int
     why: str
+    started: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,12 @@ def plan(store: Store, policy: Policy) -> Plan:
     notes: list[str] = []
     attempts = _attempts(store, notes)
     kept = _with_origins(attempts, _references(staying) | _best(attempts, policy.best) | _young(attempts, policy))
-    items = [Item(what="run", name=name, num_bytes=0, why="older than what is kept") for name in retired]
+    items = [
+        Item(
+            what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].get("started", 0.0)
+        )
+        for name in retired
+    ]
     for (key, attempt), artifact in attempts.items():
         if not _is_in((key, attempt), kept) and artifact != "newer":
             why = "no run refers to it" if isinstance(artifact, Artifact) else "damaged, and no run refers to it"
@@ -131,7 +137,7 @@ def free(store: Store, found: Plan, *, settle_s: float = SETTLE_S) -> tuple[int,
     freed = 0
     for item in found.items:
         if item.what == "run":
-            store.remove_run(item.name)
+            _remove_run(store, item, stayed)
         elif item.what == "leftover":
             freed += _clear(store, item, stayed)
     freed += _free_folders(store, found.items, stayed)
@@ -182,11 +188,32 @@ def _bring_back(store: Store, reference: Reference, token: str, stayed: list[str
     stayed.append(f"{name}: {why}{moved}")
 
 
+def _remove_run(store: Store, item: Item, stayed: list[str]) -> None:
+    """Remove a run's record, unless somebody has begun to go on with that run since the plan was made."""
+
+    def is_gone_on_with(record: Mapping[str, Any]) -> bool:
+        return record.get("state") == "running" or record.get("started", 0.0) != item.started
+
+    if not store.remove_run(item.name, unless=is_gone_on_with):
+        stayed.append(f"{item.name}: that run has been gone on with")
+
+
+def _is_wanted(store: Store, key: str, attempt: str = ANY) -> bool:
+    return _is_in((key, attempt), _references(store.records_of_runs()))
+
+
 def _clear(store: Store, item: Item, stayed: list[str]) -> int:
-    """Remove a leftover; returns its bytes. Mirrored checkpoints stay while somebody builds their key."""
+    """Remove a leftover; returns its bytes. Mirrored checkpoints stay while somebody builds their key, or is about
+    to."""
     folder, _, key = item.name.partition("/")
+    if folder != "checkpoints":
+        store.clear(item.name)
+        return item.num_bytes
     try:
-        with store.building(key, timeout_s=0.0) if folder == "checkpoints" else contextlib.nullcontext():
+        with store.building(key, timeout_s=0.0):
+            if _is_wanted(store, key):
+                stayed.append(f"{item.name}: a run has come to refer to it")
+                return 0
             store.clear(item.name)
     except StoreBusy:
         stayed.append(f"{item.name}: somebody is building that key")
@@ -199,9 +226,12 @@ def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> i
     for item in items:
         if item.what not in ("workspace", "copy"):
             continue
-        key = item.name.split("/")[1]
+        key, *attempt = item.name.split("/")[1:]
         try:
             with store.building(key, timeout_s=0.0):
+                if _is_wanted(store, key, *attempt):
+                    stayed.append(f"{item.name}: a run has come to refer to it")
+                    continue
                 shutil.rmtree(store.local / item.name)
                 freed += item.num_bytes
         except StoreBusy:

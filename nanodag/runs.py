@@ -165,7 +165,7 @@ def open_run(
         "pid": os.getpid(),
         "pid_started": process_started(psutil.Process()),
     }
-    store.write_run(name, record)
+    store.replace_run(name, record)
     return run
 
 

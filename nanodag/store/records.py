@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,16 @@ class RunRecords:
 
     def change_run(self, run: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Let `change` edit a run's record while no other process on this host does; returns the new record."""
-        with locked(self.local / "locks" / f"run-{safe_name(run)}.lock", timeout_s=60.0, poll_s=0.01):
+        with self._changing(run):
             record = self.read_run(run)
             change(record)
             self.write_run(run, record)
         return record
+
+    def replace_run(self, run: str, record: Mapping[str, Any]) -> None:
+        """`write_run` while no other process on this host changes or removes that record."""
+        with self._changing(run):
+            self.write_run(run, record)
 
     def read_run(self, run: str) -> dict[str, Any]:
         """A run's record. Raises ArtifactNotFound naming the runs there are, CorruptArtifact when it is unreadable."""
@@ -78,13 +84,21 @@ class RunRecords:
         order = sorted(records, key=lambda n: (records[n].get("number", 0), float(records[n].get("created", 0.0))))
         return {name: records[name] for name in order}
 
-    def remove_run(self, run: str) -> None:
-        """Remove a run's record; what it made stays until `gc`."""
-        self._place.remove(f"runs/{safe_name(run)}.json")
+    def remove_run(self, run: str, *, unless: Callable[[Mapping[str, Any]], bool] = lambda record: False) -> bool:
+        """Remove a run's record; what it made stays until `gc`. False, and it stays, when `unless` says so of the
+        record as it is by now."""
+        with self._changing(run):
+            if run in self._run_names() and unless(self.read_run(run)):
+                return False
+            self._place.remove(f"runs/{safe_name(run)}.json")
+        return True
 
     def damaged_runs(self) -> list[str]:
         """Names of runs whose record cannot be read."""
         return sorted(set(self._run_names()) - set(self._records()))
+
+    def _changing(self, run: str) -> AbstractContextManager[int]:
+        return locked(self.local / "locks" / f"run-{safe_name(run)}.lock", timeout_s=60.0, poll_s=0.01)
 
     def _run_names(self) -> list[str]:
         return [n.removesuffix(".json") for n in self._place.names("runs") if _is_record(n)]

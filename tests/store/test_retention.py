@@ -129,6 +129,21 @@ def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, pr
     assert "could not be brought back (the disk" in stayed[0] and store.lookup(second.key) == second
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_is_gone_on_with_meanwhile_keeps_its_record_and_its_workspace(store, product, ended):
+    artifact = publish(store, product, key("a"))
+    old = {"run": "r", "state": "failed", "created": OLD, "started": OLD}
+    old["stages"] = {"s": entry(artifact), "t": {"key": key("b"), "state": "failed", "inputs": {}}}
+    store.write_run("r", old)
+    (store.workspace(key("b")) / "state").write_text("abc")
+    found = plan(store, Policy(keep_days=1.0))
+    assert {item.what for item in found.items} >= {"run", "workspace"}
+    store.write_run("r", {**old, "state": "failed" if ended else "running", "started": NOW if ended else OLD})
+    _, stayed = free(store, found, settle_s=0)
+    assert "r: that run has been gone on with" in stayed and store.runs() == ["r"]
+    assert store.lookup(key("a")) == artifact and (store.workspace(key("b")) / "state").exists()
+
+
 def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, monkeypatch):
     artifacts = [publish(store, product, key(letter)) for letter in "ab"]
 
