@@ -1,11 +1,13 @@
 """A store's bytes on a local folder. An artifact becomes visible all at once, by rename()."""
 
+import contextlib
 import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,9 @@ from nanodag.store.manifest import MANIFEST, Artifact, manifest_text, parse_mani
 
 Parts = Mapping[str, Path | None]
 
+# Small files are written in no time, but another host's writers cannot be seen from here.
+ABANDONED_AFTER_S = 3600.0
+_SMALL_TEMPORARY = re.compile(r"\..+\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 
 
@@ -157,10 +162,15 @@ class LocalPlace:
     def leftovers(self) -> dict[str, int]:
         """What killed writers of this host left behind: path below the store -> bytes."""
         found = {}
-        for path in [*self.root.glob("artifacts/*/.*.tmp"), *self.root.glob("runs/.*.tmp")]:
-            if path.is_file() or is_leftover(path.name):
-                size = path.stat().st_size if path.is_file() else sum(n for n in sizes_below(path).values() if n > 0)
+        for path in self.root.glob("artifacts/*/.*.tmp"):
+            if is_leftover(path.name):
+                size = sum(n for n in sizes_below(path).values() if n > 0)
                 found[path.relative_to(self.root).as_posix()] = size
+        for path in self.root.glob("runs/.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
+                facts = path.stat()
+                if facts.st_mtime < time.time() - ABANDONED_AFTER_S and not _is_written(path.name):
+                    found[path.relative_to(self.root).as_posix()] = facts.st_size
         return found
 
     def clear(self, leftover: str) -> None:
@@ -185,13 +195,23 @@ def is_leftover(name: str) -> bool:
     found = _TEMPORARY.fullmatch(name)
     if found is None or found["host"] != _host():
         return False
+    return not _is_process(int(found["pid"]))
+
+
+def _is_written(name: str) -> bool:
+    """True when the process that a small file's temporary name tells of (nanodag.store.files.write_bytes) is there."""
+    found = _SMALL_TEMPORARY.fullmatch(name)
+    return found is not None and _is_process(int(found["pid"]))
+
+
+def _is_process(pid: int) -> bool:
     try:
-        os.kill(int(found["pid"]), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:  # alive, someone else's
         return False
-    return False
+    except PermissionError:  # alive, someone else's
+        return True
+    return True
 
 
 def _host() -> str:

@@ -1,5 +1,6 @@
 """What goes and what stays: nothing that a run refers to ever goes."""
 
+import os
 import random
 import time
 
@@ -237,6 +238,27 @@ def test_leftovers_of_killed_writers_go_and_those_of_other_hosts_stay(tmp_path, 
     assert sorted(p.name for p in home.glob(".*")) == sorted(
         [f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"]
     )
+
+
+def test_a_records_temporary_file_is_left_over_when_it_is_old_and_its_writer_gone(tmp_path):
+    store = Store(tmp_path / "s")
+    store.write_run("r", {"stages": {}})
+    names = {"dead": ".r.json.999999999-00000000.tmp", "alive": f".r.json.{os.getpid()}-00000000.tmp"}
+    for name in names.values():
+        (store.local / "runs" / name).write_text("{")
+    assert can_go(store) == set(), "somebody may be about to give them their name"
+    for name in names.values():
+        os.utime(store.local / "runs" / name, (OLD, OLD))
+    assert can_go(store) == {("leftover", f"runs/{names['dead']}")}
+    free(store, plan(store, Policy()))
+    assert {path.name for path in (store.local / "runs").iterdir()} == {"r.json", names["alive"]}
+
+
+def test_a_records_temporary_file_may_go_while_gc_looks(tmp_path):
+    store = Store(tmp_path / "s")
+    store.write_run("r", {"stages": {}})
+    (store.local / "runs" / ".r.json.999999999-00000000.tmp").symlink_to(tmp_path / "gone")
+    assert can_go(store) == set()
 
 
 @pytest.mark.parametrize("seed", range(20))
