@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from nanodag.config import AnyStage, resolve
 from nanodag.errors import ArtifactNotFound, StageFailed, StoreError
 from nanodag.kinds import KINDS
-from nanodag.launch import run_worker
+from nanodag.launch import Result, run_worker
 from nanodag.provenance import environment
 from nanodag.runs import Run, StageResult, pipeline_file, result_of
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
 from nanodag.stage import key_of
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.files import files_below, sha256_of
@@ -42,35 +43,28 @@ def reproduce(
 ) -> Reproduction:
     """Carry the artifact's stage out once more. Nothing is published, and nothing that the store has is touched.
 
-    Raises ArtifactNotFound when an input is gone, StoreError when the recipe cannot be the same any more: data have
-    changed, or the kind's code version; StageFailed when the worker fails.
+    It waits for a place on this machine as any stage does, and `gc` leaves its folder alone meanwhile.
+
+    Raises ArtifactNotFound when an input is gone, StoreError when another user wrote the artifact, or when the recipe
+    cannot be the same any more: data have changed, or the kind's code version; StageFailed when the worker fails.
     """
+    store.check_own(artifact)
     stage, inputs = _recipe(artifact), _inputs(store, artifact)
     path = pipeline_file(file)
     run = Run(f"reproduce-{artifact.key[:12]}", resolve(path), store, path.parent)
     _same_key(run, stage, inputs, artifact)
-    workspace = store.workspace(f"reproduce-{artifact.key[:12]}-{secrets.token_hex(4)}")
-    context = {"preset": run.pipeline.preset, "mirror": run.pipeline.mirror, "code": str(path.parent)}
-    above = {label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()}
-    job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
-    kind = KINDS[stage.kind]
-    result = run_worker(
-        kind.module,
-        job,
-        num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-        threads=int(stage.resources.threads),
-        device=str(stage.resources.device),
-        niceness=kind.niceness,
-        on_line=on_line,
-        timeout_s=stage.timeout_s,
-    )
-    if not job.output.is_dir():
-        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
-    hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
-    files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
-    is_same = all(state == "same" for state in files.values())
-    if is_same:
-        shutil.rmtree(workspace)
+    name = f"reproduce-{artifact.key[:12]}-{secrets.token_hex(4)}"
+    with store.building(name) as lock:
+        above = {label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()}
+        context = {"preset": run.pipeline.preset, "mirror": run.pipeline.mirror, "code": str(path.parent)}
+        workspace = store.workspace(name)
+        job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
+        result = _carry_out(store, job, lock, on_line)
+        hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
+        files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
+        is_same = all(state == "same" for state in files.values())
+        if is_same:
+            shutil.rmtree(workspace)
     return Reproduction(
         digest=content_digest(hashes),
         files=files,
@@ -78,6 +72,30 @@ def reproduce(
         environment=_changed(artifact.environment, environment(str(stage.resources.device))),
         workspace=None if is_same else workspace,
     )
+
+
+def _carry_out(store: Store, job: Job, lock: int, on_line: Callable[[str], None]) -> Result:
+    """Run the job's worker on a place of this machine."""
+    stage, kind = job.config, KINDS[job.config.kind]
+    device = str(stage.resources.device)
+    places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
+    step_back_s = STEP_BACK_S if device == "cuda" else 0.0
+    with hold(store.local / "locks" / "places", places, step_back_s=step_back_s) as held:
+        result = run_worker(
+            kind.module,
+            job,
+            num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
+            threads=int(stage.resources.threads),
+            device=device,
+            gpus=named_gpus(held.numbers) if device == "cuda" else "",
+            niceness=kind.niceness,
+            hold=(lock, *held.descriptors),
+            on_line=on_line,
+            timeout_s=stage.timeout_s,
+        )
+    if not job.output.is_dir():
+        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
+    return result
 
 
 def _recipe(artifact: Artifact) -> Any:

@@ -89,6 +89,15 @@ class Store(RunRecords):
         except FileNotFoundError:
             raise ArtifactNotFound(f"There is no attempt {attempt} of key {key} in {self.url}.") from None
 
+    def check_own(self, artifact: Artifact) -> None:
+        """Raise StoreError when another user wrote an artifact that is about to be acted upon: its config may name
+        code."""
+        if not self._place.is_own(f"{artifact.folder}/{MANIFEST}"):
+            raise StoreError(
+                f"Artifact {artifact.folder} in {self.url} was written by another user, and carrying its stage out "
+                "would run the code that it names. Build it in a run of your own, then reproduce that."
+            )
+
     def get(self, key_prefix: str) -> Artifact:
         """The artifact whose key begins so; `ab12/0002` is its attempt 0002, `RUN:STAGE` what a run's stage took.
 

@@ -1,13 +1,17 @@
 """A stage carried out again from what its artifact recorded."""
 
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
 from nanodag.reproduce import reproduce
+from nanodag.retention import Policy, free, plan
 from nanodag.runs import open_run
+from nanodag.slots import hold, places_for
 from nanodag.stage import carry_out
 
 FAKES = Path(__file__).parent.parent / "fakes"
@@ -43,6 +47,34 @@ def test_other_bytes_are_named_and_kept_to_be_looked_at(run, made, project, monk
     found = reproduce(run.store, made[1], file="")
     assert not found.is_same and found.files == {"made.json": "same", "report.md": "differs"}
     assert (found.workspace / "output" / "report.md").read_text() == "# other\n"
+
+
+def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_place(run, made):
+    seen = []
+
+    def look(line):
+        if not seen:
+            _, stayed = free(run.store, plan(run.store, Policy()))
+            places = places_for(device="cpu", num_gpus=0, is_beside=False)
+            stop = threading.Event()
+            stop.set()
+            with pytest.raises(StageStopped), hold(run.store.local / "locks" / "places", places, stop=stop):
+                raise AssertionError("two stages train at once")
+            seen.extend(stayed)
+
+    assert reproduce(run.store, made[1], file="", on_line=look).is_same
+    assert len(seen) == 1 and "work/reproduce-" in seen[0] and "somebody is building" in seen[0]
+
+
+def test_what_another_user_wrote_is_not_carried_out(run, made, monkeypatch):
+    path = run.store.local / made[1].folder / "manifest.json"
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(StoreError, match="written by another user"):
+        reproduce(run.store, made[1], file="")
+    assert not list((run.store.local / "work").iterdir())
 
 
 def test_changed_data_are_named(run, made, project):
