@@ -259,8 +259,8 @@ class RLStage(StageBase):
     ahead.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
-    requests under way: they are waited for, ended, begun again from their tokens with the new weights, or go on as they
-    are. sync_check_every: the first sync and every one of that number is verified tensor by tensor, 0 for none.
+    requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
+    verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed. clip_low, clip_high: of ppo_clip, gspo and
     cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive,
@@ -352,6 +352,11 @@ class RLStage(StageBase):
             raise ValueError(
                 f"micro_batch_tokens {self.micro_batch_tokens} cannot hold one rollout of sampler.context "
                 f"{self.sampler.context} tokens; raise the one or lower the other"
+            )
+        if self.sync_mode != "finish":
+            raise ValueError(
+                f"sync_mode {self.sync_mode}: samplers take weights between two harvests, when nothing is under way "
+                "that could be ended, retracted or kept; use finish, and partial_rollout_tokens to carry rollouts over"
             )
         if self.sync_check_every and self.sampler.tensor_parallel > 1:
             raise ValueError(

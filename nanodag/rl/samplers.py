@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from nanodag.errors import SamplerLost
 from nanodag.sampler.client import SamplerClient
-from nanodag.sampler.protocol import Completion, PauseMode, Request
+from nanodag.sampler.protocol import Completion, Request
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,14 +54,15 @@ Launch = Callable[[int, Path, int], Server]
 class Replica:
     """One sampler: its server, and what is under way there.
 
-    lost_in_a_row: times that it was lost without having answered anything in between.
+    folder: of the weights that it has. lost_in_a_row: times that it was lost without having answered anything in
+    between.
     """
 
-    def __init__(self, number: int, server: Server, client: SamplerClient, version: int) -> None:
+    def __init__(self, number: int, server: Server, client: SamplerClient, folder: Path) -> None:
         self.number = number
         self.server = server
         self.client = client
-        self.version = version
+        self.folder = folder
         self.load = 0
         self.takes_weights = False
         self.lost_in_a_row = 0
@@ -102,7 +103,7 @@ class Samplers:
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
         self._most_losses = most_losses
         self._model, self._version = model, version
-        self._replicas = [Replica(n, server, connect(server.url), version) for n, server in enumerate(servers)]
+        self._replicas = [Replica(n, server, connect(server.url), model) for n, server in enumerate(servers)]
         self._holder: dict[str, Replica] = {}
         self._is_closed = False
         self.num_restarts = 0
@@ -137,29 +138,28 @@ class Samplers:
         with suppress(SamplerLost):  # then it has ended
             await self._watched(replica, replica.client.abort(rid))
 
-    async def update_weights_from_disk(self, path: str, version: int, *, mode: PauseMode | None = None) -> None:
-        """Have every sampler take the weights in a folder. Returns when all have.
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every sampler take the weights in a folder, also where it has that version from another one. Returns
+        when all have.
 
-        mode: what becomes of requests under way; None waits for them. The folder must stay until the next call: a
-        sampler that dies is started with it. In the mode `in_place` what is cached stays.
+        What is under way is waited for. The folder must stay until the next call: a sampler that dies is started with
+        it, and the embedded one compares what it holds with it.
         """
-        self._model, self._version = Path(path), version
+        folder = Path(path)
+        self._model, self._version = folder, version
         self._holder.clear()
 
-        async def update(client: SamplerClient) -> None:
-            if mode is not None:
-                await client.pause(mode)
-            await client.update_weights_from_disk(path, version, flush_cache=mode != "in_place")
-            if mode is not None:
-                await client.resume()
+        async def take(replica: Replica, client: SamplerClient) -> None:
+            if replica.folder != folder:  # one that was lost meanwhile has been started with it
+                await client.update_weights_from_disk(path, version)
 
         async def bring_up_to_date(replica: Replica) -> None:
             replica.takes_weights = True
             try:
-                await self._on(replica, lambda client: update(client) if replica.version != version else _nothing())
+                await self._on(replica, lambda client: take(replica, client))
             finally:
                 replica.takes_weights = False
-            replica.version = version
+            replica.folder = folder
 
         await asyncio.gather(*map(bring_up_to_date, self._replicas))
 
@@ -249,7 +249,7 @@ class Samplers:
         if self._is_closed:
             server.stop()
             return
-        replica.server, replica.client, replica.version = server, self._connect(server.url), version
+        replica.server, replica.client, replica.folder = server, self._connect(server.url), model
         self.num_restarts += 1
         log.info("%s is up again, with weights %d", self.describe(replica.number), version)
 
@@ -290,10 +290,6 @@ class Samplers:
                 log.warning("%s has not been well for %g s: killed", server.url, self._health_timeout_s)
                 server.kill()
                 return
-
-
-async def _nothing() -> None:
-    """For a sampler that has nothing to do."""
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -172,8 +172,6 @@ class Services:
             first_gpu=number * config.tensor_parallel,
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
-            # Kept in place, requests go on with keys and values of older weights; new ones must not find them.
-            keeps_prompts=self._config.sync_mode != "in_place",
             options=config.options,
             start_timeout_s=config.start_timeout_s,
         )

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from nanodag.config.schema import RLStage
 from nanodag.errors import SamplerError
 from nanodag.rl.samplers import Samplers
-from nanodag.sampler.protocol import PauseMode
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +43,10 @@ class WeightSync(Protocol):
 
 
 class DiskSync:
-    """Through a folder. mode: what becomes of requests under way, None to wait for them. check_every: the first weights
-    and every one of that number are verified, 0 for none."""
+    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
 
-    def __init__(self, samplers: Samplers, *, mode: PauseMode | None, check_every: int) -> None:
+    def __init__(self, samplers: Samplers, *, check_every: int) -> None:
         self._samplers = samplers
-        self._mode = mode
         self._check_every = check_every
         self._num_published = 0
         self._fingerprints: dict[int, Mapping[str, str]] = {}
@@ -67,7 +64,7 @@ class DiskSync:
     async def load(self, folder: Path, version: int) -> None:
         """Have the samplers read them, and see that they did."""
         began = time.monotonic()
-        await self._samplers.update_weights_from_disk(str(folder), version, mode=self._mode)
+        await self._samplers.update_weights_from_disk(str(folder), version)
         await check_versions(self._samplers, version)
         loaded = time.monotonic()
         expected = self._fingerprints.pop(version, {})
@@ -107,5 +104,4 @@ def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 def make_sync(config: RLStage, samplers: Samplers) -> WeightSync:
     """The way that the config names."""
-    mode: PauseMode | None = None if config.sync_mode == "finish" else config.sync_mode
-    return DiskSync(samplers, mode=mode, check_every=config.sync_check_every)
+    return DiskSync(samplers, check_every=config.sync_check_every)

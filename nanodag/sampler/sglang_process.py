@@ -50,15 +50,14 @@ class SGLangProcess(ServerProcess):
         first_gpu: int = 0,
         threads: int = 1,
         seed: int = 0,
-        keeps_prompts: bool = True,
         options: Mapping[str, Option] | None = None,
         start_timeout_s: float = 600.0,
     ) -> "SGLangProcess":
         """Start a server and wait until it answers. Its output is appended to ``log_path``.
 
         python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
-        and answer together. memory_fraction: of the device's memory, for weights and cache. keeps_prompts: cached
-        prompts may be used again. options: further ones of SGLang's, by name; they go before those given here.
+        and answer together. memory_fraction: of the device's memory, for weights and cache. options: further ones of
+        SGLang's, by name; they go before those given here.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
         """
@@ -77,7 +76,6 @@ class SGLangProcess(ServerProcess):
             "random-seed": seed,
             "weight-version": str(weight_version),
             "skip-tokenizer-init": True,
-            "disable-radix-cache": not keeps_prompts,
             "log-level-http": "warning",
             **(CPU_OPTIONS if device == "cpu" else {}),
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},

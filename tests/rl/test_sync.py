@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -56,11 +57,14 @@ def synced(server, model, folder, versions, *, ask, check_every=1):
 
     async def run():
         samplers = Samplers([server], model=model, version=0, launch=None, connect=SamplerClient)
-        sync = DiskSync(samplers, mode=None, check_every=check_every)
+        sync = DiskSync(samplers, check_every=check_every)
         try:
-            for version in versions:
-                await sync.publish(folder / f"v{version}", version, ask)
-                await sync.load(folder / f"v{version}", version)
+            for turn, version in enumerate(versions):
+                own = folder / f"v{version}" if turn == 0 else folder / f"v{version}-{turn}"
+                await sync.publish(own, version, ask)
+                await sync.load(own, version)
+                for older in set(folder.glob("v*")) - {own}:
+                    shutil.rmtree(older)
             return await samplers.fingerprints()
         finally:
             await samplers.disconnect()
@@ -102,6 +106,11 @@ def test_only_the_first_and_every_nth_sync_is_verified(server, model, tmp_path):
     synced(server, model, tmp_path, [1, 2, 3, 4], ask=ask, check_every=3)
     synced(server, model, tmp_path, [5], ask=ask, check_every=0)
     assert asked == [True, False, False, True, False]
+
+
+def test_weights_that_no_step_changed_are_verified_too(server, model, tmp_path):
+    ((found,),) = synced(server, model, tmp_path, [1, 1, 1], ask=trainer_that_writes(model))
+    assert found["model.norm.weight"]
 
 
 def test_a_checkpoint_that_changed_after_it_was_loaded_is_not_taken_for_the_weights_in_memory(server, model, tmp_path):

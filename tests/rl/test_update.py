@@ -99,6 +99,7 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
         ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "cispo has no dual_clip"),
+        ({"sync_mode": "retract"}, "sync_mode retract: samplers take weights between two harvests"),
         ({"overlong_buffer": 300}, "above max_new_tokens 256"),
     ],
 )
