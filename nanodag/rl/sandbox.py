@@ -1,9 +1,10 @@
 """Runs Python that a model wrote. No torch here.
 
 With bubblewrap (`bwrap`) the program has no network, a read-only view of the interpreter and of /usr, an empty /tmp and
-a process space of its own. Where there is none it is bounded by resource limits only (time, memory, file size,
-processes), can read what the user can and reach the network, and a warning says so. It sees the standard library, no
-installed package.
+a process space of its own. Where there is none it is bounded by resource limits only (time, memory of a process, file
+size), can read what the user can and reach the network, and a warning says so. There a limit keeps it from starting
+processes unless the user is root, whom that limit does not bind; they end with its session, unless they left it. It
+sees the standard library, no installed package.
 """
 
 import logging
