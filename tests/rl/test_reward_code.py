@@ -36,6 +36,8 @@ def test_a_right_program_passes_and_a_half_right_one_is_counted():
         "import builtins\nbuiltins.repr = lambda value: '5'\ndef add(a, b): return 5",
         "import sys\nsys.stdout.write('passed')",
         "def add(a, b): return add(a, b)",
+        "class Any:\n    def __repr__(self): return '{[]}'\ndef add(a, b): return Any()",
+        "import os\nos.write(3, b'[' * 100_000)\nos._exit(0)",
         "syntax error",
         "",
     ],
@@ -72,11 +74,25 @@ def test_tests_as_humaneval_and_mbpp_write_them():
     assert score(fenced("abs = lambda x: 0\ndef shared(a, b): return {4}\ndef root(x): return 7"), mbpp).value == 0.0
 
 
+def test_a_number_beyond_floats_is_no_number_that_is_near():
+    near = ["assert abs(root(4) - 2.0) < 1e-6"]
+    assert score(fenced("def root(x): return 10 ** 400"), near).value == 0.0
+    assert score(fenced("def root(x): return x ** 0.5"), near).value == 1.0
+
+
+def test_what_is_assigned_for_a_right_side_alone_is_not_shown_to_the_program():
+    tests = ["ten = 10\nwant = 3628800\nmore = [want, 1]", "assert fact(ten) == want", "assert fact(0) == more[1]"]
+    assert score(fenced("import math\ndef fact(n): return math.factorial(n)"), tests).value == 1.0
+    assert score(fenced("def fact(n): return globals().get('want', 1)"), tests).components == {"tests": 0.5}
+    assert score(fenced("class Box:\n    def get(self): return 3"), ["box = Box()\nassert box.get() == 3"]).value == 1.0
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
         ([], "no metadata.tests"),
         (["assert add(1, 2) < 7"], "is none of"),
+        (["one, want = 1, 3", "assert add(one, 2) == want"], "make it two assignments"),
         (["assert add(1, 2) == add(2, 1)"], "cannot be computed without the answer"),
         (["def check(candidate):\n    assert candidate(1) == 1"], "no metadata.entry_point"),
     ],

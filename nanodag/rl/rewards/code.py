@@ -61,9 +61,10 @@ def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     `{"input": text, "output": text}` for programs that read and print (blanks at the ends of lines aside), or of Python
     text with assertions `call == value`, `abs(call - value) < 1e-6`, `call` or `not call`, after imports and
     assignments, also inside `def check(candidate)` with `metadata.entry_point` naming the function. Results are
-    compared outside of the sandbox, as the values that their text spells, and the values that are wanted are never
-    inside: a program that ends early, returns what equals everything or prints a verdict gains nothing. All tests
-    together have BUDGET_S seconds. Raises ValueError for a prompt without tests, or with one of another form.
+    compared outside of the sandbox, as the values that their text spells, and right sides are never inside, nor what is
+    assigned for them alone: a program that ends early, returns what equals everything or prints a verdict gains
+    nothing. What a call itself says, its arguments and all of a bare `assert call`, is inside. All tests together have
+    BUDGET_S seconds. Raises ValueError for a prompt without tests, or with one of another form.
     """
     tests = prompt["metadata"].get("tests")
     if not tests:
@@ -95,24 +96,38 @@ def _lines(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Asserted:
-    """Tests given as Python text. setup: imports and assignments that come before."""
+    """Tests given as Python text. setup: imports and assignments, which come before all checks."""
 
-    setup: str
+    setup: tuple[ast.stmt, ...]
     checks: tuple[_Check, ...]
 
     @classmethod
     def parse(cls, texts: Sequence[str], entry_point: str | None) -> "_Asserted":
         statements = [statement for text in texts for statement in ast.parse(text).body]
-        setup, checks = [], []
+        setup: list[ast.stmt] = []
+        checks: list[_Check] = []
         for statement in statements:
             if isinstance(statement, ast.FunctionDef) and statement.name == "check":
                 renamed = [_Renamed(entry_point).visit(inner) for inner in statement.body]
                 checks += [_check_of(inner) for inner in renamed if not _is_text(inner)]
             elif isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign):
-                setup.append(ast.unparse(statement))
+                setup.append(statement)
             elif not _calls_check(statement):
                 checks.append(_check_of(statement))
-        return cls("\n".join(setup), tuple(checks))
+        found = cls(tuple(setup), tuple(checks))
+        found.refuse_shown()
+        return found
+
+    def refuse_shown(self) -> None:
+        """Raise ValueError where one assignment makes what a call needs and what only a right side may know."""
+        inside = self._needed([check.call for check in self.checks])
+        apart = self._needed([check.wanted for check in self.checks if check.wanted]) - inside
+        for statement in self.setup:
+            if isinstance(statement, ast.Assign) and (bound := _bound(statement)) & inside and bound & apart:
+                raise ValueError(
+                    f"the test {ast.unparse(statement)!r:.80} assigns what is wanted together with what a call needs; "
+                    "make it two assignments"
+                )
 
     def count_passed(self, program: str, deadline: float) -> int:
         """How many checks the program passes."""
@@ -130,15 +145,41 @@ class _Asserted:
 
     def _values(self, program: str, expressions: list[str], timeout_s: float) -> list["_Value | None"]:
         """What each expression evaluates to; None where it raises, or is nothing that can be written down."""
-        job = json.dumps({"solution": program, "setup": self.setup, "expressions": expressions})
+        needed = self._needed(expressions)
+        setup = [one for one in self.setup if not isinstance(one, ast.Assign) or _bound(one) & needed]
+        job = json.dumps({"solution": program, "setup": "\n".join(map(ast.unparse, setup)), "expressions": expressions})
         done = run_python(_RUNNER, stdin=job, timeout_s=max(timeout_s, 0.0))
         try:
             texts = json.loads(done.stdout)
-        except ValueError:
+        except (ValueError, RecursionError):
             texts = None
         if done.timed_out or not isinstance(texts, list) or len(texts) != len(expressions):
             return [None] * len(expressions)
         return [_value_of(text) for text in texts]
+
+    def _needed(self, expressions: list[str]) -> set[str]:
+        """The names that expressions use, and those that the assignments of these use."""
+        needed = {name for expression in expressions for name in _names(ast.parse(expression))}
+        while True:
+            used = {
+                name
+                for one in self.setup
+                if isinstance(one, ast.Assign) and _bound(one) & needed
+                for name in _names(one)
+            }
+            if used <= needed:
+                return needed
+            needed |= used
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """The names that are read."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _bound(assignment: ast.Assign) -> set[str]:
+    """The names that an assignment makes or changes."""
+    return {node.id for target in assignment.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 class _Renamed(ast.NodeTransformer):
@@ -193,8 +234,11 @@ def _agree(check: _Check, found: Any, wanted: Any) -> bool:
     if check.wanted is None:
         return bool(found) is not check.negated
     if check.tolerance:
-        is_number = all(isinstance(value, int | float) and math.isfinite(value) for value in (found, wanted))
-        return is_number and abs(found - wanted) < check.tolerance
+        try:
+            is_number = all(isinstance(value, int | float) and math.isfinite(value) for value in (found, wanted))
+            return is_number and abs(found - wanted) < check.tolerance
+        except OverflowError:  # an integer that no float holds
+            return False
     return found == wanted
 
 
@@ -210,5 +254,5 @@ def _value_of(text: Any) -> _Value | None:
         return None
     try:
         return _Value(ast.literal_eval(text))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
