@@ -86,6 +86,19 @@ def test_processes_end_when_the_pool_is_closed(own_reward):
     assert _children() <= before
 
 
+def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_reward):
+    pool = RewardPool(own_reward, timeout_s=2.0)
+    pool.score([({}, "abc")])
+    first, *rest = [pool.submit({}, "hang") for _ in range(50)]
+    given_up = pool.submit({}, "abc")
+    assert given_up.cancel()
+    while not first.running():
+        time.sleep(0.01)
+    pool.close()
+    assert "took longer" in first.result(timeout=0).error
+    assert all(future.cancelled() for future in rest)
+
+
 def _children() -> set[str]:
     tasks = Path(f"/proc/{os.getpid()}/task")
     return {child for task in tasks.iterdir() for child in (task / "children").read_text().split()}

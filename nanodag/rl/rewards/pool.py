@@ -58,6 +58,7 @@ class RewardPool:
                 entries.import_path("reward", name)
         self._timeout_s = timeout_s
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
+        self._is_closed = False
         self._waiting: queue.SimpleQueue[_Sample | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
         for thread in self._threads:
@@ -79,7 +80,8 @@ class RewardPool:
         return [future.result() for future in [self.submit(prompt, completion) for prompt, completion in samples]]
 
     def close(self) -> None:
-        """End the processes once what was submitted is scored."""
+        """End the processes once what they are at is scored; what waits is cancelled."""
+        self._is_closed = True
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
@@ -96,6 +98,8 @@ class RewardPool:
         process: _Process | None = None
         held: deque[_Sample] = deque()
         while samples := self._next(held):
+            if not (samples := self._begun(samples)):
+                continue
             try:
                 if process is None:
                     process = _Process(self._timeout_s, self._max_bytes)
@@ -131,6 +135,13 @@ class RewardPool:
                 break
             samples.append(other)
         return samples
+
+    def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
+        """Those that nobody has given up; from now on they cannot be."""
+        if self._is_closed:
+            for sample in samples:
+                sample.future.cancel()
+        return [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
 
 
 @dataclass(frozen=True, slots=True)
