@@ -254,9 +254,9 @@ class RLStage(StageBase):
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
     max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.schedule).
     partial_rollout_tokens: responses are written in segments of so many tokens; when a step has enough groups of those
-    under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: whether tokens
-    of earlier steps are masked, or trained while max_staleness allows it, with rollouts then generated one step less
-    ahead.
+    under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
+    that older weights sampled than the newest of their step's rollouts are masked, whatever max_staleness is, or
+    trained while it allows that, with rollouts then generated one step less ahead.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is

@@ -34,7 +34,7 @@ from nanodag.rl.prompts import Prompt, PromptCursor, first_prompts
 from nanodag.rl.records import Records
 from nanodag.rl.schedule import Position, Schedule, Stopped
 from nanodag.rl.services import Services
-from nanodag.rl.staleness import staleness_metrics, without_stale
+from nanodag.rl.staleness import staleness_metrics, without_carried, without_stale
 from nanodag.rl.stopwatch import Stopwatch
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.store.files import write_json
@@ -149,6 +149,8 @@ class Controller:
     async def train(self, step: int, harvest: Harvest) -> None:
         """One step: counts, ledger and rollouts included."""
         harvest = without_stale(harvest, self._state["versions"], largest=self._config.max_staleness)
+        if self._config.partial_rollout_tokens and self._config.partial_rollouts == "mask":
+            harvest = without_carried(harvest)
         values = rollout_metrics(harvest.all_rollouts) | drop_counts([drop.reason for drop in harvest.dropped])
         values |= staleness_metrics(harvest.trained, self._state["versions"])
         path = self._records.rollouts(step, harvest)

@@ -1,7 +1,9 @@
 """Turns prompts into groups of rollouts with rewards, and chooses the groups that are trained. No torch here.
 
 Groups are chosen in the order of their prompts, never by who finished first, which would favour short answers and
-differ from run to run. The seed of a group depends on the stage's seed, the step and the prompt alone.
+differ from run to run. With partial rollouts they are chosen round by round, in the order of their prompts in each: a
+group of short answers is then trained in an earlier step than one of long ones, and counts of tokens decide that, so
+it is the same in each run. The seed of a group depends on the stage's seed, the step and the prompt alone.
 """
 
 import asyncio
@@ -78,8 +80,9 @@ class Generator:
         return [rollout for group in groups for rollout in group]
 
     async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
-        """In each round every response of `over_sampling` groups gets a few more tokens; finished groups are judged in
-        prompt order, and new ones take their places, until enough are kept. The others go on in the next step."""
+        """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
+        this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
+        on in the next step, but a finished one that was not needed is generated anew there."""
         config = self._config
         groups: list[Prompt] = []
         num_drawn = 0

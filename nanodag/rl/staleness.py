@@ -5,7 +5,7 @@ and before step k began. With `updates_per_step` above 1 a step makes several ve
 that trained nothing made none and does not count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -33,15 +33,27 @@ def without_stale(harvest: Harvest, versions: Sequence[int], *, largest: int) ->
     """The harvest with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
     without any token left is dropped as `too_stale`.
 
-    The schedule keeps to the cap, so this finds something only in rollouts that were carried over from earlier steps,
-    or when a sampler had other weights than it was given.
+    The schedule keeps to the cap, so this finds something only in rollouts that were carried over through several
+    steps, or when a sampler had other weights than it was given.
     """
-    oldest = min((v for _, group in harvest.kept for r in group for v in r.versions), default=versions[-1])
-    if staleness_of(oldest, versions) <= largest:
+    return _without(harvest, lambda version: staleness_of(version, versions) > largest)
+
+
+def without_carried(harvest: Harvest) -> Harvest:
+    """The harvest with every sampled token masked that weights older than the newest in it sampled: those of earlier
+    steps, carried over. A group without any token left is dropped as `too_stale`."""
+    newest = max((version for rollout in harvest.all_rollouts for version in rollout.versions), default=0)
+    return _without(harvest, lambda version: version < newest)
+
+
+def _without(harvest: Harvest, is_old: Callable[[int], bool]) -> Harvest:
+    found = {version for rollout in harvest.trained for version in rollout.versions}
+    old = frozenset(filter(is_old, found))
+    if not old:
         return harvest
     kept, dropped = [], list(harvest.dropped)
     for prompt, group in harvest.kept:
-        masked = [_masked(rollout, versions, largest) for rollout in group]
+        masked = [_masked(rollout, old) for rollout in group]
         if any(any(span.mask) for rollout in masked for span in rollout.spans):
             kept.append((prompt, masked))
         else:
@@ -63,10 +75,10 @@ def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> d
     }
 
 
-def _masked(rollout: Rollout, versions: Sequence[int], largest: int) -> Rollout:
-    return replace(rollout, spans=tuple(_masked_span(span, versions, largest) for span in rollout.spans))
+def _masked(rollout: Rollout, old: Container[int]) -> Rollout:
+    return replace(rollout, spans=tuple(_masked_span(span, old) for span in rollout.spans))
 
 
-def _masked_span(span: Span, versions: Sequence[int], largest: int) -> Span:
-    fresh = [staleness_of(version, versions) <= largest for version in span.versions]
-    return replace(span, mask=tuple(mask if keep else 0 for mask, keep in zip(span.mask, fresh, strict=True)))
+def _masked_span(span: Span, old: Container[int]) -> Span:
+    pairs = zip(span.mask, span.versions, strict=True)
+    return replace(span, mask=tuple(0 if version in old else mask for mask, version in pairs))

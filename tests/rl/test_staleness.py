@@ -6,7 +6,7 @@ from nanodag.errors import StageFailed
 from nanodag.rl.harvest import Dropped, Harvest, read_harvest, write_harvest
 from nanodag.rl.prompts import Prompt
 from nanodag.rl.rollout import Rollout, Span, prompt_span
-from nanodag.rl.staleness import staleness_metrics, staleness_of, without_stale
+from nanodag.rl.staleness import staleness_metrics, staleness_of, without_carried, without_stale
 
 
 def prompt(name: str) -> Prompt:
@@ -66,6 +66,16 @@ def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason()
     found = without_stale(harvest([rollout([0, 0])], [rollout([1])]), [0, 1, 2], largest=1)
     assert [group[0].versions for _, group in found.kept] == [(1,)]
     assert [(drop.prompt.prompt_id, drop.reason) for drop in found.dropped] == [("p0", "too_stale")]
+
+
+def test_what_was_carried_over_is_masked_though_the_cap_would_allow_it():
+    given = harvest([rollout([0, 0, 1]), rollout([1, 1])])
+    assert without_stale(given, [0, 1, 2], largest=2) is given
+    assert masks(without_carried(given)) == [(0, 0, 1), (1, 1)]
+    given.failed.append(rollout([2], reward=None))
+    assert [drop.reason for drop in without_carried(given).dropped] == ["too_stale"]
+    fresh = harvest([rollout([1, 1])])
+    assert without_carried(fresh) is fresh
 
 
 def test_what_is_fresh_enough_is_left_as_it_is():
