@@ -27,6 +27,8 @@ from nanodag.worker import Job
 
 log = logging.getLogger(__name__)
 
+WAIT_FOR_PLACE_S = 24 * 3600.0
+
 Inputs = Mapping[str, StageResult]
 
 
@@ -58,7 +60,9 @@ def carry_out(
         artifact = None if force else run.store.lookup(key)
         was_found = artifact is not None
         if artifact is None:
-            with run.store.building(key, give_up=run.stop.is_set) as lock:
+            # As long as another builder may take: to get a place, and then for the stage itself.
+            wait_s = WAIT_FOR_PLACE_S + stage.timeout_s
+            with run.store.building(key, timeout_s=wait_s, give_up=run.stop.is_set) as lock:
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:

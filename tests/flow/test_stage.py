@@ -266,3 +266,17 @@ def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
     again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
     again.note_key("tokenizer", "b" * 40)
     assert "attempt" not in again.entry("tokenizer"), "an attempt of another key is not this one's"
+
+
+def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, monkeypatch):
+    carry_out(run, "tokenizer", {})
+    waited = []
+
+    def building(key, *, timeout_s, give_up):
+        waited.append(timeout_s)
+        raise StoreBusy("held")
+
+    monkeypatch.setattr(run.store, "building", building)
+    with pytest.raises(StoreBusy):
+        carry_out(run, "tokenizer", {}, force=True)
+    assert waited[0] > run.pipeline.stages["tokenizer"].timeout_s > 24 * 3600
