@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nanodag.errors import ArtifactNotFound, NanodagError
 from nanodag.store import Checkpoints, Store
+from nanodag.watchdog import end_with_parent_process
 
 KEY = "a" * 40
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
@@ -63,6 +64,7 @@ def forked(body: object, *arguments: object) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            end_with_parent_process()
             body(*arguments)
         except (NanodagError, OSError, AssertionError, LookupError, ValueError) as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -85,13 +87,34 @@ def read_new(store: Store, seen: set[str]) -> int:
     return num_whole
 
 
+def first_publish_s(store: Store, url: str, folder: Path, seed: int) -> float:
+    """Seconds that a writer takes on this machine, now, from its start until its first product can be read."""
+    began = time.monotonic()
+    writer = forked(write_for_ever, url, folder, seed, "x")
+    try:
+        while store.lookup(KEY) is None:
+            assert os.waitpid(writer, os.WNOHANG) == (0, 0), "a writer ended by itself"
+            assert time.monotonic() < began + 120.0, "nothing is published"
+            time.sleep(0.02)
+        return time.monotonic() - began
+    finally:
+        end(writer)
+
+
+def end(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
     source = random.Random(seed)
     store = Store(url, local=folder / "here")
     store.write_run("r", {"count": 0})
     seen: set[str] = set()
-    longest_s = 0.1  # between the start of a writer and its end
-    num_whole, highest, count, steps = 0, 0, 0, {"x": 0, "y": 0}
+    longest_s = max(0.02, 2 * first_publish_s(store, url, folder, seed))  # between a writer's start and its end
+    first = num_whole = read_new(store, seen)
+    highest, count, steps = 0, 0, {"x": 0, "y": 0}
     reader = forked(read_for_ever, url, folder)
     try:
         for kill in range(num_kills):
@@ -122,10 +145,8 @@ def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
                 steps[name] = step
         assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader met something that it could not read"
     finally:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(reader, signal.SIGKILL)
-            os.waitpid(reader, 0)
-    print(json.dumps({"kills": num_kills, "published": num_whole, "edits": count, "steps": steps}))
+        end(reader)
+    print(json.dumps({"kills": num_kills, "published": num_whole - first, "edits": count, "steps": steps}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The store on S3: a real server of that protocol (moto's) on this machine."""
 
+import json
 import os
 import socket
 import subprocess
@@ -124,6 +125,8 @@ def test_random_kills_leave_no_corrupt_read(server, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["kills"] == 6 and told["published"] >= 1, told
 
 
 def test_gc_and_setting_aside_work_without_rename(store, product):
