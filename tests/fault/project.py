@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,7 +34,10 @@ class Project:
         self.folder = folder
         (folder / "orders").mkdir()
         (folder / "text.txt").write_text("hello\n" * 100)
-        preset = {"stages": STAGES, "server": {"port": 14200, "start_timeout_s": 600}}
+        with socket.socket() as probe:  # one that no other project's server, started beside this one, is about to take
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        preset = {"stages": STAGES, "server": {"port": port, "start_timeout_s": 600}}
         (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
 
     def command(self, *arguments: str) -> subprocess.Popen:
