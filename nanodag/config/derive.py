@@ -70,6 +70,10 @@ def replicas_of(sampler: SamplerConfig, threads: int) -> int:
 
 
 def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
+    try:
+        stage.check_device()
+    except ValueError as error:
+        raise ConfigError(f"stages.{name}.{error}.") from error
     if stage.sampler.replicas != "auto":
         return stage
     replicas = replicas_of(stage.sampler, int(stage.resources.threads))

@@ -246,6 +246,17 @@ class FilterConfig(Section):
         return self
 
 
+CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
+LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
+LOSS_OPTIONS: dict[str, set[str]] = {
+    "ppo_clip": {"clip_low", "clip_high", "dual_clip"},
+    "gspo": {"clip_low", "clip_high"},
+    "cispo": {"clip_low", "clip_high"},
+    "sapo": {"sapo_positive", "sapo_negative"},
+    "reinforce": set(),
+}
+
+
 class RLStage(StageBase):
     """GRPO and its relatives. Input: `model`.
 
@@ -363,11 +374,7 @@ class RLStage(StageBase):
                 f"sync_check_every {self.sync_check_every}: weights cannot be verified yet where they are split over "
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
-        if self.sampler.engine == "sglang" and self.sync_check_every and self.resources.device == "cuda":
-            raise ValueError(
-                f"sync_check_every {self.sync_check_every}: SGLang fingerprints weights in another way on a GPU, which "
-                "is not verified yet; set it to 0. The difference of log-probabilities is still looked at in each step"
-            )
+        self.check_device()
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} is above prompts_per_step {self.prompts_per_step}; "
@@ -375,9 +382,8 @@ class RLStage(StageBase):
             )
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
-        if self.dual_clip and self.policy_loss in ("gspo", "cispo", "sapo", "reinforce"):
-            raise ValueError(f"policy_loss {self.policy_loss} has no dual_clip; leave it out, or use ppo_clip")
         self._check_off_policy()
+        self._check_unused()
         if self.partial_rollout_tokens and not self.over_sampling:
             raise ValueError(
                 f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
@@ -393,6 +399,29 @@ class RLStage(StageBase):
         self._check_reward()
         return self
 
+    def _check_unused(self) -> None:
+        """Refuse values, other than the defaults, that nothing would look at. What a loss of one's own looks at is seen
+        when it is loaded (nanodag.rl.update)."""
+        named = LOSS_OPTIONS.get(self.policy_loss, LOSS_SETTINGS)
+        rules = [
+            (LOSS_SETTINGS - named, f"policy_loss {self.policy_loss}"),
+            (set() if self.kl_coefficient else {"kl_kind", "kl_unbiased"}, "kl_coefficient 0"),
+            (set() if self.correction != "none" else {"correction_cap"}, "correction none"),
+            (set() if self.overlong_buffer else {"overlong_penalty"}, "overlong_buffer 0"),
+        ]
+        for names, why in rules:
+            for name in sorted(names):
+                if (found := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} {found} means nothing with {why}; leave it out, or change the latter")
+
+    def check_device(self) -> None:
+        """Raise ValueError for what the stage's device cannot do; asked again when it is no longer `auto`."""
+        if self.sampler.engine == "sglang" and self.sync_check_every and self.resources.device == "cuda":
+            raise ValueError(
+                f"sync_check_every {self.sync_check_every}: SGLang fingerprints weights in another way on a GPU, which "
+                "is not verified yet; set it to 0. The difference of log-probabilities is still looked at in each step"
+            )
+
     def _check_reward(self) -> None:
         weights = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
         if not weights or not all(weights.values()):
@@ -400,6 +429,11 @@ class RLStage(StageBase):
         for name in weights:
             if name != "auto":
                 entries.import_path("reward", name)
+        if "code" in weights and self.reward_timeout_s < CODE_REWARD_S:
+            raise ValueError(
+                f"reward_timeout_s {self.reward_timeout_s:g} is below {CODE_REWARD_S:g}, what the reward code takes, "
+                "so a program that hangs would fail instead of being wrong; raise it"
+            )
 
     def _check_off_policy(self) -> None:
         if self.kl_in == "reward" and not self.kl_coefficient:

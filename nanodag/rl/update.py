@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.config.schema import RLStage
+from nanodag.config.schema import LOSS_SETTINGS, RLStage
+from nanodag.errors import ConfigError
 from nanodag.rl import entries
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
@@ -22,8 +23,6 @@ from nanodag.rl.losses.opsm import off_policy_kept
 from nanodag.rl.losses.sequences import sequence_sums
 from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row
-
-POLICY_LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative")
 
 
 class Objective:
@@ -105,10 +104,17 @@ class Scored:
 
 
 def _options_of(policy_loss: Callable[..., Any], config: RLStage) -> dict[str, float]:
-    """The config's options that the loss's signature names."""
+    """The config's options that the loss's signature names. Raises ConfigError for a value that it would not see."""
     parameters = inspect.signature(policy_loss).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return {name: getattr(config, name) for name in POLICY_LOSS_OPTIONS if takes_all or name in parameters}
+    options = {}
+    for name in sorted(LOSS_SETTINGS):
+        value = getattr(config, name)
+        if takes_all or name in parameters:
+            options[name] = value
+        elif value != RLStage.model_fields[name].default:
+            raise ConfigError(f"policy_loss {config.policy_loss} does not name {name} {value}; leave it out.")
+    return options
 
 
 def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> Sums:

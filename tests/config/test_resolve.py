@@ -1,5 +1,6 @@
 """pipeline.yaml, presets, overrides: what is refused, how it is said, where each value came from."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def test_a_preset_extends_another_and_drops_a_stage(file):
 def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
     pipeline = resolve(file, "two", ["rl.learning_rate=2e-6", "seed=1", "seed=2"]).pipeline
     assert (pipeline.stages["rl"].learning_rate, pipeline.seed) == (2e-6, 2)
+
+
+def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, monkeypatch):
+    exists = os.path.exists
+    monkeypatch.setattr("nanodag.config.derive.os.path.exists", lambda path: path == "/dev/nvidiactl" or exists(path))
+    with pytest.raises(ConfigError, match=r"stages\.rl\.sync_check_every 20: SGLang .* on a GPU"):
+        resolve(file, "one", ["rl.sampler.engine=sglang"])
+    assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
 
 
 @pytest.mark.parametrize(

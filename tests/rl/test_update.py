@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollout import groups_of, read_rollouts
@@ -98,7 +99,18 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
         ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
         ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
-        ({"policy_loss": "cispo", "dual_clip": 3.0}, "cispo has no dual_clip"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip 3.0 means nothing with policy_loss cispo"),
+        ({"policy_loss": "reinforce", "clip_high": 0.3}, "clip_high 0.3 means nothing with policy_loss reinforce"),
+        ({"policy_loss": "sapo", "clip_low": 0.3}, "clip_low 0.3 means nothing with policy_loss sapo"),
+        ({"sapo_negative": 2.0}, "sapo_negative 2.0 means nothing with policy_loss ppo_clip"),
+        ({"kl_kind": "k1"}, "kl_kind k1 means nothing with kl_coefficient 0"),
+        ({"kl_unbiased": True}, "kl_unbiased True means nothing with kl_coefficient 0"),
+        ({"correction_cap": 3.0}, "correction_cap 3.0 means nothing with correction none"),
+        ({"overlong_penalty": 0.5}, "overlong_penalty 0.5 means nothing with overlong_buffer 0"),
+        (
+            {"reward": {"code": 1.0, "f1": 0.1}, "reward_timeout_s": 6.5},
+            "6.5 is below 7, what the reward code takes",
+        ),
         ({"sync_mode": "retract"}, "sync_mode retract: samplers take weights between two harvests"),
         ({"overlong_buffer": 300}, "above max_new_tokens 256"),
     ],
@@ -106,6 +118,21 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
 def test_settings_that_would_do_nothing_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         RLStage(kind="rl", data=["file:x"], **values)
+
+
+def test_settings_at_their_defaults_may_be_written_out():
+    written = RLStage(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
+    assert RLStage(**written).kl_kind == "low_var"
+
+
+def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(monkeypatch):
+    def own(trainer, old, advantages, mask, sequence_ids, *, clip_low):
+        raise AssertionError
+
+    monkeypatch.setattr("nanodag.rl.update.entries.load", lambda kind, name: own)
+    assert Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
+    with pytest.raises(ConfigError, match=r"my\.losses:own does not name dual_clip 3\.0"):
+        Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
 
 
 @pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])
