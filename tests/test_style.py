@@ -8,7 +8,10 @@ PROJECT = Path(__file__).resolve().parents[1]
 def test_ruff_has_nothing_to_say():
     found = subprocess.run(
         [str(Path(sys.prefix) / "bin" / "ruff"), "check", "--no-cache", "."],
-        cwd=PROJECT, capture_output=True, text=True, check=False,
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stdout
 

@@ -96,6 +96,7 @@ def test_a_wrong_rerun_is_refused_before_anything_starts(project, arguments, sai
     assert code == 2 and said in output
 
 
+@pytest.mark.slow
 def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_retry_goes_on(project):
     project.tell("pretrain", "wait")
     code, output = project.run("run", "pretrain.seed=5", "--name", "unserved", "--detach")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from flows.speedrun import speedrun
 
@@ -104,15 +105,15 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     stages = record_of("r", project)["stages"]
     assert (stages["tokenizer"]["state"], stages["tokenizer"]["cost"]["num_attempts"]) == ("built", 2)
     assert stages["sft"]["state"] == "failed"
-    shown = [a.data for a in artifacts() if stages["sft"]["workspace"] in str(a.data)]
-    assert len(shown) == 1 and "# sft of r failed" in shown[0]
+    shown = [a.data for a in artifacts_of(state.state_details.flow_run_id) if "# sft of r failed" in str(a.data)]
+    assert len(shown) == 1
     assert f"[{stages['sft']['workspace']}](file://{stages['sft']['workspace']})" in shown[0]
     assert "What to do: " in shown[0] and "Traceback" in shown[0]
 
 
-def artifacts():
+def artifacts_of(flow_run):
     with get_client(sync_client=True) as client:
-        return client.read_artifacts()
+        return client.read_artifacts(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run])))
 
 
 def is_at_step_2(path, stage):

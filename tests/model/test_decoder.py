@@ -11,9 +11,7 @@ from nanodag.model.build import initialise, load, qwen3_architecture, save
 from nanodag.model.decoder import Decoder
 
 VOCABULARY = 97
-SHAPE = Shape(
-    depth=2, width=32, num_heads=4, num_kv_heads=2, head_width=8, mlp_width=64, tied_embeddings=False
-)
+SHAPE = Shape(depth=2, width=32, num_heads=4, num_kv_heads=2, head_width=8, mlp_width=64, tied_embeddings=False)
 
 
 def tiny(tied: bool = False, **options) -> Decoder:

@@ -140,6 +140,7 @@ def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_th
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
 
 
+@pytest.mark.slow
 def test_one_step_ahead_a_stage_killed_and_one_asked_to_stop_end_on_the_same_bytes(finished_ahead, tmp_path):
     job = make_job(tmp_path, **AHEAD)
     moment = random.Random(os.getpid())

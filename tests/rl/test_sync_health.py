@@ -227,6 +227,7 @@ def samplers_of(process) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path):
     config = {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
     (tmp_path / "a").mkdir()
