@@ -6,47 +6,32 @@ import psutil
 import pytest
 
 from nanodag.server import Api
+from tests.fault.processes import alive, pids_in, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def wait_until(condition, timeout_s=400.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
-
-
 def wait_for_end(project, run, flow_run):
     """The record of a run once the process of that flow run has carried it out, since `started`."""
-    wait_until(lambda: project.record(run).get("flow_run") == flow_run and project.record(run)["state"] != "running")
+    wait_until(
+        lambda: project.record(run).get("flow_run") == flow_run and project.record(run)["state"] != "running",
+        timeout_s=400,
+    )
     return project.record(run)
 
 
 def wait_for_retry(project, before):
     """The record of a run once it was carried out again."""
     run = before["run"]
-    wait_until(lambda: project.record(run)["started"] > before["started"] and project.record(run)["state"] != "running")
+    wait_until(
+        lambda: project.record(run)["started"] > before["started"] and project.record(run)["state"] != "running",
+        timeout_s=400,
+    )
     return project.record(run)
 
 
 def states(record):
     return {name: stage["state"] for name, stage in record["stages"].items()}
-
-
-def pids_in(workspace):
-    return [int(line) for line in (workspace / "pids").read_text().split()]
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def alive(pids):
-    return [pid for pid in pids if is_running(pid)]
 
 
 def steps(project, record, stage):
@@ -129,7 +114,7 @@ def test_cancel_leaves_no_process_and_retry_goes_on(project, ui, order):
     page.confirm("Cancel Flow Run")
     page.wait_for_state("Cancelled", timeout_s=120)
     page.shoot("cancelled")
-    wait_until(lambda: not alive([*pids_in(workspace), running["pid"]]), timeout_s=60)
+    wait_until(lambda: not alive([*pids_in(workspace), running["pid"]]))
     project.tell("pretrain", "")
     page.choose("Retry")
     page.confirm("Retry")
@@ -153,7 +138,7 @@ def test_a_run_whose_every_process_was_killed_is_marked_crashed_and_retry_goes_o
     flow.kill()
     serving.kill()
     killed = time.monotonic()
-    wait_until(lambda: not alive(pids_in(workspace)), timeout_s=60)
+    wait_until(lambda: not alive(pids_in(workspace)))
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
     page = ui()
     page.open_run(running["flow_run"])

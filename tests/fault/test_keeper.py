@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
+
+from tests.fault.processes import is_running, wait_until
 
 COMMAND = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
@@ -16,20 +16,6 @@ code = "from nanodag.keeper import end_with_parent; import os, time; end_with_pa
 subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"])
 time.sleep(600)
 """
-
-
-def wait_for(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
@@ -73,7 +59,7 @@ def test_a_killed_keeper_takes_its_command_along(keep):
     keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", COMMAND)
     pid = int(keeper.stdout.readline())
     keeper.kill()
-    wait_for(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_process_that_ends_with_its_parent_does_so_within_seconds(keep):
@@ -81,4 +67,4 @@ def test_a_process_that_ends_with_its_parent_does_so_within_seconds(keep):
     pid = int(parent.stdout.readline())
     assert is_running(pid)
     parent.kill()
-    wait_for(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))

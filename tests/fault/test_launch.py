@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
+
+from tests.fault.processes import is_running, wait_until
 
 GROUP = """
 import os, subprocess, sys, time
@@ -33,20 +33,6 @@ time.sleep(600)
 """
 
 
-def wait_for(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.fixture
 def asked(tmp_path):
     """An asker, its watchdog's pid, and the pids of the three processes of the worker."""
@@ -59,7 +45,7 @@ def asked(tmp_path):
             [sys.executable, "-c", ASKER, str(pids_path), *command], stdout=subprocess.PIPE, text=True
         )
         watchdog = int(asker.stdout.readline())
-        wait_for(lambda: pids_path.exists() and len(pids_path.read_text().split()) == 3)
+        wait_until(lambda: pids_path.exists() and len(pids_path.read_text().split()) == 3)
         started.append(asker)
         return asker, watchdog, [int(pid) for pid in pids_path.read_text().split()]
 
@@ -73,20 +59,20 @@ def asked(tmp_path):
 def test_a_killed_asker_leaves_no_orphan(asked):
     asker, watchdog, pids = asked()
     asker.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))
+    wait_until(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))
 
 
 def test_a_watchdog_told_to_end_takes_the_worker_along(asked):
     _, watchdog, pids = asked()
     os.kill(watchdog, signal.SIGTERM)
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_killed_watchdog_takes_the_worker_along(asked):
     _, watchdog, pids = asked()
     os.kill(watchdog, signal.SIGKILL)
-    wait_for(lambda: not is_running(pids[0]))
+    wait_until(lambda: not is_running(pids[0]))
     for pid in pids[1:]:  # what the worker itself started has no watchdog any more
         os.kill(pid, signal.SIGKILL)
 
@@ -95,7 +81,7 @@ def test_a_killed_watchdog_takes_the_worker_along(asked):
 def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_period(asked):
     asker, watchdog, pids = asked("deaf")
     asker.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(is_running(pid) for pid in [watchdog, *pids]), timeout_s=60.0)
+    wait_until(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -KILL $$", 137), ("true", 0)])

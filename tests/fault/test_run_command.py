@@ -8,23 +8,9 @@ import psutil
 import pytest
 
 from nanodag.server import Api
+from tests.fault.processes import alive, pids_in
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def pids_in(workspace):
-    return [int(line) for line in (workspace / "pids").read_text().split()]
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def alive(pids):
-    return [pid for pid in pids if is_running(pid)]
 
 
 def states(project, run):

@@ -13,6 +13,7 @@ from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStop
 from nanodag.retention import Policy, plan
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
+from tests.fault.processes import pids_in, wait_until
 
 
 @pytest.fixture
@@ -34,13 +35,6 @@ def in_thread(*args, **kwargs):
     return thread, raised
 
 
-def wait_until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def wait_for_step(run, stage, step, of="r"):
     wait_until(lambda: of in run.store.runs())
     deadline = time.monotonic() + 30
@@ -51,10 +45,6 @@ def wait_for_step(run, stage, step, of="r"):
             return path.parent
         time.sleep(0.02)
     raise AssertionError("the stage did not get that far")
-
-
-def pids_in(workspace):
-    return [int(line) for line in (workspace / "pids").read_text().split()]
 
 
 def test_a_stage_is_built_once_and_then_found(run):
