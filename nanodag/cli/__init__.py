@@ -133,6 +133,19 @@ def report(run: RunName = "", file: File = "") -> None:
     show_report(run, file=file)
 
 
+@app.command()
+def rollouts(
+    run: RunName = "",
+    stage: Annotated[str, typer.Argument(help="An RL stage; else the last one that has begun.")] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 0,
+    file: File = "",
+) -> None:
+    """Open a local page on which a run's rollouts can be read, token by token. Ctrl-C ends it."""
+    from nanodag.cli.use import show_rollouts
+
+    show_rollouts(run, stage, port=port, file=file)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(
     context: typer.Context,

@@ -139,8 +139,10 @@ def find_run(store: Store, name: str) -> dict[str, Any]:
     names = list(records)
     plain = [n for n in names if "nightly" not in records[n] and "sweep" not in records[n]]
     matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    if not records:
+        raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: nanodag run")
     if len(matching) != 1:
-        which = ", ".join((matching or names)[-5:]) or "none yet"
+        which = ", ".join((matching or names)[-5:])
         raise ArtifactNotFound(f"{len(matching)} runs in {store.url} are called {name!r}. There are: {which}.")
     return store.read_run(matching[0])
 

@@ -1,4 +1,4 @@
-"""`nanodag chat`, `report`, `test` and `server`."""
+"""`nanodag chat`, `report`, `rollouts`, `test` and `server`."""
 
 import os
 import subprocess
@@ -54,6 +54,15 @@ def show_report(name: str, *, file: str) -> None:
     console.print(Markdown((folder / "report.md").read_text()))
     for path in sorted(folder.glob("report.*")):
         console.print(str(path), soft_wrap=True, highlight=False)
+
+
+def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
+    """Serve the page of a run's rollouts until Ctrl-C."""
+    from nanodag.rollouts.app import serve
+    from nanodag.rollouts.shelf import shelf_of
+
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    serve(shelf_of(store, find_run(store, name), stage), port=port)
 
 
 def _is_made(record: dict[str, Any], stage: str) -> bool:

@@ -40,6 +40,7 @@ from nanodag.rl.packing import pack
 from nanodag.rl.policy import Row, load_policy, to_row
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
+from nanodag.rl.scores import Scores, write_scores
 from nanodag.rl.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.engine import DTYPES, Engine, leave
@@ -85,6 +86,7 @@ class Trainer:
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
 
     def train(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """One step: as many updates as the config says over these rollouts. Returns sums for metrics.trainer_metrics.
@@ -106,6 +108,7 @@ class Trainer:
             rewards = [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
         advantages = self._advantages_of(parts, rewards)
         total, norms = Sums({}, {}), []
+        self.last_scores = [(part, []) for part in parts]
         for number, part in enumerate(rows):
             sums, totals = Sums({}, {}), self._totals(parts[number])
             for place, row in enumerate(part):
@@ -118,6 +121,7 @@ class Trainer:
                     advantages=advantages[number][row.rollouts][row.sequence_ids],
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
+                self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
                 self.engine.backward(loss, last=place == len(part) - 1)
@@ -241,7 +245,9 @@ def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "load":
             trainer.load(Path(message["folder"]), num_updates=message["num_updates"])
         case "train":
-            reply = trainer.train(message["step"], list(read_rollouts(Path(message["rollouts"]))))
+            path = Path(message["rollouts"])
+            reply = trainer.train(message["step"], list(read_rollouts(path)))
+            write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
         case "export":
             found = trainer.export(Path(message["folder"]), fingerprint=message.get("fingerprint", False))
             reply = {"fingerprints": found}

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from nanodag.rl.prompts import read_ledger
 from nanodag.rl.rollout import groups_of, read_rollouts
+from nanodag.rollouts.shelf import Shelf
 from nanodag.worker import STOPPED_EXIT_CODE
 from tests.rl.stages import make_job, metrics, run, start
 
@@ -97,6 +99,25 @@ def test_rollouts_of_a_step_are_whole_groups_of_the_policy_version_before_it(fin
     assert {len(group) for group in groups_of(rollouts).values()} == {4}
     assert {version for rollout in rollouts for version in rollout.versions} == {3}
     assert all(rollout.reward is not None and rollout.num_sampled <= 8 for rollout in rollouts)
+
+
+def test_what_the_trainer_thought_of_each_token_lies_beside_its_rollout(finished):
+    shelf = Shelf(
+        run="r",
+        stage="rl",
+        records=finished.records,
+        metrics=finished.metrics_path,
+        model=finished.output,
+    )
+    reads = shelf.read(4)
+    assert {read.fate for read in reads} == {"trained"} and len(reads) == 8
+    for group in groups_of(read.rollout for read in reads).values():
+        rewards = [rollout.reward for rollout in group]
+        scale = statistics.stdev(rewards) + 1e-6  # grpo
+        for read in (read for read in reads if read.rollout in group):
+            wanted = (read.rollout.reward - statistics.fmean(rewards)) / scale
+            assert read.advantages == pytest.approx([wanted] * read.rollout.num_sampled, abs=1e-4)
+            assert read.differences == pytest.approx([0.0] * read.rollout.num_sampled, abs=1e-4)
 
 
 def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
