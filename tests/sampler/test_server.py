@@ -61,6 +61,7 @@ async def slow_generation(client, rid="slow"):
         client.generate([Request(input_ids=[1, 2, 3], params=LONG.model_copy(update={"n": 3000}), rid=rid)])
     )
     while (await server_info(client))["num_running_samples"] == 0:
+        assert not task.done(), "it was over before it was seen to run"
         await asyncio.sleep(0.01)
     return task
 
@@ -365,9 +366,10 @@ def test_paused_requests_wait_and_go_on_with_the_new_weights(server, text_folder
     other = make_checkpoint("qwen3", seed=1)
 
     async def run(client):
-        many = LONG.model_copy(update={"n": 40})  # five times what runs at once: the pause cannot come too late
+        many = LONG.model_copy(update={"n": 400})  # 50 times what runs at once, half a second: the pause is in time
         running = asyncio.create_task(client.generate([Request(input_ids=[1, 2, 3], params=many)]))
         while (await server_info(client))["num_running_samples"] == 0:
+            assert not running.done(), "it was over before it was seen to run"
             await asyncio.sleep(0.001)
         await client.pause(mode)
         assert not await client.health()
