@@ -268,6 +268,8 @@ class RLStage(StageBase):
     under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
     that older weights sampled than the newest of their step's rollouts are masked, whatever max_staleness is, or
     trained while it allows that, with rollouts then generated one step less ahead.
+    curriculum_skip: share of the prompts that were always or never solved when they were tried last, and are passed
+    over in a later pass.
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
@@ -298,6 +300,7 @@ class RLStage(StageBase):
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     over_sampling: int = Field(0, ge=0)
+    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
     filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(1.0, gt=0)

@@ -62,7 +62,13 @@ class Controller:
         self._renderer = load_renderer(job.inputs["model"])
         longest = services.context - self._config.max_new_tokens
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
-        self._cursor = PromptCursor(mixture, self._renderer, longest=longest)
+        self._cursor = PromptCursor(
+            mixture,
+            self._renderer,
+            longest=longest,
+            skip_share=self._config.curriculum_skip,
+            seed=int(self._config.seed),
+        )
         self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
         self._held_out = self._held_out_prompts(longest)
         self._generator = Generator(
@@ -151,7 +157,8 @@ class Controller:
         harvest = without_stale(harvest, self._state["versions"], largest=self._config.max_staleness)
         if self._config.partial_rollout_tokens and self._config.partial_rollouts == "mask":
             harvest = without_carried(harvest)
-        values = rollout_metrics(harvest.all_rollouts) | drop_counts([drop.reason for drop in harvest.dropped])
+        reasons = [drop.reason for drop in harvest.dropped] + [reason for _, reason in harvest.passed_over]
+        values = rollout_metrics(harvest.all_rollouts) | drop_counts(reasons)
         values |= staleness_metrics(harvest.trained, self._state["versions"])
         path = self._records.rollouts(step, harvest)
         if harvest.kept:

@@ -18,7 +18,7 @@ from nanodag.rl import entries
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool
-from nanodag.rl.rollout import Rollout
+from nanodag.rl.rollout import Rollout, reward_spread
 from nanodag.rl.segments import group_seed, is_unfinished, requests_for, rollouts_from
 from nanodag.rl.shaping import shaped
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
@@ -66,7 +66,9 @@ class Generator:
         else:
             await self._waves(cursor, step, harvest)
         _refuse_broken_rewards(harvest.all_rollouts)
-        harvest.overlong = cursor.dropped_overlong()
+        harvest.passed_over = cursor.passed_over()
+        for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
+            cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
         harvest.seconds = time.monotonic() - began
         return harvest
 

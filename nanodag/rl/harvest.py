@@ -29,14 +29,14 @@ class Harvest:
     """What was generated for one step.
 
     kept: groups to train on, in prompt order, without members whose reward failed, which are in `failed`; dropped: the
-    other groups that were judged; overlong: prompts that were passed over for their length; num_carried: groups that go
-    on in the next step; seconds: it took.
+    other groups that were judged; passed_over: prompts that were not tried, with the reason; num_carried: groups that
+    go on in the next step; seconds: it took.
     """
 
     kept: list[tuple[Prompt, list[Rollout]]] = field(default_factory=list)
     failed: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
-    overlong: list[Prompt] = field(default_factory=list)
+    passed_over: list[tuple[Prompt, str]] = field(default_factory=list)
     num_carried: int = 0
     seconds: float = 0.0
 
@@ -70,7 +70,7 @@ def write_harvest(path: Path, harvest: Harvest) -> None:
                 {"prompt": _prompt_record(d.prompt), "rollouts": _rollout_records(d.rollouts), "reason": d.reason}
                 for d in harvest.dropped
             ],
-            "overlong": [_prompt_record(prompt) for prompt in harvest.overlong],
+            "passed_over": [[_prompt_record(prompt), reason] for prompt, reason in harvest.passed_over],
             "num_carried": harvest.num_carried,
             "seconds": harvest.seconds,
         },
@@ -87,7 +87,7 @@ def read_harvest(path: Path) -> Harvest:
             Dropped(_prompt_from(drop["prompt"]), _rollouts_from(drop["rollouts"]), drop["reason"])
             for drop in saved["dropped"]
         ],
-        overlong=[_prompt_from(prompt) for prompt in saved["overlong"]],
+        passed_over=[(_prompt_from(prompt), reason) for prompt, reason in saved["passed_over"]],
         num_carried=saved["num_carried"],
         seconds=saved["seconds"],
     )

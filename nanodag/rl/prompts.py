@@ -5,6 +5,7 @@ given back and come first in the next step. So over a pass of the data each prom
 once with its reason, and the ledger shows it.
 """
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ from nanodag.tokenizer.chat import ChatRenderer
 
 Outcome = Literal["trained", "dropped"]
 OVERLONG = "prompt_too_long"
+NO_SPREAD_BEFORE = "no_spread_before"
 OVERLONG_IN_A_ROW = 1000
 
 
@@ -84,29 +86,40 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 class PromptCursor:
     """Gives prompts in the order of the mixture, those given back first.
 
-    longest: prompts of more tokens are dropped; `dropped_overlong` hands them over for the ledger. The mixture must be
-    endless.
+    longest: prompts of more tokens are passed over. skip_share: of prompts whose rewards had no spread when they were
+    tried last (always or never solved), this share is passed over in a pass, drawn from seed, prompt and pass alone.
+    `passed_over` hands them over for the ledger. The mixture must be endless.
     """
 
-    def __init__(self, mixture: Mixture, renderer: ChatRenderer, *, longest: int) -> None:
+    def __init__(
+        self, mixture: Mixture, renderer: ChatRenderer, *, longest: int, skip_share: float = 0.0, seed: int = 0
+    ) -> None:
         self._mixture = mixture
         self._renderer = renderer
         self._longest = longest
+        self._skip_share = skip_share
+        self._seed = seed
         self._waiting: deque[Prompt] = deque()
-        self._overlong: list[Prompt] = []
+        self._passed_over: list[tuple[Prompt, str]] = []
+        self._without_spread: set[str] = set()  # prompt ids
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts. Raises ConfigError when there are only overlong ones."""
         return [self._waiting.popleft() if self._waiting else self._draw() for _ in range(count)]
 
+    def note(self, prompt_id: str, *, has_spread: bool) -> None:
+        """Remember whether the rewards of a prompt's group differed."""
+        if self._skip_share:
+            (self._without_spread.discard if has_spread else self._without_spread.add)(prompt_id)
+
     def give_back(self, prompts: Iterable[Prompt]) -> None:
         """Put back what was taken and not used up: it comes next, in the order given."""
         self._waiting.extendleft(reversed(list(prompts)))
 
-    def dropped_overlong(self) -> list[Prompt]:
-        """Prompts dropped for their length since this was called last."""
-        dropped, self._overlong = self._overlong, []
-        return dropped
+    def passed_over(self) -> list[tuple[Prompt, str]]:
+        """Prompts that were passed over since this was called last, with the reason."""
+        found, self._passed_over = self._passed_over, []
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the position in the data, and the prompts given back, with what was begun of them."""
@@ -114,7 +127,11 @@ class PromptCursor:
             {"epoch": prompt.epoch, "record": dict(prompt.record), "begun": [to_json(r) for r in prompt.begun]}
             for prompt in self._waiting
         ]
-        return {"mixture": self._mixture.state_dict(), "waiting": waiting}
+        return {
+            "mixture": self._mixture.state_dict(),
+            "waiting": waiting,
+            "without_spread": sorted(self._without_spread),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called."""
@@ -123,18 +140,28 @@ class PromptCursor:
             replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
             for saved in state["waiting"]
         )
+        self._without_spread = set(state["without_spread"])
 
     def _draw(self) -> Prompt:
-        for _ in range(OVERLONG_IN_A_ROW):
+        num_overlong = 0
+        while num_overlong < OVERLONG_IN_A_ROW:
             drawn = next(self._mixture)
             prompt = self._rendered(drawn.epoch, drawn.record)
-            if len(prompt.token_ids) <= self._longest:
+            if len(prompt.token_ids) > self._longest:
+                self._passed_over.append((prompt, OVERLONG))
+                num_overlong += 1
+            elif prompt.prompt_id in self._without_spread and self._is_skipped(prompt):
+                self._passed_over.append((prompt, NO_SPREAD_BEFORE))
+            else:
                 return prompt
-            self._overlong.append(prompt)
         raise ConfigError(
             f"{OVERLONG_IN_A_ROW} prompts in a row have more than {self._longest} tokens, what sampler.context leaves "
             "beside max_new_tokens. Raise sampler.context or lower max_new_tokens."
         )
+
+    def _is_skipped(self, prompt: Prompt) -> bool:
+        digest = hashlib.sha256(f"{self._seed} {prompt.group_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self._skip_share * 2**64
 
     def _rendered(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
         return Prompt(epoch=epoch, record=record, token_ids=tuple(self._renderer.prompt(record["messages"])))

@@ -9,7 +9,7 @@ from typing import Any
 from nanodag.config.schema import RLStage
 from nanodag.rl.harvest import Harvest
 from nanodag.rl.metrics import rollout_metrics
-from nanodag.rl.prompts import OVERLONG, Ledger
+from nanodag.rl.prompts import Ledger
 from nanodag.rl.rollout import Rollout, write_rollouts
 from nanodag.rl.stopwatch import Span
 from nanodag.worker import Job, MetricsLog
@@ -81,8 +81,8 @@ class Records:
             self._ledger.record(step, prompt, "trained")
         for drop in harvest.dropped:
             self._ledger.record(step, drop.prompt, "dropped", drop.reason)
-        for prompt in harvest.overlong:
-            self._ledger.record(step, prompt, "dropped", OVERLONG)
+        for prompt, reason in harvest.passed_over:
+            self._ledger.record(step, prompt, "dropped", reason)
         self._ledger.flush()
 
     def close(self) -> None:

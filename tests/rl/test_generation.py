@@ -78,12 +78,12 @@ def config(**values) -> RLStage:
     return RLStage(**(base | values))
 
 
-def cursor_over(tmp_path, lengths: list[int], longest: int = 10) -> PromptCursor:
+def cursor_over(tmp_path, lengths: list[int], longest: int = 10, **more) -> PromptCursor:
     path = tmp_path / "prompts.jsonl"
     rows = [f'{{"prompt": "{n}x{length}", "answer": "", "prompt_id": "p{n}"}}\n' for n, length in enumerate(lengths)]
     path.write_text("".join(rows))
     mixture = Mixture([SourceConfig(url=f"file:{path}")], kind="prompt", seed=0, repeat=True, shuffle=False)
-    return PromptCursor(mixture, FakeRenderer(), longest=longest)
+    return PromptCursor(mixture, FakeRenderer(), longest=longest, **more)
 
 
 def step(generator: Generator, cursor: PromptCursor, number: int = 1):
@@ -204,7 +204,40 @@ def test_prompts_given_back_come_first_and_survive_a_save(tmp_path):
 def test_overlong_prompts_are_dropped_and_handed_to_the_ledger_once(tmp_path):
     cursor = cursor_over(tmp_path, [1, 11, 1], longest=10)
     assert ids(cursor.take(2)) == ["p0", "p2"]
-    assert ids(cursor.dropped_overlong()) == ["p1"] and cursor.dropped_overlong() == []
+    assert [(p.prompt_id, reason) for p, reason in cursor.passed_over()] == [("p1", "prompt_too_long")]
+    assert cursor.passed_over() == []
+
+
+def test_a_share_of_the_prompts_without_spread_is_passed_over_in_the_next_pass_and_comes_again_later(tmp_path):
+    cursor = cursor_over(tmp_path, [1] * 40, skip_share=0.5, seed=3)
+    harvest = step(
+        generator(FakeSampler({n: SPREAD if n < 10 else EQUAL for n in range(40)}), prompts_per_step=40), cursor
+    )
+    assert len(harvest.kept) == 10 and harvest.passed_over == []
+    second = ids(cursor.take(10))
+    assert second == [f"p{n}" for n in range(10)]  # those with spread are never passed over
+    saved = cursor.state_dict()
+    rest = cursor.take(30 - 15)
+    skipped = ids(prompt for prompt, reason in cursor.passed_over() if reason == "no_spread_before")
+    assert 5 <= len(skipped) <= 25
+    again = cursor_over(tmp_path, [1] * 40, skip_share=0.5, seed=3)
+    again.load_state_dict(saved)
+    assert ids(again.take(15)) == ids(rest)
+    third = {prompt.prompt_id for prompt in cursor.take(120) if prompt.epoch > 1}
+    assert third & set(skipped)
+
+
+def test_without_a_curriculum_nothing_is_passed_over(tmp_path):
+    cursor = cursor_over(tmp_path, [1] * 4)
+    step(generator(FakeSampler(dict.fromkeys(range(4), EQUAL)), prompts_per_step=4), cursor)
+    assert ids(cursor.take(4)) == ["p0", "p1", "p2", "p3"] and cursor.passed_over() == []
+
+
+def test_a_prompt_that_finds_spread_again_is_tried_in_every_pass(tmp_path):
+    cursor = cursor_over(tmp_path, [1], skip_share=0.95)
+    cursor.note("p0", has_spread=False)
+    cursor.note("p0", has_spread=True)
+    assert [prompt.epoch for prompt in cursor.take(5)] == [0, 1, 2, 3, 4]
 
 
 def test_only_overlong_prompts_are_an_error_not_an_endless_search(tmp_path):

@@ -89,7 +89,7 @@ def test_a_harvest_that_waits_is_written_and_read_bit_for_bit(tmp_path):
         kept=[(prompt("a"), [rollout([1], reward=0.1 + 0.2), rollout([1], sample=1)])],
         failed=[rollout([1], reward=None, sample=2)],
         dropped=[Dropped(prompt("b"), [rollout([0])], "zero_spread")],
-        overlong=[prompt("c")],
+        passed_over=[(prompt("c"), "prompt_too_long")],
         num_carried=3,
         seconds=0.25,
     )
