@@ -282,7 +282,8 @@ class RLStage(StageBase):
     KL, 0 for never. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
     token, 0 for none.
     overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
-    compile: compile the layers, as the supervised stages do.
+    lora_rank, lora_alpha: adapters on every matrix of the layers instead of training all weights (nanodag.model.lora);
+    rank 0 for none. compile: compile the layers, as the supervised stages do.
     """
 
     kind: Literal["rl"]
@@ -333,6 +334,8 @@ class RLStage(StageBase):
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0)
     gradient_clipping: float = Field(1.0, ge=0)
+    lora_rank: int = Field(0, ge=0)
+    lora_alpha: float = Field(32.0, gt=0)
     precision: Precision = "bf16"
     zero_stage: Literal[1, 2, 3] = 3
     micro_batch_tokens: int = Field(9216, ge=16)
@@ -411,6 +414,7 @@ class RLStage(StageBase):
             (set() if self.kl_coefficient else {"kl_kind", "kl_unbiased"}, "kl_coefficient 0"),
             (set() if self.correction != "none" else {"correction_cap"}, "correction none"),
             (set() if self.overlong_buffer else {"overlong_penalty"}, "overlong_buffer 0"),
+            (set() if self.lora_rank else {"lora_alpha"}, "lora_rank 0"),
         ]
         for names, why in rules:
             for name in sorted(names):

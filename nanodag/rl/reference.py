@@ -1,9 +1,11 @@
 """The frozen policy that KL is measured from: the model that the stage began with, or a later one."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nanodag.rl.policy import load_policy
 from nanodag.train.engine import Engine
@@ -20,10 +22,10 @@ class Reference:
         self._engine = engine
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Take the trainer's weights of now; every rank must call it."""
         parameters = dict(self.policy.named_parameters())
-        for name, tensor in self._engine.weights():
+        for name, tensor in weights:
             parameters[name].copy_(tensor)
 
     def save(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     end     leave
 
 It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
-offload, LoRA, a reference model spread over ranks (each holds all of it).
+offload, a reference model spread over ranks (each holds all of it).
 """
 
 import logging
@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import Tensor
 from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Layer
+from nanodag.model.lora import add_lora, merged
 from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.export import write_model
@@ -61,13 +62,16 @@ class Trainer:
         self.model_path = model_path
         self._objective = Objective(config)
         self._advantage = entries.load("advantage", config.advantage)
+        policy = load_policy(
+            model_path,
+            temperature=config.temperature,
+            compiled=config.compile,
+            checkpointing=config.activation_checkpointing,
+        )
+        if config.lora_rank:
+            add_lora(policy, rank=config.lora_rank, alpha=config.lora_alpha, seed=int(config.seed))
         self.engine = Engine(
-            load_policy(
-                model_path,
-                temperature=config.temperature,
-                compiled=config.compile,
-                checkpointing=config.activation_checkpointing,
-            ),
+            policy,
             optimizer=OptimizerConfig(
                 name="adamw",
                 learning_rate=config.learning_rate,
@@ -146,7 +150,7 @@ class Trainer:
         is_sglang = sampler.engine == "sglang"
         found = Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
         write_model(
-            ((name.removeprefix(PREFIX), tensor) for name, tensor in self.engine.weights()),
+            ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights()),
             folder,
             source=self.model_path,
             is_writer=self.engine.rank == 0,
@@ -173,6 +177,12 @@ class Trainer:
         """Optimizer steps so far."""
         return self._num_updates
 
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
+        if not self.config.lora_rank:
+            return self.engine.weights()
+        return merged(self.engine.weights(), scale=self.config.lora_alpha / self.config.lora_rank)
+
     def _update(self, step: int, loss: float) -> float:
         self._last_losses.append(loss)
         try:
@@ -189,7 +199,7 @@ class Trainer:
         """After every `reference_every` updates, at the end of the step in which they were done."""
         every = self.config.reference_every
         if self._reference is not None and every and self._num_updates // every > updates_before // every:
-            self._reference.refresh()
+            self._reference.refresh(self._weights())
 
     def _learning_rate(self) -> float:
         warmup = self.config.warmup_steps * self.config.updates_per_step

@@ -78,7 +78,8 @@ class Engine:
     """A model, its optimizer state and its gradients, spread over ranks as the ZeRO stage says.
 
     model: on CPU in float32; it is cast and moved here. leaf_modules: classes whose parameters are gathered all at once
-    under ZeRO-3 (a decoder layer). Calling an engine calls the model.
+    under ZeRO-3 (a decoder layer). Calling an engine calls the model. Parameters that need no gradient stay as they
+    are, and are not saved.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class Engine:
         model = model.to(self.device, self.dtype)
         if zero_stage == 3 and leaf_modules:
             deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._updates = SegmentedOptimizer(model.named_parameters(), self.shapes, optimizer, clip=gradient_clipping)
+        self._whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.shapes = {name: self._whole[name] for name, _ in trained}
+        self._updates = SegmentedOptimizer(trained, self.shapes, optimizer, clip=gradient_clipping)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
             self._engine, self._zero, _, _ = deepspeed.initialize(
@@ -233,7 +236,7 @@ class Engine:
         bucket: list[tuple[str, nn.Parameter]] = []
         size = 0
         for name, parameter in named:
-            num_bytes = math.prod(self.shapes[name]) * self.dtype.itemsize
+            num_bytes = math.prod(self._whole[name]) * self.dtype.itemsize
             if bucket and size + num_bytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
@@ -246,7 +249,7 @@ class Engine:
 
         DeepSpeed makes parameters (under ZeRO-3 their shards) views into its flat buffers, so addresses say where.
         """
-        named = list(self.model.named_parameters())
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         zero = self._zero
         if self.zero_stage == 3:
             masters = zero.fp32_partitioned_groups_flat

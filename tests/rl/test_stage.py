@@ -20,6 +20,7 @@ from nanodag.rollouts.shelf import Shelf
 from nanodag.worker import STOPPED_EXIT_CODE
 from tests.rl.stages import make_job, metrics, run, start
 
+TWO_RANKS = {"num_ranks": 2, "threads": 1, "device": "cpu"}
 AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
 
@@ -217,6 +218,18 @@ def members(group: int) -> list[int]:
 
 def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+@pytest.mark.slow
+def test_with_adapters_a_stage_leaves_a_model_whose_layers_matrices_alone_have_changed(tmp_path):
+    job = make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=TWO_RANKS)
+    run(job)
+    before = load_file(job.inputs["model"] / "model.safetensors")
+    after = load_file(job.output / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert changed == {name for name in before if ".layers." in name and name.endswith("proj.weight")}
+    assert all(line["mismatch_largest"] < 1e-4 for line in metrics(job))
 
 
 def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):

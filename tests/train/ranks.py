@@ -18,6 +18,7 @@ from nanodag.config.schema import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
+from nanodag.model.lora import add_lora  # noqa: E402
 from nanodag.train.engine import Engine, leave  # noqa: E402
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 12, 61, 4
@@ -27,6 +28,8 @@ SHAPE = Shape(depth=2, width=32, num_heads=2, num_kv_heads=1, head_width=16, mlp
 def engine_of(case: dict[str, Any]) -> Engine:
     model = Decoder(qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH))
     initialise(model, 0)
+    if "lora" in case:
+        add_lora(model, rank=4, alpha=8.0, seed=1)
     return Engine(
         model,
         optimizer=OptimizerConfig(name=case.get("optimizer", "muon"), weight_decay=0.1),

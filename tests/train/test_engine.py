@@ -22,6 +22,7 @@ def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
 
 
 FP32 = [{"stage": stage} for stage in range(4)]
+LORA = [{"stage": stage, "lora": True, "optimizer": "adamw"} for stage in (1, 3)]
 BF16 = [{"stage": stage, "precision": "bf16"} for stage in range(4)]
 
 
@@ -39,6 +40,8 @@ def one_rank(folder):
         *BF16,
         {"stage": 2, "steps": 2, "save": str(folder / "one")},
         *({**case, "steps": 1, "poison": True} for case in (FP32[0], FP32[3], BF16[0], BF16[1])),
+        *LORA,
+        {**LORA[0], "steps": 2, "save": str(folder / "lora")},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "one.json", cases, num_ranks=1), strict=True))
 
@@ -50,6 +53,8 @@ def two_ranks(folder, one_rank):
         {"stage": 3, "steps": 2, "save": str(folder / "two")},
         {"stage": 1, "load": str(folder / "one"), "first": 2},
         {"stage": 3, "load": str(folder / "two"), "first": 2},
+        *LORA,
+        {**LORA[1], "load": str(folder / "lora"), "first": 2},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "two.json", cases, num_ranks=2), strict=True))
 
@@ -137,3 +142,21 @@ def test_one_rank_comes_to_the_weights_of_a_loop_without_deepspeed(one_rank):
             optimizer.zero_grad()
     # torch's Muon iterates in bfloat16, ours here in float32
     assert one_rank[str(FP32[0])]["losses"] == pytest.approx(losses, abs=5e-3)
+
+
+def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks(one_rank, two_ranks):
+    wanted = one_rank[str(LORA[0])]
+    for found in (one_rank[str(LORA[1])], two_ranks[str(LORA[0])], two_ranks[str(LORA[1])]):
+        assert_same(found, wanted)
+
+
+def test_with_adapters_only_they_change(one_rank, folder):
+    begun = one_rank[str({**LORA[0], "steps": 2, "save": str(folder / "lora")})]
+    later = one_rank[str(LORA[0])]
+    changed = {name for name in begun["weights"] if begun["weights"][name] != later["weights"][name]}
+    assert changed and all(".0.up" in name or ".0.down" in name for name in changed)
+
+
+def test_adapters_go_on_from_a_checkpoint_of_other_ranks_at_another_stage(two_ranks, one_rank, folder):
+    found = two_ranks[str({**LORA[1], "load": str(folder / "lora"), "first": 2})]
+    assert_same(found, one_rank[str(LORA[0])], first=2)
