@@ -3,8 +3,9 @@
     python -m benchmarks.pocket --seeds 0 1 2 --store /tmp/pocket-store
 
 The control goes on with supervised training from the same SFT checkpoint, on the same data, for as many tokens as cost
-the CPU-seconds that the RL stage spent (by the SFT stage's own CPU-seconds a token; when it turns out cheaper it is made
-again, longer), and keeps its best weights by validation. Differences are paired over the same held-out problems. Prints JSON a seed, and writes all to --out.
+the CPU-seconds that the RL stage spent (by the SFT stage's own CPU-seconds a token; when it turns out cheaper it is
+made again, longer), and keeps its best weights by validation. Differences are paired over the same held-out problems.
+Prints JSON a seed, and writes all to --out.
 """
 
 import argparse

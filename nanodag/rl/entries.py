@@ -66,7 +66,11 @@ ENTRIES: dict[str, dict[str, str]] = {
 
 # `prefix:argument` names an object made with the argument.
 WITH_ARGUMENT: dict[str, dict[str, str]] = {
-    "reward": {"remote": "nanodag.rl.rewards.remote:Remote", "model": "nanodag.rl.rewards.model:Model"},
+    "reward": {
+        "remote": "nanodag.rl.rewards.remote:Remote",
+        "model": "nanodag.rl.rewards.model:Model",
+        "group": "nanodag.rl.rewards.group:Group",
+    },
 }
 
 
@@ -83,12 +87,17 @@ def import_path(kind: str, name: str) -> str:
     if separator and module in WITH_ARGUMENT.get(kind, {}):
         _check_argument(module, function)
         return WITH_ARGUMENT[kind][module]
-    if separator and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+    if _is_path(name):
         return name
     raise ConfigError(
         f"There is no {kind.replace('_', ' ')} named {name!r}. Choose one of {', '.join(ENTRIES[kind])}, or name a "
         "function of your own as package.module:function."
     )
+
+
+def _is_path(name: str) -> bool:
+    module, _, function = name.partition(":")
+    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def load(kind: str, name: str) -> Callable[..., Any]:
@@ -109,6 +118,8 @@ def load(kind: str, name: str) -> Callable[..., Any]:
 def _check_argument(prefix: str, argument: str) -> None:
     if prefix == "remote" and not argument.startswith(("http://", "https://")):
         raise ConfigError(f"The reward remote:{argument} needs a URL that begins with http:// or https://.")
+    if prefix == "group" and not _is_path(argument):
+        raise ConfigError(f"The reward group:{argument} needs a function as group:package.module:function.")
     if prefix == "model" and not argument.startswith("/"):
         raise ConfigError(f"The reward model:{argument} needs the absolute path of a Hugging Face directory.")
 

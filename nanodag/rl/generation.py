@@ -174,7 +174,7 @@ class Generator:
         rollouts = rollouts_from(prompt, answers, longest=self._config.max_new_tokens)
         if any(map(is_unfinished, rollouts)):
             return rollouts
-        futures = [self._pool.submit(prompt.record, self._answer(rollout)) for rollout in rollouts]
+        futures = self._pool.submit_group(prompt.record, [self._answer(rollout) for rollout in rollouts])
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         return [

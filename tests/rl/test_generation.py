@@ -35,7 +35,10 @@ class FakeRenderer:
 class FakePool:
     """The reward of an answer is the number that it spells; `?` fails."""
 
-    def submit(self, prompt, completion) -> "Future[Score]":
+    def submit_group(self, prompt, completions) -> "list[Future[Score]]":
+        return [self._score(completion) for completion in completions]
+
+    def _score(self, completion) -> "Future[Score]":
         future: Future[Score] = Future()
         failed = completion == "?"
         future.set_result(Score(None, {}, "no number") if failed else Score(float(completion), {}))
@@ -130,11 +133,11 @@ def test_a_group_given_up_while_its_reward_is_computed_leaves_the_pool_its_futur
     late: list[Future[Score]] = []
 
     class LatePool(FakePool):
-        def submit(self, prompt, completion):
+        def submit_group(self, prompt, completions):
             if prompt["prompt_id"] != "p3":
-                return super().submit(prompt, completion)
-            late.append(Future())
-            return late[-1]
+                return super().submit_group(prompt, completions)
+            late.extend(Future() for _ in completions)
+            return late
 
     sampler = FakeSampler(dict.fromkeys(range(4), SPREAD), {0: 50, 1: 50})
     made = Generator(config(over_sampling=4), sampler, LatePool(), FakeEncoding(), (STOP,))

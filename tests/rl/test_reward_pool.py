@@ -28,6 +28,11 @@ def kind(prompt, completion):
     if completion == "nan":
         return float("nan")
     return len(completion) / 10
+
+def longest(prompt, completions):
+    if "short" in completions:
+        return [1.0]
+    return [float(one == max(completions, key=len)) for one in completions]
 """
 
 
@@ -51,6 +56,28 @@ def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_rew
     assert "ended with code 3" in scores["exit"].error
     assert "MemoryError" in scores["memory"].error
     assert "finite" in scores["nan"].error
+
+
+def test_a_group_reward_sees_the_answers_to_one_prompt_and_no_others(own_reward):
+    with RewardPool({"group:my_rewards:longest": 1.0, own_reward: 1.0}, num_processes=2) as pool:
+        first = pool.submit_group({}, ["a", "abc", "ab"])
+        second = pool.submit_group({}, ["abcdef", "x"])
+        scores = [[future.result() for future in group] for group in (first, second)]
+    assert [[score.components["longest"] for score in group] for group in scores] == [[0, 1, 0], [1, 0]]
+    assert scores[0][1].value == pytest.approx(1.3) and scores[0][1].components["my_rewards"] == pytest.approx(0.3)
+
+
+def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_reward):
+    with RewardPool("group:my_rewards:longest") as pool:
+        failed = [future.result() for future in pool.submit_group({}, ["short", "a"])]
+        right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
+    assert {score.error for score in failed} == {"ValueError: my_rewards:longest returned 1 rewards for 2 answers"}
+    assert [score.value for score in right] == [0.0, 1.0]
+
+
+def test_a_group_reward_is_a_function_by_path():
+    with pytest.raises(ConfigError, match="group:exact needs a function as group:"):
+        RewardPool("group:exact")
 
 
 def test_each_prompt_may_name_its_own_reward():

@@ -59,21 +59,27 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
         self._is_closed = False
-        self._waiting: queue.SimpleQueue[_Sample | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[list[_Sample] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[Score]":
         """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
+        return self.submit_group(prompt, [completion])[0]
+
+    def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[Score]]":
+        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). Raises
+        ConfigError when it does not exist."""
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
             own = prompt["reward"] if name == "auto" else name
             entries.import_path("reward", own)
             weights[own] = weights.get(own, 0.0) + weight
-        future: Future[Score] = Future()
-        self._waiting.put(_Sample(weights, dict(prompt), completion, future))
-        return future
+        samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
+        for lot in [samples] if _has(weights, "group:") else [[sample] for sample in samples]:
+            self._waiting.put(lot)
+        return [sample.future for sample in samples]
 
     def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
         """Scores of (prompt, completion) pairs, in their order."""
@@ -96,7 +102,7 @@ class RewardPool:
     def _serve(self) -> None:
         """One thread, one process at a time: the next samples to it, its answers to their futures."""
         process: _Process | None = None
-        held: deque[_Sample] = deque()
+        held: deque[list[_Sample]] = deque()
         while samples := self._next(held):
             if not (samples := self._begun(samples)):
                 continue
@@ -115,14 +121,14 @@ class RewardPool:
         if process is not None:
             process.end()
 
-    def _next(self, held: "deque[_Sample]") -> "list[_Sample]":
-        """The samples that go to a process together: one, or for a remote reward all that wait, up to MOST_TOGETHER.
-        held: taken, but not for this time. Empty at the end."""
+    def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
+        """The samples that go to a process together: one, a group whose reward compares its members, or for a remote
+        reward all that wait, up to MOST_TOGETHER. held: taken, but not for this time. Empty at the end."""
         first = held.popleft() if held else self._waiting.get()
         if first is None:
             return []
-        samples = [first]
-        while any(name.startswith("remote:") for name in first.weights) and len(samples) < MOST_TOGETHER:
+        samples, weights = list(first), first[0].weights
+        while _has(weights, "remote:") and not _has(weights, "group:") and len(samples) < MOST_TOGETHER:
             try:
                 other = self._waiting.get_nowait()
             except queue.Empty:
@@ -130,10 +136,10 @@ class RewardPool:
             if other is None:
                 self._waiting.put(None)
                 break
-            if other.weights != first.weights:
+            if other[0].weights != weights:
                 held.append(other)
                 break
-            samples.append(other)
+            samples += other
         return samples
 
     def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
@@ -152,6 +158,10 @@ class _Sample:
     prompt: dict[str, Any]
     completion: str
     future: "Future[Score]"
+
+
+def _has(weights: Mapping[str, float], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in weights)
 
 
 class _Lost(Exception):

@@ -22,8 +22,9 @@ def labels(names: Sequence[str]) -> list[str]:
     seen: Counter[str] = Counter()
     found = []
     for name in names:
-        prefix, separator, function = name.partition(":")
-        short = function if separator and function.isidentifier() and "." in prefix else prefix
+        path = name.removeprefix("group:")
+        prefix, _, function = path.partition(":")
+        short = function if function.isidentifier() and ("." in prefix or path != name) else prefix
         seen[short] += 1
         found.append(short if seen[short] == 1 else f"{short}_{seen[short]}")
     return found
