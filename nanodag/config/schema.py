@@ -22,6 +22,11 @@ Rate = Annotated[float, Field(gt=0)]
 Precision = Literal["fp32", "bf16"]
 
 
+def later(default: Any, **constraints: Any) -> Any:
+    """A field that came later: at its default it stays out of a stage's key, so that older artifacts are found."""
+    return Field(default, json_schema_extra={"later": True}, **constraints)
+
+
 def operational(default: Any, **constraints: Any) -> Any:
     """A field that does not change a stage's result."""
     return Field(default, json_schema_extra={"operational": True}, **constraints)
@@ -246,6 +251,37 @@ class FilterConfig(Section):
         return self
 
 
+class GenerateConfig(Section):
+    """How a response comes about. name: `one_turn`, a name of nanodag.rl.entries (`calculator`, `python`) or a function
+    of one's own; a bare name means no options. timeout_s: how long it may take without asking the sampler."""
+
+    name: str = "one_turn"
+    options: dict[str, bool | int | float | str] = {}
+    timeout_s: float = Field(300.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> "GenerateConfig":
+        if self.name == "one_turn":
+            for name in ("options", "timeout_s"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"generate.{name} means nothing to one_turn; leave it out, or name a function")
+        else:
+            entries.import_path("generate", self.name)
+            if self.name in entries.names("generate"):
+                entries.load_generate(self.name, self.options)
+        return self
+
+    @property
+    def is_one_turn(self) -> bool:
+        """Whether the sampler's answer to the prompt is the response."""
+        return self.name == "one_turn"
+
+
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
@@ -268,6 +304,7 @@ class RLStage(StageBase):
     under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
     that older weights sampled than the newest of their step's rollouts are masked, whatever max_staleness is, or
     trained while it allows that, with rollouts then generated one step less ahead.
+    generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.turns).
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
@@ -287,6 +324,7 @@ class RLStage(StageBase):
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: tuple[SourceConfig, ...] = ()
     reward: str | dict[str, float] = "auto"
+    generate: GenerateConfig = later(GenerateConfig())
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
     sync: Literal["disk"] = operational("disk")
@@ -388,6 +426,11 @@ class RLStage(StageBase):
             raise ValueError(
                 f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
                 f"way at once, more than prompts_per_step {self.prompts_per_step}"
+            )
+        if self.partial_rollout_tokens and not self.generate.is_one_turn:
+            raise ValueError(
+                f"partial_rollout_tokens {self.partial_rollout_tokens} cuts one turn into segments, and generate "
+                f"{self.generate.name} has turns of its own; leave one of them out"
             )
         if self.partial_rollouts == "correct" and not (self.partial_rollout_tokens and self.max_staleness):
             raise ValueError(

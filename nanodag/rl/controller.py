@@ -36,6 +36,7 @@ from nanodag.rl.schedule import Position, Schedule, Stopped
 from nanodag.rl.services import Services
 from nanodag.rl.staleness import staleness_metrics, without_carried, without_stale
 from nanodag.rl.stopwatch import Stopwatch
+from nanodag.rl.turns.runner import Turns
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.store.files import write_json
 from nanodag.tokenizer.chat import load_renderer
@@ -65,12 +66,13 @@ class Controller:
         self._cursor = PromptCursor(mixture, self._renderer, longest=longest)
         self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
         self._held_out = self._held_out_prompts(longest)
+        encoding = Encoding(job.inputs["model"])
+        turns = None
+        if not self._config.generate.is_one_turn:
+            vocabulary = services.model.vocab_size
+            turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
         self._generator = Generator(
-            self._config,
-            services.samplers,
-            services.pool,
-            Encoding(job.inputs["model"]),
-            self._renderer.stop_ids,
+            self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}

@@ -63,14 +63,16 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
     with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
-    failed count as reward_failed only. repeated_share: share of responses with a `repetition` above 0.5.
+    failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
+    tokens a response. repeated_share: share of responses with a `repetition` above 0.5.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
     groups = list(groups_of(scored).values())
+    num_broken = sum(rollout.finish_reason == "error" for rollout in rollouts)
     metrics = {
         "rollouts": float(len(rollouts)),
-        "reward_failed": float(len(rollouts) - len(scored)),
+        "reward_failed": float(len(rollouts) - len(scored) - num_broken),
         "response_tokens": fmean(lengths) if lengths else 0.0,
         "response_tokens_median": float(median(lengths)) if lengths else 0.0,
         "response_tokens_largest": float(max(lengths, default=0)),
@@ -83,6 +85,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["pass_rate"] = _share([_is_solved(rollout) for rollout in scored])
         metrics["pass_at_n"] = _share([any(map(_is_solved, group)) for group in groups])
         metrics |= _pass_at([(len(group), sum(map(_is_solved, group))) for group in groups])
+    if num_broken:
+        metrics["generate_failed"] = float(num_broken)
+    if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
+        metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
     return metrics | _component_means(scored)
 
 
