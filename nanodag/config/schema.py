@@ -282,6 +282,29 @@ class GenerateConfig(Section):
         return self.name == "one_turn"
 
 
+class CriticConfig(Section):
+    """PPO's critic. model: what it begins as, `policy` for the policy's own weights, or the absolute path of a Hugging
+    Face directory with the same tokenizer. warmup_steps: at the beginning, in which only the critic is trained. epochs:
+    passes over each step's rollouts, of updates_per_step updates each. value_clip: how far a value may go from that at
+    the step's start, 0 for none. gamma, gae_lambda: of the advantage."""
+
+    model: str = "policy"
+    learning_rate: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    epochs: int = Field(1, ge=1)
+    value_clip: float = Field(0.2, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> "CriticConfig":
+        if self.model != "policy" and not self.model.startswith("/"):
+            raise ValueError(f"critic.model {self.model!r} is neither policy nor the absolute path of a folder")
+        return self
+
+
+# Advantages that compare the samples of a prompt with one another.
+BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
@@ -310,12 +333,12 @@ class RLStage(StageBase):
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
     verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed. clip_low, clip_high: of ppo_clip, gspo and
-    cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive,
-    sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the
-    loss with its true gradient. reference_every: updates after which the current weights become the reference of the
-    KL, 0 for never. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
-    token, 0 for none.
+    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae.
+    clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
+    ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
+    each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
+    reference_every: updates after which the current weights become the reference of the KL, 0 for never.
+    correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a token, 0 for none.
     overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
     compile: compile the layers, as the supervised stages do.
     """
@@ -334,7 +357,7 @@ class RLStage(StageBase):
     partial_rollout_tokens: int = Field(0, ge=0)
     partial_rollouts: Literal["mask", "correct"] = "mask"
     prompts_per_step: int = Field(32, ge=1)
-    samples_per_prompt: int = Field(8, ge=2)
+    samples_per_prompt: int = Field(8, ge=1)
     over_sampling: int = Field(0, ge=0)
     filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
     max_new_tokens: int = Field(256, ge=1)
@@ -344,6 +367,7 @@ class RLStage(StageBase):
     num_steps: int = Field(100, ge=1)
     updates_per_step: int = Field(1, ge=1)
     advantage: str = "grpo"
+    critic: CriticConfig = later(CriticConfig())
     policy_loss: str = "ppo_clip"
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: float = Field(0.2, gt=0)
@@ -440,7 +464,34 @@ class RLStage(StageBase):
         for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss)):
             entries.import_path(kind, name)
         self._check_reward()
+        self._check_critic()
         return self
+
+    def _check_critic(self) -> None:
+        if self.advantage == "gae":
+            if self.critic.warmup_steps >= self.num_steps:
+                raise ValueError(
+                    f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy untrained in all num_steps "
+                    f"{self.num_steps}; lower it"
+                )
+            is_updated_once = self.updates_per_step * self.critic.epochs == 1
+            if is_updated_once and self.critic.value_clip != CriticConfig.model_fields["value_clip"].default:
+                raise ValueError(
+                    f"critic.value_clip {self.critic.value_clip} bounds nothing while a step updates the critic once; "
+                    "raise critic.epochs or updates_per_step, or leave it out"
+                )
+        elif self.critic != CriticConfig():
+            raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
+        if self.samples_per_prompt == 1 and self.generate.is_one_turn:
+            if self.advantage in BY_GROUP:
+                raise ValueError(
+                    f"samples_per_prompt 1 leaves advantage {self.advantage} nothing to compare; raise it, or use gae "
+                    "or reinforce_pp"
+                )
+            if any(one.name == "nonzero_spread" for one in self.filters):
+                raise ValueError(
+                    "samples_per_prompt 1: the filter nonzero_spread drops every group of one; set filters to []"
+                )
 
     def _check_unused(self) -> None:
         """Refuse values, other than the defaults, that nothing would look at. What a loss of one's own looks at is seen

@@ -29,7 +29,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rl.generation import Generator
 from nanodag.rl.harvest import Harvest, read_harvest, write_harvest
-from nanodag.rl.metrics import Sums, drop_counts, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.prompts import Prompt, PromptCursor, first_prompts
 from nanodag.rl.records import Records
 from nanodag.rl.schedule import Position, Schedule, Stopped
@@ -184,9 +184,15 @@ class Controller:
         replies = await self._ask("train", step=step, rollouts=path)
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]
-        # one more than may be used, so that what is too old is seen to be
-        state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
-        return trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_updates"]) | {
+        if first["num_updates"]:
+            # one more than may be used, so that what is too old is seen to be
+            state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
+        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_parts"])
+        if "critic" in first:
+            num_updates = first["num_parts"] * self._config.critic.epochs
+            values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
+            values["critic_gradient_norm"] = first["critic_gradient_norm"]
+        return values | {
             "gradient_norm": first["gradient_norm"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),

@@ -20,6 +20,7 @@ ENTRIES: dict[str, dict[str, str]] = {
         "rloo": "nanodag.rl.advantages.rloo:rloo",
         "reinforce_pp": "nanodag.rl.advantages.reinforce_pp:reinforce_pp",
         "reinforce_pp_baseline": "nanodag.rl.advantages.reinforce_pp_baseline:reinforce_pp_baseline",
+        "gae": "nanodag.rl.advantages.gae:gae",
     },
     "policy_loss": {
         "ppo_clip": "nanodag.rl.losses.ppo_clip:ppo_clip",

@@ -149,7 +149,7 @@ class Generator:
     def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
         group = [shaped(rollout, self._config) for rollout in group]
         scored = [rollout for rollout in group if rollout.reward is not None]
-        if len(scored) < 2:
+        if len(scored) < min(2, self._config.samples_per_prompt):
             is_response = any(rollout.finish_reason != "error" and rollout.reward is None for rollout in group)
             harvest.dropped.append(Dropped(prompt, group, REWARD_FAILED if is_response else GENERATE_FAILED))
             return

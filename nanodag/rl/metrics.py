@@ -11,6 +11,7 @@ from nanodag.rl.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
 GRAM = 4
+SMALLEST_VARIANCE = 1e-12
 REPEATED_FROM = 0.5
 
 
@@ -55,6 +56,30 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
         if name in total.summed:
             metrics[shown] = total.summed[name] / tokens
     return metrics | total.largest
+
+
+def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
+    """Of the trained tokens of all ranks. num_updates: of the critic.
+
+    value_loss: the mean over the updates. value_clipped_share: tokens whose gradient the bound cut off. value_mean,
+    return_mean: before the step. value_explained: 1 - Var(return - value) / Var(return), the explained variance of the
+    values before the step; left out where all returns are equal.
+    """
+    total = Sums({}, {})
+    for sums in ranks:
+        total.add(sums)
+    found, tokens = total.summed, max(total.summed["tokens"], 1.0)
+    metrics = {
+        "value_loss": found["value_loss"] / num_updates,
+        "value_clipped_share": found["clipped"] / tokens / num_updates,
+        "value_mean": found["value"] / tokens,
+        "return_mean": found["return"] / tokens,
+    }
+    spread = found["return_squared"] / tokens - metrics["return_mean"] ** 2
+    if spread > SMALLEST_VARIANCE:
+        unexplained = found["error_squared"] / tokens - (found["error"] / tokens) ** 2
+        metrics["value_explained"] = 1.0 - unexplained / spread
+    return metrics
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 It does what the controller asks for, one thing at a time, all ranks the same:
 
     load    take weights and optimizer state from a checkpoint folder, or begin
-    train   one step on a file of rollouts: advantages by group, packing, one or more updates
+    train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
     export  write the weights as a Hugging Face directory
     save    write this rank's share of a checkpoint
     end     leave
@@ -32,6 +32,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Layer
 from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
+from nanodag.rl.critic import Critic
 from nanodag.rl.export import write_model
 from nanodag.rl.link import ControllerLink
 from nanodag.rl.losses.aggregation import Totals
@@ -54,13 +55,15 @@ PREFIX = "decoder."  # of Policy's parameters, before the names that transformer
 
 
 class Trainer:
-    """The policy of one stage on this rank, its reference where there is a KL term, and its updates."""
+    """The policy of one stage on this rank, its reference where there is a KL term, its critic with `gae`, and its
+    updates."""
 
     def __init__(self, config: RLStage, model_path: Path, *, device: str) -> None:
         self.config = config
         self.model_path = model_path
         self._objective = Objective(config)
         self._advantage = entries.load("advantage", config.advantage)
+        self._critic = Critic(config, model_path, device=device) if config.advantage == "gae" else None
         self.engine = Engine(
             load_policy(
                 model_path,
@@ -94,45 +97,51 @@ class Trainer:
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
         groups = list(groups_of(rollouts).values())
-        num_updates = min(self.config.updates_per_step, len(groups))
-        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_updates)]
+        num_parts = min(self.config.updates_per_step, len(groups))
+        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        is_old_needed = num_updates > 1 or self.config.kl_in == "reward"
+        is_old_needed = num_parts > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
         rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
-        if self.config.kl_in == "reward":
-            assert old is not None and reference is not None
-            taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
-            rewards = [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
-        advantages = self._advantages_of(parts, rewards)
+        reply: dict[str, Any] = {}
+        if self._critic is None:
+            advantages = self._advantages_of(parts, rows, self._less_kl(parts, rows, rewards, old, reference))
+        else:
+            num_tokens = [self._totals(part).num_tokens for part in parts]
+            advantages, reply = self._critic.step(step, rows, rewards, self._kl_of_tokens(old, reference), num_tokens)
+        is_trained = self._critic is None or not self._critic.is_alone(step)
         total, norms = Sums({}, {}), []
         self.last_scores = [(part, []) for part in parts]
         for number, part in enumerate(rows):
             sums, totals = Sums({}, {}), self._totals(parts[number])
             for place, row in enumerate(part):
-                logprobs, entropies = self.engine(row)
+                with torch.set_grad_enabled(is_trained):
+                    logprobs, entropies = self.engine(row)
                 scored = Scored(
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=logprobs.detach() if old is None or num_updates == 1 else old[number][place],
-                    advantages=advantages[number][row.rollouts][row.sequence_ids],
+                    old_logprobs=logprobs.detach() if old is None or num_parts == 1 else old[number][place],
+                    advantages=advantages[number][place],
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
                 self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
-                self.engine.backward(loss, last=place == len(part) - 1)
-            norms.append(self._update(step, sums.summed["loss"]))
+                if is_trained:
+                    self.engine.backward(loss, last=place == len(part) - 1)
+            if is_trained:
+                norms.append(self._update(step, sums.summed["loss"]))
             total.add(sums)
-        self._refresh_reference(self._num_updates - num_updates)
-        return {
+        self._refresh_reference(self._num_updates - len(norms))
+        return reply | {
             "sums": asdict(total),
-            "num_updates": num_updates,
-            "gradient_norm": max(norms),
-            "learning_rate": self._learning_rate(),
+            "num_parts": num_parts,
+            "num_updates": len(norms),
+            "gradient_norm": max(norms, default=0.0),
+            "learning_rate": self._learning_rate() if is_trained else 0.0,
             "peak_flops": self._peak_flops,
             "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
         }
@@ -158,12 +167,16 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.engine.save(folder)
+        if self._critic is not None:
+            self._critic.save(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.save(folder)
 
     def load(self, folder: Path, *, num_updates: int) -> None:
         """Take back what `save` wrote. num_updates: done so far, for the warm-up."""
         self.engine.load(folder)
+        if self._critic is not None:
+            self._critic.load(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.load(folder)
         self._num_updates = num_updates
@@ -195,14 +208,44 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
-    def _advantages_of(self, parts: Sequence[Sequence[Rollout]], rewards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Advantages over all rollouts of the step, for each part of it."""
+    def _advantages_of(
+        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Advantages over all rollouts of the step, for the tokens of each row."""
         rollouts = [rollout for part in parts for rollout in part]
         number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
         group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
         num_tokens = torch.tensor([_num_trained(rollout) for rollout in rollouts])
-        advantages = self._advantage(torch.cat(list(rewards)), group_ids, num_tokens)
-        return advantages.to(self.engine.device).split([len(part) for part in parts])
+        advantages = self._advantage(torch.cat(list(rewards)), group_ids, num_tokens).to(self.engine.device)
+        by_part = advantages.split([len(part) for part in parts])
+        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
+
+    def _kl_of_tokens(
+        self, old: list[list[Tensor]] | None, reference: list[list[Tensor]] | None
+    ) -> list[list[Tensor]] | None:
+        """What KL takes off the reward of each token of each row; None where it takes nothing."""
+        if self.config.kl_in != "reward":
+            return None
+        assert old is not None and reference is not None
+        return [
+            [self.config.kl_coefficient * self._objective.kl(*pair) for pair in zip(*of_part, strict=True)]
+            for of_part in zip(old, reference, strict=True)
+        ]
+
+    def _less_kl(
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: list[list[Row]],
+        rewards: list[Tensor],
+        old: list[list[Tensor]] | None,
+        reference: list[list[Tensor]] | None,
+    ) -> list[Tensor]:
+        """The rewards without what the KL takes off."""
+        if self.config.kl_in != "reward":
+            return rewards
+        assert old is not None and reference is not None
+        taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
+        return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
 
     def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
         """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
