@@ -303,6 +303,24 @@ class CriticConfig(Section):
         return self
 
 
+class TeacherConfig(Section):
+    """On-policy distillation. model: `none`, or the absolute path of a Hugging Face directory with the same tokenizer.
+    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
+
+    model: str = "none"
+    coefficient: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> "TeacherConfig":
+        if self.model.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.model {self.model}: a server cannot be the teacher yet; name a folder")
+        if self.model != "none" and not self.model.startswith("/"):
+            raise ValueError(f"teacher.model {self.model!r} is neither none nor the absolute path of a folder")
+        if self.model == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
+            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model")
+        return self
+
+
 # Advantages that compare the samples of a prompt with one another.
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
@@ -333,7 +351,8 @@ class RLStage(StageBase):
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
     verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae.
+    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae. teacher: of
+    on-policy distillation, on top of any advantage.
     clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
     ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
     each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
@@ -368,6 +387,7 @@ class RLStage(StageBase):
     updates_per_step: int = Field(1, ge=1)
     advantage: str = "grpo"
     critic: CriticConfig = later(CriticConfig())
+    teacher: TeacherConfig = later(TeacherConfig())
     policy_loss: str = "ppo_clip"
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: float = Field(0.2, gt=0)

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanodag.config.schema import OptimizerConfig, RLStage
-from nanodag.errors import ConfigError, TrainingDiverged
+from nanodag.errors import TrainingDiverged
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.group_attention import group_attention
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums
-from nanodag.rl.policy import Row
-from nanodag.sampler.architecture import Architecture, read_checkpoint
+from nanodag.rl.policy import Row, check_beside
 from nanodag.train.engine import Engine
 
 FOLDER = "critic"
@@ -61,9 +60,8 @@ class Critic:
     def __init__(self, config: RLStage, policy_path: Path, *, device: str) -> None:
         self._config, self._own = config, config.critic
         path = policy_path if self._own.model == "policy" else Path(self._own.model)
+        check_beside("critic.model", path, policy_path, context=config.sampler.context)
         decoder = load(path, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
-        if path != policy_path:
-            _check(decoder, path, read_checkpoint(policy_path).architecture, context=config.sampler.context)
         self.engine = Engine(
             ValueModel(decoder),
             optimizer=OptimizerConfig(
@@ -78,10 +76,6 @@ class Critic:
             device=device,
             leaf_modules=(Layer,),
         )
-
-    def is_alone(self, step: int) -> bool:
-        """Whether only the critic is trained in a step of the stage."""
-        return step <= self._own.warmup_steps
 
     def step(
         self,
@@ -197,16 +191,3 @@ def _quality(row: Row, values: Tensor, returns: Tensor) -> Sums:
         "error_squared": errors.square().sum(),
     }
     return Sums({name: float(value) for name, value in found.items()}, {})
-
-
-def _check(decoder: Decoder, path: Path, others: Architecture, *, context: int) -> None:
-    own = decoder.architecture
-    if own.vocab_size != others.vocab_size:
-        raise ConfigError(
-            f"critic.model {path} has a vocabulary of {own.vocab_size}, the policy one of {others.vocab_size}; they "
-            "must have the same tokenizer."
-        )
-    if own.max_positions < min(context, others.max_positions):
-        raise ConfigError(
-            f"critic.model {path} has {own.max_positions} positions, fewer than sampler.context {context}; lower it."
-        )

@@ -35,7 +35,7 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
 
     entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
     logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
-    left_out_share: tokens whose weight is 0.
+    left_out_share: tokens whose weight is 0. teacher_kl: old minus teacher logprob.
     """
     total = Sums({}, {})
     for sums in ranks:
@@ -52,6 +52,7 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
         ("correction", "correction"),
         ("left_out", "left_out_share"),
         ("kl", "kl"),
+        ("teacher_kl", "teacher_kl"),
     ):
         if name in total.summed:
             metrics[shown] = total.summed[name] / tokens

@@ -30,9 +30,8 @@ from torch import Tensor
 from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Layer
-from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
-from nanodag.rl.critic import Critic
+from nanodag.rl.credit import Credit, num_trained
 from nanodag.rl.export import write_model
 from nanodag.rl.link import ControllerLink
 from nanodag.rl.losses.aggregation import Totals
@@ -55,15 +54,12 @@ PREFIX = "decoder."  # of Policy's parameters, before the names that transformer
 
 
 class Trainer:
-    """The policy of one stage on this rank, its reference where there is a KL term, its critic with `gae`, and its
-    updates."""
+    """The policy of one stage on this rank, its reference where there is a KL term, and its updates."""
 
     def __init__(self, config: RLStage, model_path: Path, *, device: str) -> None:
         self.config = config
         self.model_path = model_path
         self._objective = Objective(config)
-        self._advantage = entries.load("advantage", config.advantage)
-        self._critic = Critic(config, model_path, device=device) if config.advantage == "gae" else None
         self.engine = Engine(
             load_policy(
                 model_path,
@@ -86,6 +82,9 @@ class Trainer:
         self._reference: Reference | None = None
         if config.kl_coefficient > 0:
             self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
+        self._credit = Credit(
+            config, engine=self.engine, objective=self._objective, model_path=model_path, device=device
+        )
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -104,14 +103,10 @@ class Trainer:
         is_old_needed = num_parts > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
-        rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
-        reply: dict[str, Any] = {}
-        if self._critic is None:
-            advantages = self._advantages_of(parts, rows, self._less_kl(parts, rows, rewards, old, reference))
-        else:
-            num_tokens = [self._totals(part).num_tokens for part in parts]
-            advantages, reply = self._critic.step(step, rows, rewards, self._kl_of_tokens(old, reference), num_tokens)
-        is_trained = self._critic is None or not self._critic.is_alone(step)
+        of_teacher = self._credit.teacher
+        teacher = None if of_teacher is None else self._scores(of_teacher.policy, rows)
+        advantages, reply = self._credit.assign(step, parts, rows, old, reference)
+        is_trained = self._credit.is_policy_trained(step)
         total, norms = Sums({}, {}), []
         self.last_scores = [(part, []) for part in parts]
         for number, part in enumerate(rows):
@@ -119,12 +114,17 @@ class Trainer:
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
                     logprobs, entropies = self.engine(row)
+                old_logprobs = logprobs.detach() if old is None or num_parts == 1 else old[number][place]
+                advantage = advantages[number][place]
+                if teacher is not None:
+                    advantage, share = self._credit.distilled(row, advantage, old_logprobs, teacher[number][place])
+                    sums.add(share)
                 scored = Scored(
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=logprobs.detach() if old is None or num_parts == 1 else old[number][place],
-                    advantages=advantages[number][place],
+                    old_logprobs=old_logprobs,
+                    advantages=advantage,
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
                 self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
@@ -167,16 +167,16 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.engine.save(folder)
-        if self._critic is not None:
-            self._critic.save(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.save(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.save(folder)
 
     def load(self, folder: Path, *, num_updates: int) -> None:
         """Take back what `save` wrote. num_updates: done so far, for the warm-up."""
         self.engine.load(folder)
-        if self._critic is not None:
-            self._critic.load(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.load(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.load(folder)
         self._num_updates = num_updates
@@ -208,60 +208,13 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
-    def _advantages_of(
-        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
-    ) -> list[list[Tensor]]:
-        """Advantages over all rollouts of the step, for the tokens of each row."""
-        rollouts = [rollout for part in parts for rollout in part]
-        number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
-        group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
-        num_tokens = torch.tensor([_num_trained(rollout) for rollout in rollouts])
-        advantages = self._advantage(torch.cat(list(rewards)), group_ids, num_tokens).to(self.engine.device)
-        by_part = advantages.split([len(part) for part in parts])
-        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
-
-    def _kl_of_tokens(
-        self, old: list[list[Tensor]] | None, reference: list[list[Tensor]] | None
-    ) -> list[list[Tensor]] | None:
-        """What KL takes off the reward of each token of each row; None where it takes nothing."""
-        if self.config.kl_in != "reward":
-            return None
-        assert old is not None and reference is not None
-        return [
-            [self.config.kl_coefficient * self._objective.kl(*pair) for pair in zip(*of_part, strict=True)]
-            for of_part in zip(old, reference, strict=True)
-        ]
-
-    def _less_kl(
-        self,
-        parts: Sequence[Sequence[Rollout]],
-        rows: list[list[Row]],
-        rewards: list[Tensor],
-        old: list[list[Tensor]] | None,
-        reference: list[list[Tensor]] | None,
-    ) -> list[Tensor]:
-        """The rewards without what the KL takes off."""
-        if self.config.kl_in != "reward":
-            return rewards
-        assert old is not None and reference is not None
-        taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
-        return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
-
-    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
-        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
-        the same rewards."""
-        found = torch.zeros(size, dtype=torch.float64)
-        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
-            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
-        return self.config.kl_coefficient * torch.tensor(self.engine.summed(*found.tolist()), dtype=torch.float32)
-
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         engine = self.engine
         ranks = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=engine.world_size)
         return [to_row(batch, engine.device) for batch in ranks[engine.rank]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
-        trained = [_num_trained(rollout) for rollout in part]
+        trained = [num_trained(rollout) for rollout in part]
         return Totals(
             num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained), max_tokens=self.config.max_new_tokens
         )
@@ -269,10 +222,6 @@ class Trainer:
     @torch.no_grad()
     def _scores(self, model: Any, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
         return [[model(row)[0] for row in part] for part in rows]
-
-
-def _num_trained(rollout: Rollout) -> int:
-    return sum(sum(span.mask) for span in rollout.spans)
 
 
 def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[Rollout]]]:

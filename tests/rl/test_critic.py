@@ -1,20 +1,22 @@
 """PPO's critic: advantages and value loss against numbers worked out by hand, its updates in plain PyTorch, a stage."""
 
+import json
 import os
 import random
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums, critic_metrics
+from nanodag.rl.policy import check_beside
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run, start
 from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
@@ -136,11 +138,11 @@ replies = [trainer.train(1, rollouts)]
 folder.mkdir()
 trainer.save(folder)
 replies.append(trainer.train(2, rollouts))
-after = {name: tensor.clone() for name, tensor in trainer._critic.engine.full_state_dict().items()}
+after = {name: tensor.clone() for name, tensor in trainer._credit.critic.engine.full_state_dict().items()}
 again = Trainer(config, model, device="cpu")
 again.load(folder, num_updates=0)
 assert again.train(2, rollouts) == {**replies[1], "peak_flops": again._peak_flops}
-for name, tensor in again._critic.engine.full_state_dict().items():
+for name, tensor in again._credit.critic.engine.full_state_dict().items():
     assert torch.equal(tensor, after[name]), name
 policy = trainer.engine.full_state_dict()
 torch.save({"replies": replies, "critic": after, "policy": policy}, folder / "out.pt")
@@ -223,16 +225,15 @@ class PlainCritic(torch.nn.Module):
         return sum(losses) / len(losses), explained.item()
 
 
-def test_a_critic_with_another_vocabulary_is_refused(tmp_path):
-    from nanodag.errors import ConfigError
-    from nanodag.model.build import load
-    from nanodag.rl.critic import _check
-
-    policy, other = load(save_tiny_model(tmp_path / "a")), load(save_tiny_model(tmp_path / "b", vocabulary=40))
+def test_a_critic_or_teacher_that_cannot_read_the_rollouts_is_refused(tmp_path):
+    policy, other = save_tiny_model(tmp_path / "a"), save_tiny_model(tmp_path / "b", vocabulary=40)
     with pytest.raises(ConfigError, match="vocabulary of 40, the policy one of 32"):
-        _check(other, tmp_path / "b", policy.architecture, context=64)
-    with pytest.raises(ConfigError, match="fewer than sampler"):
-        _check(policy, tmp_path / "a", SimpleNamespace(vocab_size=32, max_positions=256), context=990)
+        check_beside("critic.model", other, policy, context=64)
+    config = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
+    with pytest.raises(ConfigError, match=r"teacher.model .* has 32 positions, fewer than"):
+        check_beside("teacher.model", other, policy, context=64)
+    check_beside("teacher.model", policy, policy, context=990)
 
 
 PPO = {
