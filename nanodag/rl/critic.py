@@ -3,7 +3,7 @@
 The head begins at 0, so before its first update every value is 0, and nothing is drawn at random.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class Critic:
             advantages.append([advantage for advantage, _ in found])
             returns.append([wanted for _, wanted in found])
         sums, norm = self._learn(step, rows, values, returns, num_tokens)
-        return self._whitened(advantages, rows), {"critic": asdict(sums), "critic_gradient_norm": norm}
+        return whitened(advantages, rows, self.engine.summed), {"critic": asdict(sums), "critic_gradient_norm": norm}
 
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
@@ -117,17 +117,6 @@ class Critic:
             token_rewards = token_rewards - kl
         gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
         return gae(token_rewards, values, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
-
-    def _whitened(self, advantages: list[list[Tensor]], rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
-        """(A - mean) / sqrt(variance + 1e-8) over the trained tokens of all rows on all ranks, the variance unbiased.
-        Source: verl's masked_whiten; OpenRLHF divides by n and takes max(variance, 1e-8)."""
-        pairs = [pair for own, part in zip(advantages, rows, strict=True) for pair in zip(own, part, strict=True)]
-        trained = torch.cat([advantage[row.mask] for advantage, row in pairs])
-        count, total = self.engine.summed(len(trained), float(trained.sum()))
-        mean = total / max(count, 1.0)
-        (squares,) = self.engine.summed(float((trained - mean).square().sum()))
-        scale = (squares / max(count - 1.0, 1.0) + 1e-8) ** -0.5
-        return [[((one - mean) * scale).float() for one in own] for own in advantages]
 
     def _learn(
         self,
@@ -176,6 +165,23 @@ class Critic:
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote."""
         self.engine.load(folder / FOLDER)
+
+
+def whitened(
+    advantages: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Row]], summed: Callable[..., list[float]]
+) -> list[list[Tensor]]:
+    """(A - mean) / sqrt(variance + 1e-8) over the trained tokens of all rows on all ranks, the variance unbiased.
+
+    summed: adds numbers up over ranks. Source: verl's masked_whiten; OpenRLHF divides by n and takes max(variance,
+    1e-8).
+    """
+    pairs = [pair for own, part in zip(advantages, rows, strict=True) for pair in zip(own, part, strict=True)]
+    trained = torch.cat([advantage[row.mask] for advantage, row in pairs])
+    count, total = summed(len(trained), float(trained.sum()))
+    mean = total / max(count, 1.0)
+    (squares,) = summed(float((trained - mean).square().sum()))
+    scale = (squares / max(count - 1.0, 1.0) + 1e-8) ** -0.5
+    return [[((one - mean) * scale).float() for one in own] for own in advantages]
 
 
 def _quality(row: Row, values: Tensor, returns: Tensor) -> Sums:
