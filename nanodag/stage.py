@@ -110,7 +110,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     key = stage_key(
         kind=stage.kind,
         code_version=KINDS[stage.kind].code_version,
-        config=_with_identities(result_config(stage), sources),
+        config=with_identities(result_config(stage), sources),
         inputs={label: result.digest for label, result in inputs.items()},
         sources={},
     )
@@ -154,12 +154,13 @@ def code_identity(function: str) -> dict[str, Any]:
     return {"kind": "code", "name": function, "sha256": file_sha256(Path(spec.origin))}
 
 
-def _with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
+def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
+    """A config with the identity of each source in the place of its name; beside the value, where the name is a key."""
     if isinstance(value, dict):
-        named = {k: _with_identities(v, sources) for k, v in value.items()}
+        named = {k: with_identities(v, sources) for k, v in value.items()}
         return {k: [sources[k], v] if k in sources else v for k, v in named.items()}
     if isinstance(value, list):
-        return [_with_identities(v, sources) for v in value]
+        return [with_identities(v, sources) for v in value]
     return sources.get(value, value) if isinstance(value, str) else value
 
 

@@ -3,11 +3,13 @@ fake that we own."""
 
 import asyncio
 import itertools
+import json
 import threading
 import time
 
 import pytest
 
+from nanodag.config import result_config
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.rl.generation import Generator
@@ -17,6 +19,7 @@ from nanodag.rl.rollout import flatten_response
 from nanodag.rl.turns.calculator import calculated
 from nanodag.rl.turns.runner import THREAD_NAME, Turns
 from nanodag.sampler.protocol import Completion, FinishReason, VersionSpan
+from nanodag.stage import code_identity, functions_in, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
@@ -370,3 +373,16 @@ def test_a_function_that_is_not_async_and_a_foreign_chat_format_are_refused_befo
 )
 def test_the_calculator_knows_arithmetic_and_nothing_else(expression, value):
     assert calculated(expression) == value
+
+
+def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine_turns", "mine_reward"):
+        (tmp_path / f"{module}.py").write_text("def f(): ...\n")
+    stage = config(
+        generate="mine_turns:f", reward={"mine_reward:f": 1.0, "remote:http://h/": 0.5, "f1": 0.5}, filters=[]
+    )
+    assert sorted(functions_in(stage)) == ["mine_reward:f", "mine_turns:f"]
+    sources = {name: code_identity(name) for name in functions_in(stage)}
+    keyed = json.dumps(with_identities(result_config(stage), sources))
+    assert all(source["sha256"] in keyed for source in sources.values()) and "remote:http://h/" in keyed
