@@ -1,6 +1,7 @@
 """Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row, check_beside
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of
-from nanodag.rl.update import Objective
+from nanodag.rl.update import Objective, Scored
 from nanodag.train.engine import Engine
 
 ByRow = list[list[Tensor]]
@@ -56,10 +57,13 @@ class Credit:
         counts = [sum(map(num_trained, part)) for part in parts]
         return self.critic.step(step, rows, rewards, self._kl_of_tokens(old, reference), counts)
 
-    def distilled(self, row: Row, advantages: Tensor, old: Tensor, teacher: Tensor) -> tuple[Tensor, Sums]:
-        """Advantages with the teacher's share; old, teacher: logprobs, (N,)."""
-        found, reverse_kl = distilled(advantages, old, teacher, coefficient=self._config.teacher.coefficient)
-        return found, Sums({"teacher_kl": float(reverse_kl[row.mask].double().sum())}, {})
+    def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
+        """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
+        advantages, reverse_kl = distilled(
+            scored.advantages, scored.old_logprobs, teacher_logprobs, coefficient=self._config.teacher.coefficient
+        )
+        share = Sums({"teacher_kl": float(reverse_kl[scored.row.mask].double().sum())}, {})
+        return replace(scored, advantages=advantages), share
 
     def _by_group(
         self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]

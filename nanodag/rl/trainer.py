@@ -114,19 +114,17 @@ class Trainer:
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
                     logprobs, entropies = self.engine(row)
-                old_logprobs = logprobs.detach() if old is None or num_parts == 1 else old[number][place]
-                advantage = advantages[number][place]
-                if teacher is not None:
-                    advantage, share = self._credit.distilled(row, advantage, old_logprobs, teacher[number][place])
-                    sums.add(share)
                 scored = Scored(
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=old_logprobs,
-                    advantages=advantage,
+                    old_logprobs=logprobs.detach() if old is None or num_parts == 1 else old[number][place],
+                    advantages=advantages[number][place],
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
+                if teacher is not None:
+                    scored, share = self._credit.distilled(scored, teacher[number][place])
+                    sums.add(share)
                 self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
