@@ -24,6 +24,7 @@ import torch
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, LONGEST = 0.2, 0.28, 1.5, 20
 GSPO_LOW, GSPO_HIGH, CISPO_BOUND = 0.03, 0.04, 1.3
 FLOOR, CAP, OPSM_LIMIT, OVERLONG = 0.5, 2.0, 0.02, 8
+GAMMA, LAMBDA, VALUE_CLIP = 0.97, 0.9, 0.2
 NEVER_CALLED = ("flash_attn", "vllm")  # that OpenRLHF imports on the way
 Results = dict[str, np.ndarray]
 
@@ -37,9 +38,11 @@ class _Inputs:
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.arrays[name]
 
-    def differentiated(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """The loss of the trainer's log-probabilities, and its gradient to them."""
-        trainer = self.trainer.clone().requires_grad_()
+    def differentiated(
+        self, loss: Callable[[torch.Tensor], torch.Tensor], of: str = "trainer"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The loss of the trainer's log-probabilities, or another array, and its gradient to them."""
+        trainer = self.arrays[of].clone().requires_grad_()
         value = loss(trainer)
         (gradient,) = torch.autograd.grad(value, trainer)
         return value.detach().numpy(), gradient.numpy()
@@ -153,6 +156,15 @@ def of_verl(given: _Inputs) -> Results:
         )
         return per_token[torch.arange(len(rewards)), last].numpy()
 
+    last_rewards = torch.zeros_like(mask)
+    last_rewards[torch.arange(len(mask)), last] = given.rewards
+    of_tokens, returns = core_algos.compute_gae_advantage_return(last_rewards, given.old_values, mask, GAMMA, LAMBDA)
+    found["advantage gae/value"] = (of_tokens * mask).numpy()
+    found["returns of gae/value"] = (returns * mask).numpy()
+    found["value loss/loss"], found["value loss/gradient"] = given.differentiated(
+        lambda values: core_algos.compute_value_loss(values, given.returns, given.old_values, mask, VALUE_CLIP)[0],
+        "values",
+    )
     found["advantage grpo/value"] = advantage("grpo")
     found["advantage dr_grpo/value"] = advantage("grpo", norm_adv_by_std_in_grpo=False)
     found["advantage rloo/value"] = advantage("rloo")
@@ -163,7 +175,7 @@ def of_verl(given: _Inputs) -> Results:
 
 def of_openrlhf(given: _Inputs) -> Results:
     """PolicyLoss, compute_approx_kl, and the advantages of RemoteExperienceMaker."""
-    from openrlhf.models.loss import PolicyLoss, aggregate_loss
+    from openrlhf.models.loss import PolicyLoss, ValueLoss, aggregate_loss
     from openrlhf.models.utils import compute_approx_kl
     from openrlhf.trainer.ppo_utils.length_penalty import apply_overlong_penalty
 
@@ -200,6 +212,9 @@ def of_openrlhf(given: _Inputs) -> Results:
         ("reinforce_pp_baseline", "reinforce_baseline"),
     ):
         found[f"advantage {name}/value"] = _openrlhf_advantage(given, mask, estimator)
+    found["value loss/loss"], found["value loss/gradient"] = given.differentiated(
+        lambda values: ValueLoss(VALUE_CLIP)(values, given.old_values, given.returns, mask), "values"
+    )
     long = SimpleNamespace(rewards=given.rewards.clone(), response_length=given.lengths)
     apply_overlong_penalty([long], LONGEST, OVERLONG, 1.0)
     found["overlong/value"] = long.rewards.numpy()

@@ -82,6 +82,9 @@ def make_inputs(seed: int) -> dict[str, np.ndarray]:
         "trainer": old + draw.normal(0.0, 0.25, old.shape),
         "sampler": old + draw.normal(0.0, 0.3, old.shape),
         "reference": old + draw.normal(0.0, 0.3, old.shape),
+        "old_values": draw.normal(0.3, 0.5, old.shape),
+        "values": draw.normal(0.3, 0.5, old.shape),
+        "returns": draw.normal(0.5, 0.7, old.shape),
         "advantages": draw.normal(0.0, 1.0, size),
         "rewards": draw.normal(0.5, 1.0, size),
     }
@@ -124,6 +127,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name in ADVANTAGES:
         advantage = entries.load("advantage", name)
         found[f"advantage {name}/value"] = advantage(tensors["rewards"], tensors["groups"], mask.sum(-1)).numpy()
+    found |= _of_critic(tensors, row, real)
     found["overlong/value"] = np.array(
         [
             with_overlong_penalty(
@@ -133,6 +137,39 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         ]
     )
     return found
+
+
+def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.ndarray]:
+    """Whitened advantages and returns of gae, the value loss and its gradient, as the trainer's critic has them."""
+    import torch
+
+    from nanodag.rl.advantages.gae import gae, reward_of_last
+    from nanodag.rl.critic import whitened
+    from nanodag.rl.losses.value_loss import value_loss
+
+    rewards = reward_of_last(tensors["rewards"].double(), row.mask, row.sequence_ids)
+    advantages, returns = gae(
+        rewards,
+        tensors["old_values"][real],
+        row.mask,
+        row.sequence_ids,
+        gamma=loss_peers.GAMMA,
+        gae_lambda=loss_peers.LAMBDA,
+    )
+    ((scaled,),) = whitened([[advantages]], [[row]], lambda *values: list(values))
+    values = tensors["values"].clone().requires_grad_()
+    losses, _ = value_loss(
+        values[real], tensors["old_values"][real], tensors["returns"][real], clip=loss_peers.VALUE_CLIP
+    )
+    loss = losses[row.mask].mean()
+    padded = torch.zeros(2, *real.shape)
+    padded[:, real] = torch.stack([torch.where(row.mask, scaled, 0.0), returns.float()])
+    return {
+        "advantage gae/value": padded[0].numpy(),
+        "returns of gae/value": padded[1].numpy(),
+        "value loss/loss": loss.detach().numpy(),
+        "value loss/gradient": torch.autograd.grad(loss, values)[0].numpy(),
+    }
 
 
 def _rollout(length: int, reward: float) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanodag.config import AnyStage, result_config
+from nanodag.config.schema import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
@@ -20,6 +21,7 @@ from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
 from nanodag.provenance import environment
+from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
 from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
 from nanodag.store import Artifact, stage_key
@@ -101,14 +103,14 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
             sources[source.url] = open_source(source.url, mirror).identity()
         if ":" in source.adapter:
             sources[source.adapter] = code_identity(source.adapter)
-    if stage.kind == "rl" and ":" in stage.reward:
-        sources[stage.reward] = code_identity(stage.reward)
+    if isinstance(stage, RLStage):
+        sources |= {function: code_identity(function) for function in functions_in(stage)}
     if stage.kind == "import":
         sources[stage.model] = model_identity(stage.model, mirror)
     key = stage_key(
         kind=stage.kind,
         code_version=KINDS[stage.kind].code_version,
-        config=_with_identities(result_config(stage), sources),
+        config=with_identities(result_config(stage), sources),
         inputs={label: result.digest for label, result in inputs.items()},
         sources={},
     )
@@ -126,6 +128,17 @@ def sources_in(value: Any) -> list[SourceConfig]:
     return []
 
 
+def functions_in(stage: RLStage) -> list[str]:
+    """The functions of the user's own that an RL stage names, as `package.module:function`."""
+    rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
+    named = [("reward", name) for name in rewards if name != "auto"]
+    named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
+    named += [("filter", one.name) for one in stage.filters]
+    if not stage.generate.is_one_turn:
+        named.append(("generate", stage.generate.name))
+    return [name for kind, name in named if entries.import_path(kind, name) == name]
+
+
 def code_identity(function: str) -> dict[str, Any]:
     """What names a user's `module:function` in a key: its name and the sha256 of its module's file.
 
@@ -141,11 +154,13 @@ def code_identity(function: str) -> dict[str, Any]:
     return {"kind": "code", "name": function, "sha256": file_sha256(Path(spec.origin))}
 
 
-def _with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
+def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
+    """A config with the identity of each source in the place of its name; beside the value, where the name is a key."""
     if isinstance(value, dict):
-        return {k: _with_identities(v, sources) for k, v in value.items()}
+        named = {k: with_identities(v, sources) for k, v in value.items()}
+        return {k: [sources[k], v] if k in sources else v for k, v in named.items()}
     if isinstance(value, list):
-        return [_with_identities(v, sources) for v in value]
+        return [with_identities(v, sources) for v in value]
     return sources.get(value, value) if isinstance(value, str) else value
 
 

@@ -14,8 +14,9 @@ _BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the option whose last part is most like a name, or nothing."""
-    by_last = {option.rpartition(".")[2]: option for option in reversed(list(options))}
+    """` Did you mean 'x'?` for the option whose last part is most like a name, the outermost of those, or nothing."""
+    inmost_first = sorted(options, key=lambda option: option.count("."), reverse=True)
+    by_last = {option.rpartition(".")[2]: option for option in inmost_first}
     near = difflib.get_close_matches(name, by_last, n=1)
     return f" Did you mean {by_last[near[0]]!r}?" if near else ""
 

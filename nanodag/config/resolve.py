@@ -93,6 +93,8 @@ def result_config(stage: BaseModel) -> dict[str, Any]:
         if (field.json_schema_extra or {}).get("operational"):  # type: ignore[union-attr]
             continue
         value = getattr(stage, name)
+        if (field.json_schema_extra or {}).get("later") and value == field.default:  # type: ignore[union-attr]
+            continue
         if isinstance(value, BaseModel):
             out[name] = result_config(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):

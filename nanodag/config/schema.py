@@ -22,6 +22,11 @@ Rate = Annotated[float, Field(gt=0)]
 Precision = Literal["fp32", "bf16"]
 
 
+def later(default: Any, **constraints: Any) -> Any:
+    """A field that came later: at its default it stays out of a stage's key, so that older artifacts are found."""
+    return Field(default, json_schema_extra={"later": True}, **constraints)
+
+
 def operational(default: Any, **constraints: Any) -> Any:
     """A field that does not change a stage's result."""
     return Field(default, json_schema_extra={"operational": True}, **constraints)
@@ -246,6 +251,78 @@ class FilterConfig(Section):
         return self
 
 
+class GenerateConfig(Section):
+    """How a response comes about. name: `one_turn`, a name of nanodag.rl.entries (`calculator`, `python`) or a function
+    of one's own; a bare name means no options. timeout_s: how long it may take without asking the sampler."""
+
+    name: str = "one_turn"
+    options: dict[str, bool | int | float | str] = {}
+    timeout_s: float = Field(300.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> "GenerateConfig":
+        if self.name == "one_turn":
+            for name in ("options", "timeout_s"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"generate.{name} means nothing to one_turn; leave it out, or name a function")
+        else:
+            entries.import_path("generate", self.name)
+            if self.name in entries.names("generate"):
+                entries.load_generate(self.name, self.options)
+        return self
+
+    @property
+    def is_one_turn(self) -> bool:
+        """Whether the sampler's answer to the prompt is the response."""
+        return self.name == "one_turn"
+
+
+class CriticConfig(Section):
+    """PPO's critic. model: what it begins as, `policy` for the policy's own weights, or the absolute path of a Hugging
+    Face directory with the same tokenizer. warmup_steps: at the beginning, in which only the critic is trained. epochs:
+    passes over each step's rollouts, of updates_per_step updates each. value_clip: how far a value may go from that at
+    the step's start, 0 for none. gamma, gae_lambda: of the advantage."""
+
+    model: str = "policy"
+    learning_rate: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    epochs: int = Field(1, ge=1)
+    value_clip: float = Field(0.2, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> "CriticConfig":
+        if self.model != "policy" and not self.model.startswith("/"):
+            raise ValueError(f"critic.model {self.model!r} is neither policy nor the absolute path of a folder")
+        return self
+
+
+class TeacherConfig(Section):
+    """On-policy distillation. model: `none`, or the absolute path of a Hugging Face directory with the same tokenizer.
+    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
+
+    model: str = "none"
+    coefficient: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> "TeacherConfig":
+        if self.model.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.model {self.model}: a server cannot be the teacher yet; name a folder")
+        if self.model != "none" and not self.model.startswith("/"):
+            raise ValueError(f"teacher.model {self.model!r} is neither none nor the absolute path of a folder")
+        if self.model == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
+            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model")
+        return self
+
+
+# Advantages that compare the samples of a prompt with one another.
+BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
@@ -270,17 +347,19 @@ class RLStage(StageBase):
     trained while it allows that, with rollouts then generated one step less ahead.
     curriculum_skip: share of the prompts that were always or never solved when they were tried last, and are passed
     over in a later pass.
+    generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.turns).
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
     requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
     verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed. clip_low, clip_high: of ppo_clip, gspo and
-    cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of ppo_clip, 0 for none. sapo_positive,
-    sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off each reward; kl_unbiased: KL in the
-    loss with its true gradient. reference_every: updates after which the current weights become the reference of the
-    KL, 0 for never. correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a
-    token, 0 for none.
+    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae. teacher: of
+    on-policy distillation, on top of any advantage.
+    clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
+    ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
+    each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
+    reference_every: updates after which the current weights become the reference of the KL, 0 for never.
+    correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a token, 0 for none.
     overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
     lora_rank, lora_alpha: adapters on every matrix of the layers instead of training all weights (nanodag.model.lora);
     rank 0 for none. compile: compile the layers, as the supervised stages do.
@@ -290,6 +369,7 @@ class RLStage(StageBase):
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: tuple[SourceConfig, ...] = ()
     reward: str | dict[str, float] = "auto"
+    generate: GenerateConfig = later(GenerateConfig())
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
     sync: Literal["disk"] = operational("disk")
@@ -299,9 +379,9 @@ class RLStage(StageBase):
     partial_rollout_tokens: int = Field(0, ge=0)
     partial_rollouts: Literal["mask", "correct"] = "mask"
     prompts_per_step: int = Field(32, ge=1)
-    samples_per_prompt: int = Field(8, ge=2)
+    samples_per_prompt: int = Field(8, ge=1)
     over_sampling: int = Field(0, ge=0)
-    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
+    curriculum_skip: float = later(0.0, ge=0, le=0.95)
     filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(1.0, gt=0)
@@ -310,6 +390,8 @@ class RLStage(StageBase):
     num_steps: int = Field(100, ge=1)
     updates_per_step: int = Field(1, ge=1)
     advantage: str = "grpo"
+    critic: CriticConfig = later(CriticConfig())
+    teacher: TeacherConfig = later(TeacherConfig())
     policy_loss: str = "ppo_clip"
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: float = Field(0.2, gt=0)
@@ -334,8 +416,8 @@ class RLStage(StageBase):
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0)
     gradient_clipping: float = Field(1.0, ge=0)
-    lora_rank: int = Field(0, ge=0)
-    lora_alpha: float = Field(32.0, gt=0)
+    lora_rank: int = later(0, ge=0)
+    lora_alpha: float = later(32.0, gt=0)
     precision: Precision = "bf16"
     zero_stage: Literal[1, 2, 3] = 3
     micro_batch_tokens: int = Field(9216, ge=16)
@@ -395,6 +477,11 @@ class RLStage(StageBase):
                 f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
                 f"way at once, more than prompts_per_step {self.prompts_per_step}"
             )
+        if self.partial_rollout_tokens and not self.generate.is_one_turn:
+            raise ValueError(
+                f"partial_rollout_tokens {self.partial_rollout_tokens} cuts one turn into segments, and generate "
+                f"{self.generate.name} has turns of its own; leave one of them out"
+            )
         if self.partial_rollouts == "correct" and not (self.partial_rollout_tokens and self.max_staleness):
             raise ValueError(
                 f"partial_rollouts: correct trains tokens of earlier steps: it needs partial_rollout_tokens (found "
@@ -403,7 +490,34 @@ class RLStage(StageBase):
         for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss)):
             entries.import_path(kind, name)
         self._check_reward()
+        self._check_critic()
         return self
+
+    def _check_critic(self) -> None:
+        if self.advantage == "gae":
+            if self.critic.warmup_steps >= self.num_steps:
+                raise ValueError(
+                    f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy untrained in all num_steps "
+                    f"{self.num_steps}; lower it"
+                )
+            is_updated_once = self.updates_per_step * self.critic.epochs == 1
+            if is_updated_once and self.critic.value_clip != CriticConfig.model_fields["value_clip"].default:
+                raise ValueError(
+                    f"critic.value_clip {self.critic.value_clip} bounds nothing while a step updates the critic once; "
+                    "raise critic.epochs or updates_per_step, or leave it out"
+                )
+        elif self.critic != CriticConfig():
+            raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
+        if self.samples_per_prompt == 1 and self.generate.is_one_turn:
+            if self.advantage in BY_GROUP:
+                raise ValueError(
+                    f"samples_per_prompt 1 leaves advantage {self.advantage} nothing to compare; raise it, or use gae "
+                    "or reinforce_pp"
+                )
+            if any(one.name == "nonzero_spread" for one in self.filters):
+                raise ValueError(
+                    "samples_per_prompt 1: the filter nonzero_spread drops every group of one; set filters to []"
+                )
 
     def _check_unused(self) -> None:
         """Refuse values, other than the defaults, that nothing would look at. What a loss of one's own looks at is seen

@@ -29,13 +29,14 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rl.generation import Generator
 from nanodag.rl.harvest import Harvest, read_harvest, write_harvest
-from nanodag.rl.metrics import Sums, drop_counts, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.prompts import Prompt, PromptCursor, first_prompts
 from nanodag.rl.records import Records
 from nanodag.rl.schedule import Position, Schedule, Stopped
 from nanodag.rl.services import Services
 from nanodag.rl.staleness import staleness_metrics, without_carried, without_stale
 from nanodag.rl.stopwatch import Stopwatch
+from nanodag.rl.turns.runner import Turns
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.store.files import write_json
 from nanodag.tokenizer.chat import load_renderer
@@ -71,12 +72,13 @@ class Controller:
         )
         self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
         self._held_out = self._held_out_prompts(longest)
+        encoding = Encoding(job.inputs["model"])
+        turns = None
+        if not self._config.generate.is_one_turn:
+            vocabulary = services.model.vocab_size
+            turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
         self._generator = Generator(
-            self._config,
-            services.samplers,
-            services.pool,
-            Encoding(job.inputs["model"]),
-            self._renderer.stop_ids,
+            self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
@@ -189,9 +191,15 @@ class Controller:
         replies = await self._ask("train", step=step, rollouts=path)
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]
-        # one more than may be used, so that what is too old is seen to be
-        state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
-        return trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_updates"]) | {
+        if first["num_updates"]:
+            # one more than may be used, so that what is too old is seen to be
+            state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
+        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_parts"])
+        if "critic" in first:
+            num_updates = first["num_parts"] * self._config.critic.epochs
+            values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
+            values["critic_gradient_norm"] = first["critic_gradient_norm"]
+        return values | {
             "gradient_norm": first["gradient_norm"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),

@@ -20,6 +20,7 @@ ENTRIES: dict[str, dict[str, str]] = {
         "rloo": "nanodag.rl.advantages.rloo:rloo",
         "reinforce_pp": "nanodag.rl.advantages.reinforce_pp:reinforce_pp",
         "reinforce_pp_baseline": "nanodag.rl.advantages.reinforce_pp_baseline:reinforce_pp_baseline",
+        "gae": "nanodag.rl.advantages.gae:gae",
     },
     "policy_loss": {
         "ppo_clip": "nanodag.rl.losses.ppo_clip:ppo_clip",
@@ -55,6 +56,10 @@ ENTRIES: dict[str, dict[str, str]] = {
         "f1": "nanodag.rl.rewards.f1:f1",
         "instruction_following": "nanodag.rl.rewards.instruction_following:instruction_following",
         "code": "nanodag.rl.rewards.code:code",
+    },
+    "generate": {
+        "calculator": "nanodag.rl.turns.calculator:calculator",
+        "python": "nanodag.rl.turns.interpreter:interpreter",
     },
     "filter": {
         "nonzero_spread": "nanodag.rl.filters:nonzero_spread",
@@ -136,4 +141,18 @@ def load_filter(name: str, options: Mapping[str, float]) -> Callable[..., str | 
         what = f"has no option {unknown[0]!r}" if unknown else f"needs {missing[0] if missing else 'one'!r}"
         example = f", as in {{name: {name}, options: {{{min(known)}: 0.5}}}}" if known else ""
         raise ConfigError(f"The filter {name!r} {what}; it takes {', '.join(sorted(known)) or 'no options'}{example}.")
+    return partial(function, **options)
+
+
+def load_generate(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function that generates, with its options set. Raises ConfigError for one that is not `async def`, or does not
+    take these options."""
+    function = load("generate", name)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        given = f"(sampler, sample) and the options {dict(options)}"
+        raise ConfigError(f"generate {name!r} is called with {given}: {error}.") from error
     return partial(function, **options)

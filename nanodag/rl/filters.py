@@ -1,7 +1,8 @@
 """Filters: which groups are trained on. No torch here.
 
 Contract: `fn(group, **options) -> reason | None`: None keeps the group, a short word drops it, and drops are counted by
-that word. group: the members whose reward is known, at least two. Options are numbers from the config, keyword only.
+that word. group: the members whose reward is known, at least two unless `samples_per_prompt` is 1. Options are numbers
+from the config, keyword only.
 """
 
 import math

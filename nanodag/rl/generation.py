@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Protocol
 
 from nanodag.config.schema import RLStage
@@ -17,15 +18,17 @@ from nanodag.errors import StageFailed
 from nanodag.rl import entries
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
-from nanodag.rl.rewards.pool import RewardPool
+from nanodag.rl.rewards.pool import RewardPool, Score
 from nanodag.rl.rollout import Rollout, reward_spread
 from nanodag.rl.segments import group_seed, is_unfinished, requests_for, rollouts_from
 from nanodag.rl.shaping import shaped
+from nanodag.rl.turns.runner import ANSWER, FAILED, Turns
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
 REWARD_FAILED = "reward_failed"
+GENERATE_FAILED = "generate_failed"
 
 
 class Sampler(Protocol):
@@ -41,16 +44,24 @@ class Sampler(Protocol):
 
 
 class Generator:
-    """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated."""
+    """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated;
+    turns: where the config names a function that generates."""
 
     def __init__(
-        self, config: RLStage, sampler: Sampler, pool: RewardPool, encoding: Encoding, stop_ids: Sequence[int]
+        self,
+        config: RLStage,
+        sampler: Sampler,
+        pool: RewardPool,
+        encoding: Encoding,
+        stop_ids: Sequence[int],
+        turns: Turns | None = None,
     ) -> None:
         self._config = config
         self._sampler = sampler
         self._pool = pool
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
+        self._turns = turns
         self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> Harvest:
@@ -65,7 +76,7 @@ class Generator:
             await self._rounds(cursor, step, harvest)
         else:
             await self._waves(cursor, step, harvest)
-        _refuse_broken_rewards(harvest.all_rollouts)
+        _refuse_when_all_failed(harvest.all_rollouts)
         harvest.passed_over = cursor.passed_over()
         for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
             cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
@@ -77,9 +88,8 @@ class Generator:
         params = SamplingParams(
             max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
         )
-        requests = [requests_for(prompt, params, f"eval-{n}", segment=0) for n, prompt in enumerate(prompts)]
-        groups = await asyncio.gather(*map(self._group, prompts, requests))
-        return [rollout for group in groups for rollout in group]
+        groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
+        return [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
 
     async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
@@ -92,8 +102,7 @@ class Generator:
             new = cursor.take(config.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
-            requests = [self._requests(step, prompt) for prompt in groups]
-            answered = await asyncio.gather(*map(self._group, groups, requests))
+            answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
             groups = self._finished(groups, answered, harvest)
         cursor.give_back(groups)
         harvest.num_carried = sum(bool(prompt.begun) for prompt in groups)
@@ -122,8 +131,8 @@ class Generator:
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
         """Generate all, judge in order until enough are kept; returns how many were judged."""
-        requests = [self._requests(step, prompt) for prompt in prompts]
-        tasks = [asyncio.create_task(self._group(prompt, own)) for prompt, own in zip(prompts, requests, strict=True)]
+        groups = [self._group(step, prompt) for prompt in prompts]
+        tasks = [asyncio.create_task(self._rollouts(group)) for group in groups]
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
@@ -132,20 +141,19 @@ class Generator:
                 self._judge(prompt, await task, harvest)
                 used += 1
         finally:
-            given_up = [(task, own) for task, own in zip(tasks, requests, strict=True) if not task.done()]
-            for task, _ in given_up:
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for _, own in given_up:
-            for request in own:
-                await self._sampler.abort(str(request.rid))
+        for rid in [rid for group in groups for rid in group.under_way]:
+            await self._sampler.abort(rid)
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
         group = [shaped(rollout, self._config) for rollout in group]
         scored = [rollout for rollout in group if rollout.reward is not None]
-        if len(scored) < 2:
-            harvest.dropped.append(Dropped(prompt, group, REWARD_FAILED))
+        if len(scored) < min(2, self._config.samples_per_prompt):
+            is_response = any(rollout.finish_reason != "error" and rollout.reward is None for rollout in group)
+            harvest.dropped.append(Dropped(prompt, group, REWARD_FAILED if is_response else GENERATE_FAILED))
             return
         reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
         if reason is not None:
@@ -154,7 +162,7 @@ class Generator:
         harvest.kept.append((prompt, scored))
         harvest.failed += [rollout for rollout in group if rollout.reward is None]
 
-    def _requests(self, step: int, prompt: Prompt) -> list[Request]:
+    def _group(self, step: int, prompt: Prompt) -> "_Group":
         config = self._config
         params = SamplingParams(
             n=config.samples_per_prompt,
@@ -165,33 +173,70 @@ class Generator:
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
-        rid = f"step-{step}-{prompt.group_id}"
-        return requests_for(prompt, params, rid, segment=config.partial_rollout_tokens)
+        return _Group(prompt, params, f"step-{step}-{prompt.group_id}", self._sampler)
 
-    async def _group(self, prompt: Prompt, requests: Sequence[Request]) -> list[Rollout]:
-        """The group after these requests; with rewards, unless some of it is unfinished."""
-        answers = await self._sampler.generate(requests)
-        rollouts = rollouts_from(prompt, answers, longest=self._config.max_new_tokens)
+    async def _rollouts(self, group: "_Group") -> list[Rollout]:
+        """The group's rollouts, with rewards unless some are unfinished."""
+        rollouts = await self._responses(group)
         if any(map(is_unfinished, rollouts)):
             return rollouts
-        futures = self._pool.submit_group(prompt.record, [self._answer(rollout) for rollout in rollouts])
+        whole = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+        futures = self._pool.submit_group(group.prompt.record, [self._answer(rollout) for rollout in whole])
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
-        return [
-            rollout.with_reward(score.value, score.components, **({"reward_error": score.error} if score.error else {}))
-            for rollout, score in zip(rollouts, scores, strict=True)
-        ]
+        found = {id(rollout): _with_score(rollout, score) for rollout, score in zip(whole, scores, strict=True)}
+        return [found.get(id(rollout), rollout) for rollout in rollouts]
+
+    async def _responses(self, group: "_Group") -> list[Rollout]:
+        if self._turns is not None:
+            return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
+        config = self._config
+        requests = requests_for(group.prompt, group.params, group.rid, segment=config.partial_rollout_tokens)
+        return rollouts_from(group.prompt, await group.ask(requests), longest=config.max_new_tokens)
 
     def _answer(self, rollout: Rollout) -> str:
-        """The text that the reward sees: special tokens by name, without the one that ended it."""
-        ids = rollout.sampled_token_ids
+        """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
+        special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
+        if (said := rollout.metadata.get(ANSWER)) is not None:
+            return said
+        last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
+        ids = [token for span in reversed(list(last)) for token in span.token_ids]
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
 
 
-def _refuse_broken_rewards(rollouts: Sequence[Rollout]) -> None:
-    """One failing sample is its own affair; when all fail, the reward is broken."""
-    if rollouts and all(rollout.reward is None for rollout in rollouts):
+class _Group:
+    """What is asked for one prompt. under_way: names of requests that were sent and not answered."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler) -> None:
+        self.prompt, self.params, self.rid = prompt, params, rid
+        self._sampler = sampler
+        self.under_way: dict[str, None] = {}
+
+    async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The sampler's answers."""
+        rids = [str(request.rid) for request in requests]
+        self.under_way.update(dict.fromkeys(rids))
+        answers = await self._sampler.generate(requests)
+        for rid in rids:
+            del self.under_way[rid]
+        return answers
+
+
+def _with_score(rollout: Rollout, score: Score) -> Rollout:
+    reason = {"reward_error": score.error} if score.error else {}
+    return rollout.with_reward(score.value, score.components, **reason)
+
+
+def _refuse_when_all_failed(rollouts: Sequence[Rollout]) -> None:
+    """One failing sample is its own affair; when all fail, a function is broken."""
+    if not rollouts or any(rollout.reward is not None for rollout in rollouts):
+        return
+    if all(rollout.finish_reason == "error" for rollout in rollouts):
         raise StageFailed(
-            f"The reward failed for every one of {len(rollouts)} rollouts of this step. The last reason: "
-            f"{rollouts[-1].metadata.get('reward_error')}. Repair the reward function, or raise reward_timeout_s."
+            f"The function that generates failed for every one of {len(rollouts)} samples of this step. The last "
+            f"reason: {rollouts[-1].metadata[FAILED]}. Repair it, or raise generate.timeout_s."
         )
+    raise StageFailed(
+        f"The reward failed for every one of {len(rollouts)} rollouts of this step. The last reason: "
+        f"{rollouts[-1].metadata.get('reward_error')}. Repair the reward function, or raise reward_timeout_s."
+    )

@@ -11,6 +11,7 @@ from nanodag.rl.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
 GRAM = 4
+SMALLEST_VARIANCE = 1e-12
 REPEATED_FROM = 0.5
 
 
@@ -34,7 +35,7 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
 
     entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
     logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
-    left_out_share: tokens whose weight is 0.
+    left_out_share: tokens whose weight is 0. teacher_kl: old minus teacher logprob.
     """
     total = Sums({}, {})
     for sums in ranks:
@@ -51,10 +52,35 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
         ("correction", "correction"),
         ("left_out", "left_out_share"),
         ("kl", "kl"),
+        ("teacher_kl", "teacher_kl"),
     ):
         if name in total.summed:
             metrics[shown] = total.summed[name] / tokens
     return metrics | total.largest
+
+
+def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
+    """Of the trained tokens of all ranks. num_updates: of the critic.
+
+    value_loss: the mean over the updates. value_clipped_share: tokens whose gradient the bound cut off. value_mean,
+    return_mean: before the step. value_explained: 1 - Var(return - value) / Var(return), the explained variance of the
+    values before the step; left out where all returns are equal.
+    """
+    total = Sums({}, {})
+    for sums in ranks:
+        total.add(sums)
+    found, tokens = total.summed, max(total.summed["tokens"], 1.0)
+    metrics = {
+        "value_loss": found["value_loss"] / num_updates,
+        "value_clipped_share": found["clipped"] / tokens / num_updates,
+        "value_mean": found["value"] / tokens,
+        "return_mean": found["return"] / tokens,
+    }
+    spread = found["return_squared"] / tokens - metrics["return_mean"] ** 2
+    if spread > SMALLEST_VARIANCE:
+        unexplained = found["error_squared"] / tokens - (found["error"] / tokens) ** 2
+        metrics["value_explained"] = 1.0 - unexplained / spread
+    return metrics
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -63,14 +89,16 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
     with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
-    failed count as reward_failed only. repeated_share: share of responses with a `repetition` above 0.5.
+    failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
+    tokens a response. repeated_share: share of responses with a `repetition` above 0.5.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
     groups = list(groups_of(scored).values())
+    num_broken = sum(rollout.finish_reason == "error" for rollout in rollouts)
     metrics = {
         "rollouts": float(len(rollouts)),
-        "reward_failed": float(len(rollouts) - len(scored)),
+        "reward_failed": float(len(rollouts) - len(scored) - num_broken),
         "response_tokens": fmean(lengths) if lengths else 0.0,
         "response_tokens_median": float(median(lengths)) if lengths else 0.0,
         "response_tokens_largest": float(max(lengths, default=0)),
@@ -83,6 +111,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["pass_rate"] = _share([_is_solved(rollout) for rollout in scored])
         metrics["pass_at_n"] = _share([any(map(_is_solved, group)) for group in groups])
         metrics |= _pass_at([(len(group), sum(map(_is_solved, group))) for group in groups])
+    if num_broken:
+        metrics["generate_failed"] = float(num_broken)
+    if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
+        metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
     return metrics | _component_means(scored)
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from nanodag.errors import ConfigError
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
 from nanodag.rl.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.packing import MicroBatch
+from nanodag.sampler.architecture import read_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,17 @@ def load_policy(folder: Path, *, temperature: float, compiled: bool = False, che
     """The policy in a Hugging Face directory, in float32 on CPU."""
     decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
     return Policy(decoder, temperature=temperature)
+
+
+def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:
+    """Raise ConfigError when a model cannot read the policy's rollouts. what: the setting that names its folder."""
+    own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
+    if own.vocab_size != others.vocab_size:
+        raise ConfigError(
+            f"{what} {folder} has a vocabulary of {own.vocab_size}, the policy one of {others.vocab_size}; they must "
+            "have the same tokenizer."
+        )
+    if own.max_positions < min(context, others.max_positions):
+        raise ConfigError(
+            f"{what} {folder} has {own.max_positions} positions, fewer than sampler.context {context}; lower it."
+        )

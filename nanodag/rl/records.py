@@ -61,7 +61,7 @@ class Records:
     def evaluation(self, step: int, rollouts: Sequence[Rollout], seconds: float) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
         found = rollout_metrics(rollouts)
-        names = ("reward", "pass_rate", "truncated_share", "response_tokens")
+        names = ("reward", "pass_rate", "truncated_share", "response_tokens", "generate_failed")
         values = {f"eval_{name}": found[name] for name in names if name in found}
         write_rollouts(self._folder / f"eval-{step:08d}.jsonl", rollouts)
         self._metrics.write(

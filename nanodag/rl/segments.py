@@ -15,10 +15,15 @@ from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 
 
-def group_seed(seed: int, step: int, group_id: str) -> int:
-    """63 bits that depend on these three alone."""
-    digest = hashlib.blake2b(f"{seed}\0{step}\0{group_id}".encode(), digest_size=8).digest()
+def derived_seed(*parts: int | str) -> int:
+    """63 bits that depend on these alone."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def group_seed(seed: int, step: int, group_id: str) -> int:
+    """What the samples of a group are drawn with."""
+    return derived_seed(seed, step, group_id)
 
 
 def is_unfinished(rollout: Rollout) -> bool:
@@ -82,14 +87,15 @@ def _nothing_yet(prompt: Prompt, index: int) -> Rollout:
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
     """The rollout with a completion's tokens added to its sampled span."""
     prompt, before = rollout.spans
+    found = span_of(completion)
     sampled = Span(
         kind="sampled",
-        token_ids=(*before.token_ids, *completion.output_ids),
-        mask=(*before.mask, *(1 for _ in completion.output_ids)),
-        logprobs=(*before.logprobs, *(min(value, 0.0) for value in completion.logprobs)),  # rounding may leave 1e-7
-        versions=(*before.versions, *(int(version) for version in completion.token_versions())),
+        token_ids=before.token_ids + found.token_ids,
+        mask=before.mask + found.mask,
+        logprobs=before.logprobs + found.logprobs,
+        versions=before.versions + found.versions,
     )
-    reason = _finish_reason(completion)
+    reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:
         reason = "abort"
     return Rollout(
@@ -101,7 +107,20 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     )
 
 
-def _finish_reason(completion: Completion) -> FinishReason:
+def span_of(completion: Completion) -> Span:
+    """What the sampler answered, as a span of tokens that are trained."""
+    ids = tuple(completion.output_ids)
+    return Span(
+        kind="sampled",
+        token_ids=ids,
+        mask=(1,) * len(ids),
+        logprobs=tuple(min(value, 0.0) for value in completion.logprobs),  # rounding may leave 1e-7
+        versions=tuple(int(version) for version in completion.token_versions()),
+    )
+
+
+def finish_reason_of(completion: Completion) -> FinishReason:
+    """`stop` or `length`. Raises SamplerError for a completion that the sampler gave up."""
     found = completion.finish_reason
     if found is None or found.type == "abort":
         raise SamplerError(f"The sampler ended request {completion.rid}: {found.message if found else 'no reason'}.")

@@ -3,7 +3,7 @@
 It does what the controller asks for, one thing at a time, all ranks the same:
 
     load    take weights and optimizer state from a checkpoint folder, or begin
-    train   one step on a file of rollouts: advantages by group, packing, one or more updates
+    train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
     export  write the weights as a Hugging Face directory
     save    write this rank's share of a checkpoint
     end     leave
@@ -31,8 +31,8 @@ from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Layer
 from nanodag.model.lora import add_lora, merged
-from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
+from nanodag.rl.credit import Credit, num_trained
 from nanodag.rl.export import write_model
 from nanodag.rl.link import ControllerLink
 from nanodag.rl.losses.aggregation import Totals
@@ -61,7 +61,6 @@ class Trainer:
         self.config = config
         self.model_path = model_path
         self._objective = Objective(config)
-        self._advantage = entries.load("advantage", config.advantage)
         policy = load_policy(
             model_path,
             temperature=config.temperature,
@@ -87,6 +86,9 @@ class Trainer:
         self._reference: Reference | None = None
         if config.kl_coefficient > 0:
             self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
+        self._credit = Credit(
+            config, engine=self.engine, objective=self._objective, model_path=model_path, device=device
+        )
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -98,45 +100,50 @@ class Trainer:
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
         groups = list(groups_of(rollouts).values())
-        num_updates = min(self.config.updates_per_step, len(groups))
-        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_updates)]
+        num_parts = min(self.config.updates_per_step, len(groups))
+        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        is_old_needed = num_updates > 1 or self.config.kl_in == "reward"
+        is_old_needed = num_parts > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
-        rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
-        if self.config.kl_in == "reward":
-            assert old is not None and reference is not None
-            taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
-            rewards = [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
-        advantages = self._advantages_of(parts, rewards)
+        of_teacher = self._credit.teacher
+        teacher = None if of_teacher is None else self._scores(of_teacher.policy, rows)
+        advantages, reply = self._credit.assign(step, parts, rows, old, reference)
+        is_trained = self._credit.is_policy_trained(step)
         total, norms = Sums({}, {}), []
         self.last_scores = [(part, []) for part in parts]
         for number, part in enumerate(rows):
             sums, totals = Sums({}, {}), self._totals(parts[number])
             for place, row in enumerate(part):
-                logprobs, entropies = self.engine(row)
+                with torch.set_grad_enabled(is_trained):
+                    logprobs, entropies = self.engine(row)
                 scored = Scored(
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=logprobs.detach() if old is None or num_updates == 1 else old[number][place],
-                    advantages=advantages[number][row.rollouts][row.sequence_ids],
+                    old_logprobs=logprobs.detach() if old is None or num_parts == 1 else old[number][place],
+                    advantages=advantages[number][place],
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
+                if teacher is not None:
+                    scored, share = self._credit.distilled(scored, teacher[number][place])
+                    sums.add(share)
                 self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
-                self.engine.backward(loss, last=place == len(part) - 1)
-            norms.append(self._update(step, sums.summed["loss"]))
+                if is_trained:
+                    self.engine.backward(loss, last=place == len(part) - 1)
+            if is_trained:
+                norms.append(self._update(step, sums.summed["loss"]))
             total.add(sums)
-        self._refresh_reference(self._num_updates - num_updates)
-        return {
+        self._refresh_reference(self._num_updates - len(norms))
+        return reply | {
             "sums": asdict(total),
-            "num_updates": num_updates,
-            "gradient_norm": max(norms),
-            "learning_rate": self._learning_rate(),
+            "num_parts": num_parts,
+            "num_updates": len(norms),
+            "gradient_norm": max(norms, default=0.0),
+            "learning_rate": self._learning_rate() if is_trained else 0.0,
             "peak_flops": self._peak_flops,
             "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
         }
@@ -162,12 +169,16 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.engine.save(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.save(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.save(folder)
 
     def load(self, folder: Path, *, num_updates: int) -> None:
         """Take back what `save` wrote. num_updates: done so far, for the warm-up."""
         self.engine.load(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.load(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.load(folder)
         self._num_updates = num_updates
@@ -205,30 +216,13 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
-    def _advantages_of(self, parts: Sequence[Sequence[Rollout]], rewards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Advantages over all rollouts of the step, for each part of it."""
-        rollouts = [rollout for part in parts for rollout in part]
-        number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
-        group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
-        num_tokens = torch.tensor([_num_trained(rollout) for rollout in rollouts])
-        advantages = self._advantage(torch.cat(list(rewards)), group_ids, num_tokens)
-        return advantages.to(self.engine.device).split([len(part) for part in parts])
-
-    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
-        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
-        the same rewards."""
-        found = torch.zeros(size, dtype=torch.float64)
-        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
-            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
-        return self.config.kl_coefficient * torch.tensor(self.engine.summed(*found.tolist()), dtype=torch.float32)
-
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         engine = self.engine
         ranks = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=engine.world_size)
         return [to_row(batch, engine.device) for batch in ranks[engine.rank]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
-        trained = [_num_trained(rollout) for rollout in part]
+        trained = [num_trained(rollout) for rollout in part]
         return Totals(
             num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained), max_tokens=self.config.max_new_tokens
         )
@@ -236,10 +230,6 @@ class Trainer:
     @torch.no_grad()
     def _scores(self, model: Any, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
         return [[model(row)[0] for row in part] for part in rows]
-
-
-def _num_trained(rollout: Rollout) -> int:
-    return sum(sum(span.mask) for span in rollout.spans)
 
 
 def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[Rollout]]]:

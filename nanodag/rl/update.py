@@ -26,14 +26,14 @@ from nanodag.rl.policy import Row
 
 
 class Objective:
-    """The loss that a config chose, its entries loaded."""
+    """The loss that a config chose, its entries loaded. kl: the estimator of a token's KL (nanodag.rl.losses.kl)."""
 
     def __init__(self, config: RLStage) -> None:
         self._config = config
         self._policy_loss = entries.load("policy_loss", config.policy_loss)
         self._options = _options_of(self._policy_loss, config)
         self._aggregation = entries.load("aggregation", config.aggregation)
-        self._kl = entries.load("kl", config.kl_kind)
+        self.kl = entries.load("kl", config.kl_kind)
         self._correction = entries.load("correction", config.correction)
 
     def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, Sums]:
@@ -51,7 +51,7 @@ class Objective:
         per_token = policy.values * weights
         kl = None
         if scored.reference_logprobs is not None:
-            kl = self._kl(scored.trainer_logprobs, scored.reference_logprobs)
+            kl = self.kl(scored.trainer_logprobs, scored.reference_logprobs)
             if config.kl_unbiased:
                 kl = unbiased(kl, scored.trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
             if config.kl_in == "loss":
@@ -65,7 +65,7 @@ class Objective:
     @torch.no_grad()
     def kl_of_rollouts(self, row: Row, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
         """KL summed over the trained tokens of each rollout, (size,) float64; 0 for those that are not in the row."""
-        kl = self._kl(old_logprobs, reference_logprobs)
+        kl = self.kl(old_logprobs, reference_logprobs)
         sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
         return sums.new_zeros(size).index_add(0, row.rollouts, sums)
 

@@ -81,6 +81,18 @@ class NativeRenderer(ChatRenderer):
         ids = self._encoding.encode(text)
         return [self._ids[layout.TOOL_RESULT], *ids, self._ids[layout.TOOL_RESULT_END]]
 
+    @property
+    def call_end(self) -> int:
+        """The id that ends a tool call."""
+        return self._ids[layout.TOOL_CALL_END]
+
+    def tool_call(self, ids: Sequence[int]) -> str | None:
+        """The text of the tool call that ids end with; None when they do not end with one."""
+        opening = self._ids[layout.TOOL_CALL]
+        if not ids or ids[-1] != self.call_end or opening not in ids:
+            return None
+        return self._encoding.decode(ids[len(ids) - list(reversed(ids)).index(opening) : -1])
+
     def _pieces(self, messages: Messages) -> list[tuple[str | int, bool]]:
         """Texts and special ids in order, each with whether it is trained."""
         ids = self._ids

@@ -172,6 +172,13 @@ def test_a_sample_whose_reward_failed_is_left_out_and_a_group_of_one_is_dropped(
     assert harvest.dropped[0].rollouts[0].metadata == {"reward_error": "no number"}
 
 
+def test_groups_of_one_are_trained_where_nothing_is_compared(tmp_path):
+    values = {"samples_per_prompt": 1, "advantage": "reinforce_pp", "filters": []}
+    harvest = step(generator(FakeSampler({0: "1", 1: "?"}), **values), cursor_over(tmp_path, [1] * 2))
+    assert [len(group) for _, group in harvest.kept] == [1]
+    assert [drop.reason for drop in harvest.dropped] == ["reward_failed"]
+
+
 def test_when_every_reward_of_a_step_fails_the_stage_ends_with_the_reason(tmp_path):
     with pytest.raises(StageFailed, match=r"every one of 4 rollouts .* no number"):
         step(generator(FakeSampler({0: "??", 1: "??"})), cursor_over(tmp_path, [1] * 2))

@@ -1,5 +1,7 @@
 """Packed rows: who is where, who sees whom, and the same numbers as without packing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from nanodag.errors import ConfigError
 from nanodag.rl.packing import pack
 from nanodag.rl.policy import load_policy, to_row
-from nanodag.rl.rollout import Rollout, prompt_span, sampled_span
+from nanodag.rl.rollout import Rollout, Span, prompt_span, sampled_span
 
 CPU = torch.device("cpu")
 
@@ -96,10 +98,10 @@ def test_a_rollout_above_the_budget_is_refused_with_what_to_raise():
         pack(RAGGED, budget_tokens=5)
 
 
-def plain_scores(model, temperature: float) -> dict[int, torch.Tensor]:
+def plain_scores(model, temperature: float, rollouts=RAGGED) -> dict[int, torch.Tensor]:
     """Each rollout alone through the model's own attention: the log-probability of each response token."""
     scores = {}
-    for index, one in enumerate(RAGGED):
+    for index, one in enumerate(rollouts):
         ids = torch.tensor([one.prompt_token_ids + one.response_token_ids])
         logprobs = log_softmax(model(ids).logits[0] / temperature, dim=-1)
         start = len(one.prompt_token_ids)
@@ -130,6 +132,48 @@ def test_packed_with_shared_prompts_equals_each_rollout_alone_in_value_and_gradi
         torch.testing.assert_close(
             parameter.grad, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def several_turns(group: str, sample: int, prompt: list[int], turns: list[tuple[str, list[int]]]) -> Rollout:
+    spans = [
+        sampled_span(ids, [-0.5] * len(ids), version=0)
+        if kind == "sampled"
+        else Span(kind="tool", token_ids=tuple(ids))
+        for kind, ids in turns
+    ]
+    plain = rollout(group, sample, prompt, [1])
+    return replace(plain, spans=(prompt_span(prompt), *spans))
+
+
+def test_a_response_of_several_turns_equals_itself_alone_and_only_what_was_sampled_has_a_gradient(tmp_path):
+    torch.manual_seed(3)
+    model = MODELS["qwen3"]().eval()
+    model.save_pretrained(tmp_path)
+    mixed = [
+        several_turns("a", 0, [1, 2, 3], [("sampled", [4, 5]), ("tool", [6, 7, 8]), ("sampled", [9])]),
+        RAGGED[2],
+        several_turns("a", 2, [1, 2, 3], [("tool", [10]), ("sampled", [11, 12]), ("sampled", [13]), ("tool", [14])]),
+        several_turns("b", 0, [7], [("sampled", [15]), ("tool", [16, 17]), ("sampled", [18, 19]), ("tool", [20, 21])]),
+    ]
+    wanted_masks = [[1, 1, 0, 0, 0, 1], [1, 1], [0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0, 0]]
+    plain = plain_scores(model, 1.0, mixed)
+    total = sum(
+        (torch.tensor(wanted_masks[index], dtype=torch.float32) * scores).sum() for index, scores in plain.items()
+    )
+    total.backward()
+    policy = load_policy(tmp_path, temperature=1.0)
+    for batch in pack(mixed, budget_tokens=20)[0]:
+        row = to_row(batch, CPU)
+        logprobs, _ = policy(row)
+        for place, index in enumerate(batch.rollouts.tolist()):
+            own = row.sequence_ids == place
+            assert row.mask[own].tolist() == [bool(value) for value in wanted_masks[index]]
+            torch.testing.assert_close(logprobs[own], plain[index].detach(), rtol=1e-5, atol=1e-5)
+            assert row.sampler_logprobs[own].tolist() == [-0.5 * value for value in wanted_masks[index]]
+        logprobs[row.mask].sum().backward()
+    found = dict(policy.decoder.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_no_gradient_flows_between_responses_of_a_group(tmp_path):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.rl.models import save_tiny_model
+
 STEPS = """
 import json, sys, warnings
 from pathlib import Path
@@ -26,6 +28,9 @@ ALGORITHMS = {
                  opsm_limit=0.1),
     "cispo": dict(advantage="reinforce_pp", policy_loss="cispo", correction="icepop", correction_cap=50.0,
                   kl_coefficient=0.1, kl_unbiased=True),
+    "gae": dict(advantage="gae", critic=dict(learning_rate=1e-2, epochs=2, value_clip=0.05, gae_lambda=0.9),
+                kl_coefficient=0.1, kl_in="reward", kl_kind="k1", correction="tis",
+                teacher=dict(model=sys.argv[1] + "/teacher", coefficient=0.5)),
     "sapo": dict(advantage="rloo", policy_loss="sapo", aggregation="constant", correction="tis_sequence",
                  entropy_coefficient=0.01),
 }
@@ -57,6 +62,7 @@ leave()
 def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    save_tiny_model(tmp_path / "teacher", seed=3)
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         start(tmp_path, "one", ["1000", "16"], {}),
@@ -65,7 +71,7 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
     for process in started:
         output, _ = process.communicate(timeout=550)
         assert process.returncode == 0, output[-3000:]
-    for algorithm in ("gspo", "cispo", "sapo"):
+    for algorithm in ("gspo", "cispo", "gae", "sapo"):
         check_numbers(tmp_path, algorithm)
         whole = load_file(tmp_path / f"one-{algorithm}-1000.safetensors")
         for other in (f"one-{algorithm}-16", f"two-0-{algorithm}-1000"):

@@ -8,4 +8,6 @@ a group a higher reward never gets a lower advantage.
 Entries that look at one group at a time (`grpo`, `dr_grpo`, `rloo`) give exactly 0 to each group whose rewards are all
 equal, one of a single member included: it carries no signal. Those that normalise over the batch
 (`reinforce_pp`, `reinforce_pp_baseline`) do not.
+
+`gae` has a contract of its own, a number a token: it stands in its file.
 """

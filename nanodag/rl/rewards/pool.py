@@ -77,7 +77,7 @@ class RewardPool:
             entries.import_path("reward", own)
             weights[own] = weights.get(own, 0.0) + weight
         samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
-        for lot in [samples] if _has(weights, "group:") else [[sample] for sample in samples]:
+        for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
             self._waiting.put(lot)
         return [sample.future for sample in samples]
 

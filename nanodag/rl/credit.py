@@ -1,0 +1,115 @@
+"""Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodag.config.schema import RLStage
+from nanodag.rl import entries
+from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.critic import Critic
+from nanodag.rl.metrics import Sums
+from nanodag.rl.policy import Row, check_beside
+from nanodag.rl.reference import Reference
+from nanodag.rl.rollout import Rollout, groups_of
+from nanodag.rl.update import Objective, Scored
+from nanodag.train.engine import Engine
+
+ByRow = list[list[Tensor]]
+"""(N,) of each row of each part of a step."""
+
+
+class Credit:
+    """The advantage, critic and teacher that a config names, on this rank. engine, model_path: the policy's."""
+
+    def __init__(self, config: RLStage, *, engine: Engine, objective: Objective, model_path: Path, device: str) -> None:
+        self._config, self._engine, self._objective = config, engine, objective
+        self._advantage = entries.load("advantage", config.advantage)
+        self.critic = Critic(config, model_path, device=device) if config.advantage == "gae" else None
+        self.teacher: Reference | None = None
+        if config.teacher.model != "none":
+            folder = Path(config.teacher.model)
+            check_beside("teacher.model", folder, model_path, context=config.sampler.context)
+            self.teacher = Reference(folder, temperature=config.temperature, engine=engine)
+
+    def is_policy_trained(self, step: int) -> bool:
+        """False while a critic warms up."""
+        return self.critic is None or step > self._config.critic.warmup_steps
+
+    def assign(
+        self,
+        step: int,
+        parts: Sequence[Sequence[Rollout]],
+        rows: list[list[Row]],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> tuple[ByRow, dict[str, Any]]:
+        """Advantages of the tokens of each row, (N,) float32, over all rollouts of the step; and what is reported of
+        the critic, which learns from the step. old, reference: logprobs, needed with `kl_in: reward`. Every rank must
+        call it."""
+        rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
+        if self.critic is None:
+            return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
+        counts = [sum(map(num_trained, part)) for part in parts]
+        return self.critic.step(step, rows, rewards, self._kl_of_tokens(old, reference), counts)
+
+    def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
+        """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
+        advantages, reverse_kl = distilled(
+            scored.advantages, scored.old_logprobs, teacher_logprobs, coefficient=self._config.teacher.coefficient
+        )
+        share = Sums({"teacher_kl": float(reverse_kl[scored.row.mask].double().sum())}, {})
+        return replace(scored, advantages=advantages), share
+
+    def _by_group(
+        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
+    ) -> ByRow:
+        rollouts = [rollout for part in parts for rollout in part]
+        number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
+        group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
+        counts = torch.tensor(list(map(num_trained, rollouts)))
+        advantages = self._advantage(torch.cat(list(rewards)), group_ids, counts).to(self._engine.device)
+        by_part = advantages.split([len(part) for part in parts])
+        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
+
+    def _kl_of_tokens(self, old: ByRow | None, reference: ByRow | None) -> ByRow | None:
+        """What KL takes off the reward of each token; None where it takes nothing."""
+        if self._config.kl_in != "reward":
+            return None
+        assert old is not None and reference is not None
+        return [
+            [self._config.kl_coefficient * self._objective.kl(*pair) for pair in zip(*of_part, strict=True)]
+            for of_part in zip(old, reference, strict=True)
+        ]
+
+    def _less_kl(
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: list[list[Row]],
+        rewards: list[Tensor],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> list[Tensor]:
+        """The rewards without what the KL takes off."""
+        if self._config.kl_in != "reward":
+            return rewards
+        assert old is not None and reference is not None
+        taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
+        return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
+
+    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
+        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
+        the same rewards."""
+        found = torch.zeros(size, dtype=torch.float64)
+        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
+            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
+        return self._config.kl_coefficient * torch.tensor(self._engine.summed(*found.tolist()), dtype=torch.float32)
+
+
+def num_trained(rollout: Rollout) -> int:
+    """Trained tokens of a rollout."""
+    return sum(sum(span.mask) for span in rollout.spans)

@@ -1,0 +1,278 @@
+"""PPO's critic: advantages and value loss against numbers worked out by hand, its updates in plain PyTorch, a stage."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError
+from nanodag.rl.advantages.gae import gae, reward_of_last
+from nanodag.rl.losses.value_loss import value_loss
+from nanodag.rl.metrics import Sums, critic_metrics
+from nanodag.rl.policy import check_beside
+from tests.rl.models import save_tiny_model
+from tests.rl.stages import make_job, metrics, run, start
+from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
+
+MASK = torch.tensor([True, True, True, True, False, True])
+IDS = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+def test_a_reward_stands_at_the_last_trained_token_of_its_response():
+    rewards = torch.tensor([2.0, 3.0, 5.0])
+    assert reward_of_last(rewards, MASK, IDS).tolist() == [0, 0, 2, 0, 0, 3]
+    last_masked = torch.tensor([True, True, False, False, False, False])
+    assert reward_of_last(rewards, last_masked, IDS).tolist() == [0, 2, 0, 0, 0, 0]
+
+
+def test_gae_worked_out_by_hand_passes_over_what_a_tool_said():
+    # response 0: values 1, 2, 4 and reward 8 at the end; response 1: values 3, (a tool), 5 and reward 1; both halved
+    values = torch.tensor([1.0, 2.0, 4.0, 3.0, 99.0, 5.0])
+    rewards = torch.tensor([0.0, 0.0, 8.0, 0.0, 77.0, 1.0])
+    advantages, returns = gae(rewards, values, MASK, IDS, gamma=0.5, gae_lambda=0.5)
+    # d: 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A: 4, 0.25*4 = 1, 0.25*1 = 0.25
+    # d: 0.5*5 - 3 = -0.5, 1 - 5 = -4; A: -4, -0.5 - 0.25*4 = -1.5
+    assert advantages.tolist() == [0.25, 1.0, 4.0, -1.5, 0.0, -4.0]
+    assert returns.tolist() == [1.25, 3.0, 8.0, 1.5, 0.0, 1.0]
+
+
+def test_with_gamma_and_lambda_1_a_return_is_the_rewards_to_come_whatever_the_values_say():
+    values, rewards = torch.randn(6), torch.tensor([0.5, 0.0, 2.0, 1.0, 9.0, 3.0])
+    _, returns = gae(rewards, values, MASK, IDS, gamma=1.0, gae_lambda=1.0)
+    assert returns.tolist() == pytest.approx([2.5, 2.0, 2.0, 4.0, 0.0, 3.0], abs=1e-6)
+
+
+def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses():
+    """Equation 16 as it stands, without the recursion."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = [5, 1, 9, 3]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    values, rewards = torch.randn(2, sum(lengths), generator=draw, dtype=torch.float64)
+    mask = torch.rand(sum(lengths), generator=draw) > 0.2
+    found, _ = gae(rewards, values, mask, ids, gamma=0.9, gae_lambda=0.7)
+    for response in range(4):
+        places = ((ids == response) & mask).nonzero().squeeze(1).tolist()
+        following = [*[values[place].item() for place in places[1:]], 0.0][: len(places)]
+        errors = [
+            rewards[place].item() + 0.9 * after - values[place].item()
+            for place, after in zip(places, following, strict=True)
+        ]
+        for t, place in enumerate(places):
+            wanted = sum((0.9 * 0.7) ** (k - t) * errors[k] for k in range(t, len(places)))
+            assert found[place].item() == pytest.approx(wanted)
+
+
+def test_nothing_trained_gives_nothing():
+    nothing = torch.zeros(6, dtype=torch.bool)
+    advantages, returns = gae(torch.ones(6), torch.ones(6), nothing, IDS, gamma=1.0, gae_lambda=1.0)
+    assert not advantages.any() and not returns.any()
+
+
+def test_the_value_loss_is_the_larger_of_the_plain_and_the_bounded_one():
+    values = torch.tensor([1.0, 1.0, 1.0, -1.0], requires_grad=True)
+    old, returns = torch.tensor([0.9, 0.0, 0.0, 0.0]), torch.tensor([2.0, 2.0, 0.0, -3.0])
+    losses, clipped = value_loss(values, old, returns, clip=0.2)
+    # inside; too fast towards 2: (0.2 - 2)^2; away from 0: plain; too fast towards -3: (-0.2 + 3)^2
+    assert losses.tolist() == pytest.approx([0.5, 1.62, 0.5, 3.92])
+    assert clipped.tolist() == [False, True, False, True]
+    losses.sum().backward()
+    assert values.grad.tolist() == pytest.approx([-1.0, 0.0, 1.0, 0.0])
+    assert value_loss(values, old, returns, clip=0.0)[0].tolist() == pytest.approx([0.5, 0.5, 0.5, 2.0])
+
+
+def test_explained_variance_by_hand_is_the_same_on_two_ranks():
+    # values 1, 2, 3 for returns 1, 3, 5: errors 0, 1, 2, variance 2/3 of 8/3
+    one = {"tokens": 1, "value": 1, "return": 1, "return_squared": 1, "error": 0, "error_squared": 0}
+    other = {"tokens": 2, "value": 5, "return": 8, "return_squared": 34, "error": 3, "error_squared": 5}
+    ranks = [Sums(one | {"value_loss": 0.5, "clipped": 1}, {}), Sums(other | {"value_loss": 1.5, "clipped": 2}, {})]
+    found = critic_metrics(ranks, num_updates=2)
+    assert found["value_explained"] == pytest.approx(0.75)
+    assert (found["value_mean"], found["return_mean"], found["value_loss"]) == (2.0, 3.0, 1.0)
+    assert found["value_clipped_share"] == 0.5
+    equal = Sums(one | {"value_loss": 0.0, "clipped": 0}, {})
+    assert "value_explained" not in critic_metrics([equal], num_updates=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"critic": {"warmup_steps": 2}}, "critic means nothing to advantage grpo"),
+        ({"advantage": "gae", "critic": {"warmup_steps": 9}, "num_steps": 9}, "leaves the policy untrained"),
+        ({"advantage": "gae", "critic": {"value_clip": 0.5}}, "bounds nothing while a step updates the critic once"),
+        ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy nor the absolute path"),
+        ({"samples_per_prompt": 1}, "leaves advantage grpo nothing to compare"),
+        ({"samples_per_prompt": 1, "advantage": "gae"}, "groups of one|group of one"),
+    ],
+)
+def test_a_critic_that_cannot_work_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RLStage(kind="rl", data=["file:x"], **values)
+
+
+# One process with a policy and a critic under ZeRO; argv: model, critic model, ZeRO stage, output.
+TRAINED = """
+import sys
+from pathlib import Path
+import torch
+from nanodag.config.schema import RLStage
+from nanodag.rl.trainer import Trainer
+from tests.rl.models import rollout
+model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+config = RLStage(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",
+                 weight_decay=0.0, gradient_clipping=0, updates_per_step=2, sampler={"context": 64}, max_new_tokens=8,
+                 micro_batch_tokens=64,
+                 critic={"model": critic, "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gamma": 0.9,
+                         "gae_lambda": 0.8, "warmup_steps": 1})
+trainer = Trainer(config, model, device="cpu")
+draw = torch.Generator().manual_seed(1)
+rollouts = [rollout(str(g), s, [1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(),
+                    reward=float((g + s) % 2)) for g in range(2) for s in range(3)]
+replies = [trainer.train(1, rollouts)]
+folder.mkdir()
+trainer.save(folder)
+replies.append(trainer.train(2, rollouts))
+after = {name: tensor.clone() for name, tensor in trainer._credit.critic.engine.full_state_dict().items()}
+again = Trainer(config, model, device="cpu")
+again.load(folder, num_updates=0)
+assert again.train(2, rollouts) == {**replies[1], "peak_flops": again._peak_flops}
+for name, tensor in again._credit.critic.engine.full_state_dict().items():
+    assert torch.equal(tensor, after[name]), name
+policy = trainer.engine.full_state_dict()
+torch.save({"replies": replies, "critic": after, "policy": policy}, folder / "out.pt")
+"""
+
+
+@pytest.mark.parametrize(("zero_stage", "own_model"), [(3, False), (1, True)])
+def test_a_critic_is_trained_as_in_plain_pytorch_and_resumes_exactly(tmp_path, zero_stage, own_model):
+    model = save_tiny_model(tmp_path / "model")
+    critic = save_tiny_model(tmp_path / "critic", seed=5) if own_model else model
+    arguments = [model, critic if own_model else "policy", zero_stage, tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "out" / "out.pt")
+    first, second = found["replies"]
+    assert (first["num_updates"], first["gradient_norm"], second["num_updates"]) == (0, 0.0, 2)
+    wanted = PlainCritic(critic)
+    explained = [wanted.step(), wanted.step()]
+    for name, parameter in wanted.named_parameters():
+        torch.testing.assert_close(found["critic"][name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
+    for reply, (loss, share) in zip(found["replies"], explained, strict=True):
+        measured = critic_metrics([Sums(**reply["critic"])], num_updates=4)
+        assert measured["value_loss"] == pytest.approx(loss, rel=1e-4)
+        assert measured.get("value_explained", 0.0) == pytest.approx(share, abs=1e-4)
+
+
+class PlainCritic(torch.nn.Module):
+    """The same critic from transformers, each response alone, torch.optim, GAE by its definition."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.decoder.model = AutoModel.from_pretrained(folder)
+        self.head = torch.nn.Linear(16, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self._optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+        draw = torch.Generator().manual_seed(1)
+        self._samples = [
+            ([1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(), float((g + s) % 2))
+            for g in range(2)
+            for s in range(3)
+        ]
+
+    def values(self, prompt, response):
+        hidden = self.decoder.model(torch.tensor([prompt + response])).last_hidden_state[0]
+        return self.head(hidden[len(prompt) - 1 : -1]).squeeze(-1)
+
+    def step(self) -> tuple[float, float]:
+        """The mean value loss of the step's updates, and the explained variance before them."""
+        old = [self.values(prompt, response).detach() for prompt, response, _ in self._samples]
+        returns = []
+        for values, (_, _, reward) in zip(old, self._samples, strict=True):
+            following, advantage, own = 0.0, 0.0, []
+            for t in reversed(range(len(values))):
+                error = (reward if t == len(values) - 1 else 0.0) + 0.9 * following - values[t].item()
+                advantage = error + 0.9 * 0.8 * advantage
+                following = values[t].item()
+                own.insert(0, advantage + following)
+            returns.append(torch.tensor(own))
+        everything, before = torch.cat(returns), torch.cat(old)
+        explained = 1 - (everything - before).var() / everything.var()
+        losses = []
+        for _ in range(2):
+            for part in (range(3), range(3, 6)):
+                total, count = 0.0, sum(len(old[index]) for index in part)
+                for index in part:
+                    values = self.values(*self._samples[index][:2])
+                    bounded = old[index] + (values - old[index]).clamp(-0.05, 0.05)
+                    squares = torch.maximum((values - returns[index]) ** 2, (bounded - returns[index]) ** 2)
+                    total = total + 0.5 * squares.sum() / count
+                self._optimizer.zero_grad()
+                total.backward()
+                self._optimizer.step()
+                losses.append(total.item())
+        return sum(losses) / len(losses), explained.item()
+
+
+def test_a_critic_or_teacher_that_cannot_read_the_rollouts_is_refused(tmp_path):
+    policy, other = save_tiny_model(tmp_path / "a"), save_tiny_model(tmp_path / "b", vocabulary=40)
+    with pytest.raises(ConfigError, match="vocabulary of 40, the policy one of 32"):
+        check_beside("critic.model", other, policy, context=64)
+    config = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
+    with pytest.raises(ConfigError, match=r"teacher.model .* has 32 positions, fewer than"):
+        check_beside("teacher.model", other, policy, context=64)
+    check_beside("teacher.model", policy, policy, context=990)
+
+
+PPO = {
+    "advantage": "gae",
+    "critic": {"learning_rate": 1e-2, "warmup_steps": 2, "gae_lambda": 0.95, "epochs": 2},
+    "filters": [],
+    "num_steps": 6,
+    "checkpoint_every": 2,
+    "eval_every": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    job = make_job(tmp_path_factory.mktemp("ppo"), **PPO)
+    run(job)
+    return job
+
+
+def test_a_ppo_stage_warms_its_critic_up_and_then_learns(finished):
+    steps = metrics(finished)
+    assert [line["version"] for line in steps] == [0, 0, 1, 2, 3, 4]
+    assert [line["gradient_norm"] > 0 for line in steps] == [False, False, True, True, True, True]
+    assert all(line["critic_gradient_norm"] > 0 and line["value_loss"] > 0 for line in steps)
+    assert steps[0]["value_mean"] == 0.0 and abs(steps[0].get("value_explained", 0.0)) < 1e-9
+    assert steps[-1]["value_explained"] > 0 or steps[-1]["value_mean"] > 0
+    assert all(line["mismatch_largest"] < 1e-4 for line in steps)
+    evals = metrics(finished, "eval")
+    assert evals[-1]["eval_reward"] > evals[0]["eval_reward"]
+
+
+@pytest.mark.slow
+def test_a_ppo_stage_that_is_killed_ends_on_the_same_bytes(finished, tmp_path):
+    job = make_job(tmp_path, **PPO)
+    moment = random.Random(os.getpid())
+    for step in (moment.randint(1, 2), moment.randint(3, 5)):
+        process = start(job)
+        wait_for_step(job, process, step)
+        time.sleep(moment.random() * 0.2)
+        end_group(process)
+    run(job)
+    same_in_the_end(job, finished)

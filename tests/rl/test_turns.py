@@ -1,0 +1,388 @@
+"""Functions that generate: turns, tools, several samples of one, and what becomes of those that fail. The sampler is a
+fake that we own."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+
+import pytest
+
+from nanodag.config import result_config
+from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError, SamplerLost, StageFailed
+from nanodag.rl.generation import Generator
+from nanodag.rl.prompts import Prompt
+from nanodag.rl.rollout import flatten_response
+from nanodag.rl.turns.calculator import calculated
+from nanodag.rl.turns.runner import THREAD_NAME, Turns
+from nanodag.sampler.protocol import Completion, FinishReason, VersionSpan
+from nanodag.stage import code_identity, functions_in, with_identities
+from nanodag.tokenizer import layout
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
+from nanodag.tokenizer.encoding import Encoding
+from tests.rl.stages import BYTES, VOCABULARY
+from tests.rl.test_generation import FakePool
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(BYTES, folder)
+    return folder
+
+
+@pytest.fixture
+def ids(folder):
+    """`ids("<|tool_call|>4*2<|tool_call_end|>")`: special tokens by name, the rest a token a byte."""
+    encoding = Encoding(folder)
+    special = {token: encoding.token_id(token) for token in layout.SPECIAL_TOKENS}
+
+    def encoded(text: str) -> list[int]:
+        found = []
+        while text:
+            name = next((name for name in special if text.startswith(name)), text[0])
+            found += [special[name]] if name in special else encoding.encode(name)
+            text = text[len(name) :]
+        return found
+
+    return encoded
+
+
+class Script:
+    """Answers each request with what `says(request)` gives: ids, cut off where there is no room for them."""
+
+    def __init__(self, says, version: int = 3) -> None:
+        self.says, self.version = says, version
+        self.requests, self.aborted = [], []
+
+    async def generate(self, requests):
+        self.requests += requests
+        return [[await self.completion(request)] for request in requests]
+
+    async def abort(self, rid) -> None:
+        self.aborted.append(rid)
+
+    async def completion(self, request) -> Completion:
+        said = self.says(request)
+        said = await said if asyncio.iscoroutine(said) else said
+        said, most = list(said), request.params.max_new_tokens
+        kind = "stop" if len(said) <= most and said[-1] in request.params.stop_token_ids else "length"
+        said = said[:most]
+        return Completion(
+            rid=request.rid,
+            output_ids=said,
+            logprobs=[-0.1 * (place + 1) for place in range(len(said))],
+            finish_reason=FinishReason(type=kind),
+            weight_version=str(self.version),
+            weight_versions=[VersionSpan(version=str(self.version), start=0, end=len(said))],
+            num_prompt_tokens=len(request.input_ids),
+        )
+
+
+class SeenPool(FakePool):
+    """Rewards by how many answers came before, so that groups have a spread; `seen` has the answers."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def _score(self, completion):
+        self.seen.append(completion)
+        return super()._score(str(len(self.seen) % 2))
+
+
+class Cursor:
+    def __init__(self, prompts) -> None:
+        self.prompts = list(prompts)
+
+    def take(self, count):
+        taken, self.prompts = self.prompts[:count], self.prompts[count:]
+        return taken
+
+    def give_back(self, prompts) -> None:
+        self.prompts = [*prompts, *self.prompts]
+
+    def passed_over(self):
+        return []
+
+    def note(self, prompt_id, *, has_spread):
+        pass
+
+
+def config(**values) -> RLStage:
+    base = {"kind": "rl", "data": ["file:x"], "seed": 5, "samples_per_prompt": 2, "prompts_per_step": 1}
+    return RLStage(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT}} | values))
+
+
+def made(folder, sampler, pool=None, **values) -> Generator:
+    stage, encoding, renderer = config(**values), Encoding(folder), load_renderer(folder)
+    turns = Turns(stage, encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    return Generator(stage, sampler, pool or SeenPool(), encoding, renderer.stop_ids, turns)
+
+
+def prompts(ids, count: int = 1) -> list[Prompt]:
+    return [
+        Prompt(epoch=0, record={"prompt_id": f"p{n}", "reward": "exact"}, token_ids=tuple(ids(f"<|bos|>{n}?")))
+        for n in range(count)
+    ]
+
+
+def harvest_of(generator, prompts):
+    async def all_of_it():
+        return await generator.step(Cursor(prompts), 1)
+
+    return asyncio.run(all_of_it())
+
+
+# The functions under test are named by import path, as a user's.
+
+
+async def twice(sampler, sample, *, said: str = "sure?"):
+    sample = await sampler.turn(sample, most_tokens=4)
+    return await sampler.turn(sample.with_tool(sampler.encode(said)))
+
+
+async def fanned_out(sampler, sample):
+    sample = await sampler.turn(sample, most_tokens=2)
+    return list(await asyncio.gather(*(sampler.turn(one) for one in sample.forked(3))))
+
+
+async def answered_itself(sampler, sample):
+    sample = await sampler.turn(sample)
+    return type(sample)(**{name: getattr(sample, name) for name in sample.__slots__} | {"answer": "mine"})
+
+
+CALLS = itertools.count()
+
+
+async def broken(sampler, sample, *, how: str):
+    """Every second call fails, in its own way."""
+    if next(CALLS) % 2:
+        return await sampler.turn(sample)
+    if how == "raises":
+        raise RuntimeError("no luck")
+    if how == "exits":
+        raise SystemExit(3)
+    if how == "waits":
+        await asyncio.sleep(3600)
+    if how == "blocks":
+        time.sleep(1.5)
+    while how == "spins":
+        pass
+    if how == "nothing":
+        return sample
+    if how == "junk":
+        return "a string"
+    sample = await sampler.turn(sample)
+    return sample.with_tool([VOCABULARY] if how == "unknown" else [1] * CONTEXT)
+
+
+def here(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_calculator_answers_calls_and_only_what_was_sampled_is_trained(folder, ids):
+    call, answer = ids("<|tool_call|>4*2<|tool_call_end|>"), ids("so 8<|end|>")
+    sampler = Script(lambda request: answer if ids("<|tool_result|>")[0] in request.input_ids else call)
+    pool = SeenPool()
+    (prompt,) = prompts(ids)
+    harvest = harvest_of(made(folder, sampler, pool, generate="calculator"), [prompt])
+    first, second = harvest.kept[0][1]
+    result = ids("<|tool_result|>8<|tool_result_end|>")
+    assert [span.kind for span in first.spans] == ["prompt", "sampled", "tool", "sampled"]
+    assert [list(span.token_ids) for span in first.spans] == [list(prompt.token_ids), call, result, answer]
+    flat = flatten_response(first)
+    assert flat.mask == (1,) * len(call) + (0,) * len(result) + (1,) * len(answer)
+    assert flat.versions == (3,) * len(call) + (-1,) * len(result) + (3,) * len(answer)
+    assert flat.logprobs[: len(call)] == pytest.approx([-0.1 * (n + 1) for n in range(len(call))])
+    assert first.finish_reason == "stop" and (first.sample_index, second.sample_index) == (0, 1)
+    # the second request holds, id by id, what was sampled in the first turn and what the tool said
+    assert list(prompt.token_ids) + call + result in [list(request.input_ids) for request in sampler.requests]
+    assert pool.seen == ["so 8", "so 8"]  # what the tool said, and the call, are no answer
+
+
+def test_a_program_is_run_in_the_sandbox_and_its_error_is_shown(folder, ids):
+    programs = iter(["print(6 * 7)", "1 / 0"])
+
+    def says(request):
+        if ids("<|tool_result|>")[0] in request.input_ids:
+            return ids("done<|end|>")
+        return ids(f"<|tool_call|>{next(programs)}<|tool_call_end|>")
+
+    harvest = harvest_of(made(folder, Script(says), generate="python", max_new_tokens=32), prompts(ids))
+    said = {Encoding(folder).decode(rollout.spans[2].token_ids) for rollout in harvest.kept[0][1]}
+    wanted = {"42", "error: ZeroDivisionError: division by zero"}
+    assert {text.removeprefix(layout.TOOL_RESULT).removesuffix(layout.TOOL_RESULT_END)[:20] for text in said} == {
+        text[:20] for text in wanted
+    }
+
+
+def test_who_calls_too_often_or_fills_the_context_is_cut_off_with_a_turn_of_its_own_at_the_end(folder, ids):
+    call = ids("<|tool_call|>1<|tool_call_end|>")
+    for options, calls in (({"most_calls": 2}, 3), ({}, 6)):  # 16 tokens of 3 each, and one
+        values = {"generate": {"name": "calculator", "options": options}}
+        harvest = harvest_of(made(folder, Script(lambda request: call), **values), prompts(ids))
+        for rollout in harvest.kept[0][1]:
+            kinds = [span.kind for span in rollout.spans]
+            assert kinds.count("sampled") == calls and kinds[-1] == "sampled" and rollout.finish_reason == "length"
+            assert rollout.num_sampled <= 16
+
+
+def test_a_sample_may_become_several_which_are_one_group_and_drawn_differently(folder, ids):
+    sampler = Script(lambda request: ids("ab<|end|>"))
+    harvest = harvest_of(made(folder, sampler, generate=here("fanned_out")), prompts(ids))
+    ((_, group),) = harvest.kept
+    assert [rollout.sample_index for rollout in group] == list(range(6))
+    assert {rollout.group_id for rollout in group} == {"p0@0"}
+    seeds = [request.params.sampling_seed for request in sampler.requests]
+    assert len(seeds) == len(set(seeds)) == 2 + 6
+    assert len({request.rid for request in sampler.requests}) == 8
+
+
+def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(folder, ids):
+    found = []
+    for slow in ({0}, {1}):
+
+        async def says(request, slow=slow):
+            await asyncio.sleep(0.1 * (int(request.rid.split("-")[-2]) in slow))
+            return ids("ab<|end|>")
+
+        sampler = Script(says)
+        harvest = harvest_of(made(folder, sampler, generate=here("twice")), prompts(ids))
+        seeds = {request.rid: request.params.sampling_seed for request in sampler.requests}
+        found.append((seeds, [rollout.spans for rollout in harvest.kept[0][1]]))
+    assert found[0] == found[1] and len(set(found[0][0].values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises", "RuntimeError: no luck"),
+        ("exits", "it raised SystemExit"),
+        ("waits", "longer than 0.5 s without asking"),
+        ("blocks", "longer than 0.5 s without asking"),
+        ("spins", "longer than 0.5 s without asking"),
+        ("nothing", "no turn added to"),
+        ("junk", "must return a Sample"),
+        ("unknown", f"token id {VOCABULARY}"),
+        ("long", "where 64 and 16 are the limits"),
+    ],
+)
+def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, how, reason):
+    generate = {"name": here("broken"), "options": {"how": how}, "timeout_s": 0.5}
+    generator = made(folder, Script(lambda request: ids("a<|end|>")), generate=generate, samples_per_prompt=4)
+    harvest = harvest_of(generator, prompts(ids))
+    ((_, group),) = harvest.kept
+    assert len(group) == 2 and len(harvest.failed) == 2
+    for rollout in harvest.failed:
+        assert rollout.finish_reason == "error" and rollout.reward is None
+        assert reason in rollout.metadata["generate_error"]
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads() == []  # also of an endless loop nothing is left
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+def test_when_all_fail_the_stage_ends_with_the_reason_and_a_lost_sampler_is_not_blamed_on_the_function(folder, ids):
+    def lost(request):
+        raise SamplerLost("gone")
+
+    with pytest.raises(SamplerLost, match="gone"):
+        harvest_of(made(folder, Script(lost), generate=here("twice")), prompts(ids))
+    generate = {"name": here("twice"), "options": {"said": "x" * 100}}
+    with pytest.raises(StageFailed, match=r"failed for every one of 2 samples.*no turn|every one of 2 samples"):
+        harvest_of(made(folder, Script(lambda request: ids("a<|end|>")), generate=generate), prompts(ids))
+
+
+def test_a_group_that_is_not_needed_any_more_is_ended_and_its_turns_aborted(folder, ids):
+    async def says(request):
+        await asyncio.sleep(3600 if "p1" in request.rid else 0)
+        return ids("a<|end|>")
+
+    sampler = Script(says)
+    harvest = harvest_of(made(folder, sampler, generate=here("twice"), over_sampling=2), prompts(ids, 2))
+    assert [prompt.prompt_id for prompt, _ in harvest.kept] == ["p0"]
+    assert sorted(sampler.aborted) == ["step-1-p1@0-0-1", "step-1-p1@0-1-1"]
+
+
+def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids):
+    sampler, pool = Script(lambda request: ids("a<|end|>")), SeenPool()
+    generator = made(folder, sampler, pool, generate=here("answered_itself"))
+
+    async def greedy():
+        return await generator.greedy(prompts(ids, 3))
+
+    rollouts = asyncio.run(greedy())
+    assert len(rollouts) == 3 and pool.seen == ["mine"] * 3
+    assert {(r.params.temperature, r.params.sampling_seed) for r in sampler.requests} == {(0.0, None)}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"generate": "calculater"}, "no generate named 'calculater'. Choose one of calculator, python"),
+        ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "unexpected keyword argument 'calls'"),
+        ({"generate": {"name": "one_turn", "timeout_s": 3}}, "generate.timeout_s means nothing to one_turn"),
+        ({"generate": "python", "partial_rollout_tokens": 4, "over_sampling": 4}, "has turns of its own"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        config(**values)
+
+
+def test_a_function_that_is_not_async_and_a_foreign_chat_format_are_refused_before_the_first_step(folder):
+    with pytest.raises(ConfigError, match="must be an `async def` function"):
+        made(folder, Script(None), generate="os.path:join")
+    foreign = TemplateRenderer.__new__(TemplateRenderer)
+    with pytest.raises(ConfigError, match="model's chat template is another"):
+        Turns(config(generate="python"), Encoding(folder), foreign, context=CONTEXT, vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("48/2", "24"),
+        (" (1 + 2)*3 - -4", "13"),
+        ("0.1+0.2", "0.3"),
+        ("1/3", "0.333333"),
+        ("7//2", "3"),
+        ("7%4", "3"),
+        ("2**10", "1024"),
+        ("2**-1", "0.5"),
+        ("9**9**9", "error"),
+        ("10**400", "error"),
+        ("1/0", "error"),
+        ("0**-1", "error"),
+        ("__import__('os')", "error"),
+        ("'a'*9", "error"),
+        ("True+1", "error"),
+        ("(" * 150, "error"),
+        ("1e999", "error"),
+        ("1j", "error"),
+        ("", "error"),
+    ],
+)
+def test_the_calculator_knows_arithmetic_and_nothing_else(expression, value):
+    assert calculated(expression) == value
+
+
+def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine_turns", "mine_reward"):
+        (tmp_path / f"{module}.py").write_text("def f(): ...\n")
+    stage = config(
+        generate="mine_turns:f", reward={"mine_reward:f": 1.0, "remote:http://h/": 0.5, "f1": 0.5}, filters=[]
+    )
+    assert sorted(functions_in(stage)) == ["mine_reward:f", "mine_turns:f"]
+    sources = {name: code_identity(name) for name in functions_in(stage)}
+    keyed = json.dumps(with_identities(result_config(stage), sources))
+    assert all(source["sha256"] in keyed for source in sources.values()) and "remote:http://h/" in keyed
