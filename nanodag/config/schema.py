@@ -283,10 +283,11 @@ class GenerateConfig(Section):
 
 
 class CriticConfig(Section):
-    """PPO's critic. model: what it begins as, `policy` for the policy's own weights, or the absolute path of a Hugging
-    Face directory with the same tokenizer. warmup_steps: at the beginning, in which only the critic is trained. epochs:
-    passes over each step's rollouts, of updates_per_step updates each. value_clip: how far a value may go from that at
-    the step's start, 0 for none. gamma, gae_lambda: of the advantage."""
+    """PPO's critic. model: what it begins as, `policy` for the policy's own weights, `input` for the stage's input
+    `critic`, or the absolute path of a Hugging Face directory; with the same tokenizer. warmup_steps: at the beginning,
+    in which only the critic is trained. epochs: passes over each step's rollouts, of updates_per_step updates each.
+    value_clip: how far a value may go from that at the step's start, 0 for none. gamma, gae_lambda: of the
+    advantage."""
 
     model: str = "policy"
     learning_rate: float = Field(1e-5, gt=0)
@@ -298,14 +299,15 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _model_is_a_folder(self) -> "CriticConfig":
-        if self.model != "policy" and not self.model.startswith("/"):
-            raise ValueError(f"critic.model {self.model!r} is neither policy nor the absolute path of a folder")
+        if self.model not in ("policy", "input") and not self.model.startswith("/"):
+            raise ValueError(f"critic.model {self.model!r} is neither policy, input nor the absolute path of a folder")
         return self
 
 
 class TeacherConfig(Section):
-    """On-policy distillation. model: `none`, or the absolute path of a Hugging Face directory with the same tokenizer.
-    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
+    """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
+    Face directory; with the same tokenizer. coefficient: by which each token's log-probability there, less the
+    policy's, is added to its advantage."""
 
     model: str = "none"
     coefficient: float = Field(1.0, gt=0)
@@ -314,8 +316,8 @@ class TeacherConfig(Section):
     def _model_is_a_folder(self) -> "TeacherConfig":
         if self.model.startswith(("http://", "https://")):
             raise ValueError(f"teacher.model {self.model}: a server cannot be the teacher yet; name a folder")
-        if self.model != "none" and not self.model.startswith("/"):
-            raise ValueError(f"teacher.model {self.model!r} is neither none nor the absolute path of a folder")
+        if self.model not in ("none", "input") and not self.model.startswith("/"):
+            raise ValueError(f"teacher.model {self.model!r} is neither none, input nor the absolute path of a folder")
         if self.model == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
             raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model")
         return self
@@ -494,6 +496,9 @@ class RLStage(StageBase):
         return self
 
     def _check_critic(self) -> None:
+        for label, model in (("critic", self.critic.model), ("teacher", self.teacher.model)):
+            if (model == "input") != (label in self.inputs):
+                raise ValueError(f"{label}.model {model!r} and the inputs {list(self.inputs)} do not fit together")
         if self.advantage == "gae":
             if self.critic.warmup_steps >= self.num_steps:
                 raise ValueError(

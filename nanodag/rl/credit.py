@@ -1,6 +1,6 @@
 """Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,24 @@ ByRow = list[list[Tensor]]
 
 
 class Credit:
-    """The advantage, critic and teacher that a config names, on this rank. engine, model_path: the policy's."""
+    """The advantage, critic and teacher that a config names, on this rank. engine: the policy's. inputs: folders of
+    models, the policy's as `model`."""
 
-    def __init__(self, config: RLStage, *, engine: Engine, objective: Objective, model_path: Path, device: str) -> None:
+    def __init__(
+        self, config: RLStage, *, engine: Engine, objective: Objective, inputs: Mapping[str, Path], device: str
+    ) -> None:
         self._config, self._engine, self._objective = config, engine, objective
         self._advantage = entries.load("advantage", config.advantage)
-        self.critic = Critic(config, model_path, device=device) if config.advantage == "gae" else None
+        self.critic: Critic | None = None
+        if config.advantage == "gae":
+            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.critic.model)
+            folder = Path(own or config.critic.model)
+            check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
+            self.critic = Critic(config, folder, device=device)
         self.teacher: Reference | None = None
         if config.teacher.model != "none":
-            folder = Path(config.teacher.model)
-            check_beside("teacher.model", folder, model_path, context=config.sampler.context)
+            folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
+            check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
             self.teacher = Reference(folder, temperature=config.temperature, engine=engine)
 
     def is_policy_trained(self, step: int) -> bool:

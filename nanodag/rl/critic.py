@@ -20,7 +20,7 @@ from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.group_attention import group_attention
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums
-from nanodag.rl.policy import Row, check_beside
+from nanodag.rl.policy import Row
 from nanodag.train.engine import Engine
 
 FOLDER = "critic"
@@ -55,13 +55,11 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """The critic of one stage on this rank. policy_path: the model that the policy begins with."""
+    """The critic of one stage on this rank. folder: of the model that it begins as."""
 
-    def __init__(self, config: RLStage, policy_path: Path, *, device: str) -> None:
-        self._config, self._own = config, config.critic
-        path = policy_path if self._own.model == "policy" else Path(self._own.model)
-        check_beside("critic.model", path, policy_path, context=config.sampler.context)
-        decoder = load(path, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
+    def __init__(self, config: RLStage, folder: Path, *, device: str) -> None:
+        self._own = config.critic
+        decoder = load(folder, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
         self.engine = Engine(
             ValueModel(decoder),
             optimizer=OptimizerConfig(

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -55,9 +55,12 @@ PREFIX = "decoder."  # of Policy's parameters, before the names that transformer
 
 
 class Trainer:
-    """The policy of one stage on this rank, its reference where there is a KL term, and its updates."""
+    """The policy of one stage on this rank, its reference where there is a KL term, and its updates. beside: other
+    inputs of the stage, where a critic or teacher is one."""
 
-    def __init__(self, config: RLStage, model_path: Path, *, device: str) -> None:
+    def __init__(
+        self, config: RLStage, model_path: Path, *, device: str, beside: Mapping[str, Path] | None = None
+    ) -> None:
         self.config = config
         self.model_path = model_path
         self._objective = Objective(config)
@@ -86,9 +89,8 @@ class Trainer:
         self._reference: Reference | None = None
         if config.kl_coefficient > 0:
             self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
-        self._credit = Credit(
-            config, engine=self.engine, objective=self._objective, model_path=model_path, device=device
-        )
+        inputs = {**(beside or {}), "model": model_path}
+        self._credit = Credit(config, engine=self.engine, objective=self._objective, inputs=inputs, device=device)
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -258,7 +260,8 @@ def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(job: Job, link: ControllerLink) -> None:
-    trainer = Trainer(job.config, job.inputs["model"], device=job.config.resources.device)
+    device = job.config.resources.device
+    trainer = Trainer(job.config, job.inputs["model"], device=device, beside=job.inputs)
     link.reply({"ready": True})
     while (message := link.next())["do"] != "end":
         link.reply(_carry_out(trainer, message))

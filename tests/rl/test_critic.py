@@ -106,7 +106,9 @@ def test_explained_variance_by_hand_is_the_same_on_two_ranks():
         ({"critic": {"warmup_steps": 2}}, "critic means nothing to advantage grpo"),
         ({"advantage": "gae", "critic": {"warmup_steps": 9}, "num_steps": 9}, "leaves the policy untrained"),
         ({"advantage": "gae", "critic": {"value_clip": 0.5}}, "bounds nothing while a step updates the critic once"),
-        ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy nor the absolute path"),
+        ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy, input nor the absolute path"),
+        ({"advantage": "gae", "critic": {"model": "input"}, "inputs": {"model": "sft"}}, "do not fit together"),
+        ({"inputs": {"model": "sft", "teacher": "sft"}}, "teacher.model 'none' and the inputs"),
         ({"samples_per_prompt": 1}, "leaves advantage grpo nothing to compare"),
         ({"samples_per_prompt": 1, "advantage": "gae"}, "groups of one|group of one"),
     ],
@@ -116,7 +118,7 @@ def test_a_critic_that_cannot_work_is_refused(values, message):
         RLStage(kind="rl", data=["file:x"], **values)
 
 
-# One process with a policy and a critic under ZeRO; argv: model, critic model, ZeRO stage, output.
+# One process with a policy and a critic under ZeRO; argv: model, critic.model, ZeRO stage, output, the input critic.
 TRAINED = """
 import sys
 from pathlib import Path
@@ -127,10 +129,11 @@ from tests.rl.models import rollout
 model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",
                  weight_decay=0.0, gradient_clipping=0, updates_per_step=2, sampler={"context": 64}, max_new_tokens=8,
-                 micro_batch_tokens=64,
+                 micro_batch_tokens=64, inputs={"model": "sft"} | ({"critic": "other"} if critic == "input" else {}),
                  critic={"model": critic, "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gamma": 0.9,
                          "gae_lambda": 0.8, "warmup_steps": 1})
-trainer = Trainer(config, model, device="cpu")
+beside = {"critic": Path(sys.argv[5])}
+trainer = Trainer(config, model, device="cpu", beside=beside)
 draw = torch.Generator().manual_seed(1)
 rollouts = [rollout(str(g), s, [1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(),
                     reward=float((g + s) % 2)) for g in range(2) for s in range(3)]
@@ -139,7 +142,7 @@ folder.mkdir()
 trainer.save(folder)
 replies.append(trainer.train(2, rollouts))
 after = {name: tensor.clone() for name, tensor in trainer._credit.critic.engine.full_state_dict().items()}
-again = Trainer(config, model, device="cpu")
+again = Trainer(config, model, device="cpu", beside=beside)
 again.load(folder, num_updates=0)
 assert again.train(2, rollouts) == {**replies[1], "peak_flops": again._peak_flops}
 for name, tensor in again._credit.critic.engine.full_state_dict().items():
@@ -153,7 +156,7 @@ torch.save({"replies": replies, "critic": after, "policy": policy}, folder / "ou
 def test_a_critic_is_trained_as_in_plain_pytorch_and_resumes_exactly(tmp_path, zero_stage, own_model):
     model = save_tiny_model(tmp_path / "model")
     critic = save_tiny_model(tmp_path / "critic", seed=5) if own_model else model
-    arguments = [model, critic if own_model else "policy", zero_stage, tmp_path / "out"]
+    arguments = [model, "input" if own_model else "policy", zero_stage, tmp_path / "out", critic]
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
     )

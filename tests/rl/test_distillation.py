@@ -77,7 +77,7 @@ def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path
     ("values", "message"),
     [
         ({"model": "http://127.0.0.1:1"}, "a server cannot be the teacher yet"),
-        ({"model": "teacher"}, "neither none nor the absolute path"),
+        ({"model": "teacher"}, "neither none, input nor the absolute path"),
         ({"coefficient": 0.5}, "means nothing without teacher.model"),
     ],
 )
