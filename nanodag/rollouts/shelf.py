@@ -13,14 +13,15 @@ from nanodag.store import Store
 
 TRAINED = "trained"
 REWARD_FAILED = "reward_failed"
+GENERATE_FAILED = "generate_failed"
 HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, or a filter's reason. Of a trained
-    one, an entry for each token after the prompt, None where it was not trained: the advantage, and the trainer's
-    log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
+    """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
+    reason. Of a trained one, an entry for each token after the prompt, None where it was not trained: the advantage,
+    and the trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
@@ -63,7 +64,8 @@ class Shelf:
         }
         found = [_with_scores(r, scores) for r in _of(folder / f"step-{step:08d}.jsonl")]
         for rollout in _of(folder / f"step-{step:08d}.dropped.jsonl"):
-            found.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, REWARD_FAILED)))
+            alone = GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
+            found.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
         return found
 
     def timeline(self, step: int) -> list[Span]:

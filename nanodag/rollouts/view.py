@@ -16,6 +16,7 @@ Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")
 RED, GREEN, BLUE, GREY = "220,38,38", "22,163,74", "37,99,235", "120,130,145"
 VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
+REASONS = ("reward_error", "generate_error", "answer")  # of a rollout's metadata, what is shown
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
@@ -86,7 +87,7 @@ class Painter:
         ]
         facts.append(("tokens", str(rollout.num_sampled)))
         facts += [(name, f"{value:.4g}") for name, value in rollout.reward_components.items()]
-        facts += [(name, str(value)) for name, value in rollout.metadata.items() if name == "reward_error"]
+        facts += [(name, str(value)) for name, value in rollout.metadata.items() if name in REASONS]
         return Card(
             read=read,
             prompt=self._encoding.decode(rollout.prompt_token_ids),
