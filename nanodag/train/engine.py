@@ -16,7 +16,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch import distributed as dist
 from nanodag.config.schema import OptimizerConfig, Precision
 from nanodag.errors import CorruptArtifact, TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
+from nanodag.train.shares import Shares, in_buckets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER_BYTES = 64 << 20
@@ -112,6 +112,7 @@ class Engine:
                 dist_init_required=False,
             )
         self.model = model
+        self.shares = Shares(model, self.shapes, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
         self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype)
 
@@ -167,15 +168,15 @@ class Engine:
         A tensor is valid until the next one is asked for. All ranks must walk through, to the end; at most bucket_bytes
         are gathered at once.
         """
-        named = list(self.model.named_parameters())
+        named = dict(self.model.named_parameters())
         if self.zero_stage < 3:
-            for name, parameter in named:
+            for name, parameter in named.items():
                 yield name, parameter.detach()
             return
-        for bucket in self._gather_buckets(named, bucket_bytes):
-            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-                for name, parameter in bucket:
-                    yield name, parameter.detach()
+        for bucket in in_buckets(list(named), self.shares.num_bytes, bucket_bytes):
+            with deepspeed.zero.GatheredParameters([named[name] for name in bucket]):
+                for name in bucket:
+                    yield name, named[name].detach()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole weights on CPU by name on rank 0, an empty dict elsewhere; all ranks must call it."""
@@ -226,20 +227,6 @@ class Engine:
                     pieces.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
-
-    def _gather_buckets(
-        self, named: list[tuple[str, nn.Parameter]], bucket_bytes: int
-    ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        bucket: list[tuple[str, nn.Parameter]] = []
-        size = 0
-        for name, parameter in named:
-            num_bytes = math.prod(self.shapes[name]) * self.dtype.itemsize
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, parameter))
-            size += num_bytes
-        yield bucket
 
     def _layout(self) -> tuple[list[Tensor], list[Segment]]:
         """This rank's float32 master tensors, and where each parameter lies in them.
