@@ -12,6 +12,7 @@ again.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +46,7 @@ class DistributedSync:
         self._timeout_s = timeout_s
         self._ranks_each = ranks_each
         self._from_checkpoint = DiskSync(samplers, ask, check_every=0)
-        self._num_broadcasts = self._num_groups = 0
+        self._num_broadcasts = 0
         self._buckets: list[Bucket] = []
         self._members: list[Member] = []
         self._name = ""
@@ -93,8 +94,7 @@ class DistributedSync:
         old, self._members = self._members, []
         before = [member.client for member in old if member in members]
         await asyncio.gather(*(_tried(client.leave_weight_group(self._name)) for client in before))
-        self._num_groups += 1
-        self._name = f"weights-{self._num_groups}"
+        self._name = f"weights-{secrets.token_hex(8)}"  # a server keeps the name of one that it could not leave
         size = 1 + len(members) * self._ranks_each
         self._port = (await self._ask("open_group", name=self._name, size=size))[0]["port"]
 

@@ -84,8 +84,7 @@ class Weights:
 
     def sums(self) -> list[int]:
         """Of each tensor's bits, read as integers: what changes one of them changes its sum."""
-        integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-        return [int(tensor.view(integers[tensor.dtype]).sum(dtype=torch.int64)) for tensor in self.tensors()]
+        return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
 
     def differing(self, other: "Weights") -> list[str]:
         """Names of the tensors that are not equal to the last bit, as the fields of these classes."""
@@ -95,6 +94,13 @@ class Weights:
             names = [entry.name for entry in fields(mine)]
             pairs += [(f"layers.{index}.{name}", getattr(mine, name), getattr(its, name)) for name in names]
         return [name for name, one, two in pairs if one is not None and two is not None and not torch.equal(one, two)]
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """A view; 8 bytes each where they go in, which is summed up fifty times as fast as 2."""
+    flat = tensor.view(-1)
+    narrow = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[tensor.dtype]
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else narrow)
 
 
 def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:

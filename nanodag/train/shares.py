@@ -60,7 +60,8 @@ class Shares:
         device = self._own(names[0]).device
         own = [(self._kept[name] if kept else self._own(name)).to(device) for name in names]
         if not self._is_spread or self._world == 1:
-            return torch.cat([self._whole(name, [share]) for name, share in zip(names, own, strict=True)])
+            wholes = [self._whole(name, [share]) for name, share in zip(names, own, strict=True)]
+            return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
         mine = torch.cat(own)
         found = [torch.empty_like(mine) for _ in range(self._world)] if self._rank == 0 else None
         dist.gather(mine, found, dst=0)
