@@ -351,9 +351,10 @@ class RLStage(StageBase):
     over in a later pass.
     generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.turns).
     micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
-    sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room. sync_mode: what becomes of
-    requests under way: `finish`, they are waited for. sync_check_every: the first sync and every one of that number is
-    verified tensor by tensor, 0 for none.
+    sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
+    trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
+    sync_mode: what becomes of requests under way: `finish`, they are waited for. sync_check_every: the first sync and
+    every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae. teacher: of
     on-policy distillation, on top of any advantage.
@@ -374,7 +375,9 @@ class RLStage(StageBase):
     generate: GenerateConfig = later(GenerateConfig())
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
-    sync: Literal["disk"] = operational("disk")
+    sync: Literal["disk", "distributed"] = operational("disk")
+    sync_bucket_bytes: int = operational(64 << 20, ge=1)
+    sync_timeout_s: float = operational(60.0, gt=0)
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     sync_check_every: int = operational(20, ge=0)
     max_staleness: int = Field(0, ge=0)
@@ -465,6 +468,11 @@ class RLStage(StageBase):
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
         self.check_device()
+        if self.lora_rank and self.sync == "distributed":
+            raise ValueError(
+                f"lora_rank {self.lora_rank}: adapters are merged when weights are written, and sync: distributed "
+                "writes none; use sync: disk"
+            )
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} is above prompts_per_step {self.prompts_per_step}; "
@@ -534,6 +542,7 @@ class RLStage(StageBase):
             (set() if self.correction != "none" else {"correction_cap"}, "correction none"),
             (set() if self.overlong_buffer else {"overlong_penalty"}, "overlong_buffer 0"),
             (set() if self.lora_rank else {"lora_alpha"}, "lora_rank 0"),
+            (set() if self.sync != "disk" else {"sync_bucket_bytes", "sync_timeout_s"}, "sync: disk"),
         ]
         for names, why in rules:
             for name in sorted(names):
@@ -542,6 +551,11 @@ class RLStage(StageBase):
 
     def check_device(self) -> None:
         """Raise ValueError for what the stage's device cannot do; asked again when it is no longer `auto`."""
+        if self.sync == "distributed" and self.resources.device == "cuda":
+            raise ValueError(
+                "sync: distributed on a GPU: trainer and sampler share one, which NCCL refuses, and nothing else has "
+                "been tried; use sync: disk"
+            )
         if self.sampler.engine == "sglang" and self.sync_check_every and self.resources.device == "cuda":
             raise ValueError(
                 f"sync_check_every {self.sync_check_every}: SGLang fingerprints weights in another way on a GPU, which "

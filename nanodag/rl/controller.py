@@ -104,6 +104,7 @@ class Controller:
             is_exact=self._config.sampler.deterministic,
             position=position or Position(),
             timed=self._stopwatch.timed,
+            keeps_trainer=self._services.sync.keeps_trainer,
         )
         try:
             self._runner.run(schedule.run())
@@ -127,7 +128,7 @@ class Controller:
         with self._stopwatch.timed("sync"):
             await self._services.sync.load(folder, version)
         for older in [found for found in self._published if found < turn]:
-            shutil.rmtree(self._published.pop(older)[1])
+            shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> Harvest:
         """What a step will train on."""
@@ -181,14 +182,14 @@ class Controller:
         self._records.timeline(step, spans)
 
     async def publish(self, turn: int) -> None:
-        """Write the trainer's weights to memory, for the samplers."""
+        """Have the trainer's weights ready for the samplers."""
         with self._stopwatch.timed("sync"):
             folder = self._services.sync_folder / f"turn-{turn}"
-            await self._services.sync.publish(folder, self._state["version"], self._ask)
+            await self._services.sync.publish(folder, self._state["version"])
             self._published[turn] = (self._state["version"], folder)
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
-        replies = await self._ask("train", step=step, rollouts=path)
+        replies = await self._services.link.exchange("train", step=step, rollouts=path)
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]
         if first["num_updates"]:
@@ -232,10 +233,6 @@ class Controller:
                 "others."
             )
 
-    async def _ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        self._services.link.send(do, **arguments)
-        return await self._services.link.replies()
-
     # Checkpoints and the end
 
     def is_checkpoint_due(self, step: int) -> bool:
@@ -256,11 +253,12 @@ class Controller:
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
-            replies = await self._ask("save", folder=str(folder))
+            replies = await self._services.link.exchange("save", folder=str(folder))
             assert all(reply["num_updates"] == self._state["version"] for reply in replies)
             for number, harvest in enumerate(position.waiting, start=position.step + 1):
                 write_harvest(folder / f"harvest-{number}.json", harvest)
             for turn, (_, source) in weights.items():
+                await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"turn-{turn}")
             write_json(folder / "controller.json", json.loads(saved))
             self._checkpoints.commit(position.step)

@@ -32,6 +32,7 @@ class RankLink:
         self._token = secrets.token_hex(16)
         self._server = socket.create_server(("127.0.0.1", 0))
         self._connections: list[_Lines] = []
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def address(self) -> str:
@@ -85,9 +86,14 @@ class RankLink:
                     selector.unregister(self._connections[rank].socket)
         return [replies[rank] for rank in range(self.num_ranks)]
 
-    async def replies(self) -> list[dict[str, Any]]:
-        """`receive` beside what else runs in the event loop."""
-        return list(await asyncio.gather(*(self._reply(rank) for rank in range(self.num_ranks))))
+    async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """`ask` beside what else runs in the event loop; one after the other, also when whoever asked is cancelled."""
+        return await asyncio.shield(asyncio.ensure_future(self._exchange(do, arguments)))
+
+    async def _exchange(self, do: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+        async with self._one_at_a_time:
+            self.send(do, **arguments)
+            return list(await asyncio.gather(*(self._reply(rank) for rank in range(self.num_ranks))))
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """`send`, then `receive`."""

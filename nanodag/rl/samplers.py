@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -51,6 +52,15 @@ Launch = Callable[[int, Path, int], Server]
 """launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
 
 
+@dataclass(frozen=True)
+class Member:
+    """A sampler as it is now: another server in its place is another member."""
+
+    number: int
+    server: Server
+    client: SamplerClient
+
+
 class Replica:
     """One sampler: its server, and what is under way there.
 
@@ -82,6 +92,8 @@ class Samplers:
     it. is_stopping: true once a stop was asked for; then nothing is started again. health_every_s, health_timeout_s:
     how often a sampler that has something under way is asked for its health, and how long it may take to answer.
     most_losses: so many times in a row may one be lost, and may one prompt lose its sampler.
+
+    before_launch: awaited with the folder that one is about to be started with.
     """
 
     def __init__(
@@ -106,6 +118,7 @@ class Samplers:
         self._replicas = [Replica(n, server, connect(server.url), model) for n, server in enumerate(servers)]
         self._holder: dict[str, Replica] = {}
         self._is_closed = False
+        self.before_launch: Callable[[Path], Awaitable[None]] = _nothing
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -137,6 +150,18 @@ class Samplers:
             return
         with suppress(SamplerLost):  # then it has ended
             await self._watched(replica, replica.client.abort(rid))
+
+    async def members(self) -> list[Member]:
+        """All of them, when all have answered."""
+        await self.versions()
+        return [Member(replica.number, replica.server, replica.client) for replica in self._replicas]
+
+    def now_have(self, folder: Path, version: int) -> None:
+        """Note that all have these weights, and that one that is started again is to be started with the folder."""
+        self._model, self._version = folder, version
+        self._holder.clear()
+        for replica in self._replicas:
+            replica.folder = folder
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every sampler take the weights in a folder, also where it has that version from another one. Returns
@@ -240,6 +265,7 @@ class Samplers:
         await replica.client.close()
         while True:
             model, version = self._model, self._version
+            await self.before_launch(model)
             try:
                 server = await _in_thread(partial(self._launch, replica.number, model, version))
             except SamplerLost as error:
@@ -290,6 +316,10 @@ class Samplers:
                 log.warning("%s has not been well for %g s: killed", server.url, self._health_timeout_s)
                 server.kill()
                 return
+
+
+async def _nothing(folder: Path) -> None:
+    pass
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

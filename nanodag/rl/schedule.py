@@ -93,7 +93,9 @@ class Position:
 
 
 class Schedule:
-    """The two loops of a stage. timed: adds what a block takes to the seconds of that name."""
+    """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
+    that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
+    over."""
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class Schedule:
         is_exact: bool,
         position: Position,
         timed: Callable[[str], AbstractContextManager[None]],
+        keeps_trainer: bool = False,
     ) -> None:
         self._work = work
         self._num_steps = num_steps
@@ -114,6 +117,8 @@ class Schedule:
         self._turn = position.turn
         self._waiting = deque(position.waiting)
         self._published = position.step - 1
+        self._keeps_trainer = keeps_trainer
+        self._taken = position.turn - 1  # the last turn whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -143,7 +148,7 @@ class Schedule:
     async def _training(self) -> None:
         while self._step < self._num_steps:
             with self._timed("trainer_waits"):
-                await self._until(lambda: bool(self._waiting))
+                await self._until(lambda: bool(self._waiting) and self._may_change_weights)
             await self._work.train(self._step + 1, self._waiting[0])
             self._waiting.popleft()
             self._step += 1
@@ -176,9 +181,18 @@ class Schedule:
                     await self._until(lambda: self._published >= turn)  # noqa: B023 - awaited in this very round
                 if not self._is_outdated(turn) or self._work.is_evaluation_due(turn):
                     await self._work.load(turn)
+                    self._now_taken(turn)
                     await asyncio.gather(self._harvests(turn), self._evaluation(turn))
             self._turn += 1
-            self._changed.set()
+            self._now_taken(turn)
+
+    def _now_taken(self, turn: int) -> None:
+        self._taken = turn
+        self._changed.set()
+
+    @property
+    def _may_change_weights(self) -> bool:
+        return not self._keeps_trainer or self._taken >= self._step
 
     def _is_wanted(self, turn: int) -> bool:
         return self._num_generated < self._last_harvest(turn) or self._work.is_evaluation_due(turn)

@@ -16,11 +16,12 @@ from nanodag.config.derive import replicas_of
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
+from nanodag.rl.broadcast_sync import DistributedSync
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
 from nanodag.rl.rewards.pool import RewardPool
 from nanodag.rl.samplers import Samplers, Server
-from nanodag.rl.sync import make_sync
+from nanodag.rl.sync import DiskSync, WeightSync
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess
 from nanodag.sampler.sglang_install import Device, find_python
@@ -93,8 +94,21 @@ class Services:
             health_timeout_s=self._config.sampler.health_timeout_s,
             most_losses=self._config.sampler.most_losses,
         )
-        self.sync = make_sync(self._config, self.samplers)
+        self.sync = self._make_sync()
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
+
+    def _make_sync(self) -> WeightSync:
+        """The way that the config names."""
+        config, ask = self._config, self.link.exchange
+        if config.sync == "disk":
+            return DiskSync(self.samplers, ask, check_every=config.sync_check_every)
+        return DistributedSync(
+            self.samplers,
+            ask,
+            check_every=config.sync_check_every,
+            timeout_s=config.sync_timeout_s,
+            ranks_each=config.sampler.tensor_parallel,
+        )
 
     def end(self) -> None:
         """End everything that was started."""

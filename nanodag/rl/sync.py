@@ -5,8 +5,9 @@ weights. The first weights and every `sync_check_every`th after them are verifie
 that it gives away, each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py), and a tensor that
 differs ends the stage by its name.
 
-disk: rank 0 writes a Hugging Face directory, parameters gathered in buckets, and the samplers read it. It must be kept
-until the next weights are loaded, because a sampler that dies is started again with it.
+Two ways; the other one is nanodag.rl.broadcast_sync. disk: rank 0 writes a Hugging Face directory, parameters gathered
+in buckets, and the samplers read it. It must be kept until the next weights are loaded, because a sampler that dies is
+started again with it.
 """
 
 import logging
@@ -15,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanodag.config.schema import RLStage
 from nanodag.errors import SamplerError
 from nanodag.rl.samplers import Samplers
 
@@ -30,7 +30,10 @@ Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 class WeightSync(Protocol):
     """One way for weights to get from the trainer to the samplers."""
 
-    async def publish(self, folder: Path, version: int, ask: Ask) -> None:
+    keeps_trainer: bool
+    """The trainer may train no further before the samplers have loaded what it published."""
+
+    async def publish(self, folder: Path, version: int) -> None:
         """The trainer's half: its weights, of this version, are ready to be loaded. folder: theirs alone."""
         ...
 
@@ -41,22 +44,29 @@ class WeightSync(Protocol):
         """
         ...
 
+    async def write(self, folder: Path) -> None:
+        """Have the folder of what was loaded last exist."""
+        ...
+
 
 class DiskSync:
     """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
 
-    def __init__(self, samplers: Samplers, *, check_every: int) -> None:
+    keeps_trainer = False
+
+    def __init__(self, samplers: Samplers, ask: Ask, *, check_every: int) -> None:
         self._samplers = samplers
+        self._ask = ask
         self._check_every = check_every
         self._num_published = 0
         self._fingerprints: dict[int, Mapping[str, str]] = {}
 
-    async def publish(self, folder: Path, version: int, ask: Ask) -> None:
+    async def publish(self, folder: Path, version: int) -> None:
         """Have the trainer write its weights."""
         is_checked = self._check_every > 0 and self._num_published % self._check_every == 0
         self._num_published += 1
         began = time.monotonic()
-        replies = await ask("export", folder=str(folder), fingerprint=is_checked)
+        replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
         if is_checked:
             self._fingerprints[version] = replies[0]["fingerprints"]
         log.info("weights %d: written in %.3f s", version, time.monotonic() - began)
@@ -72,6 +82,9 @@ class DiskSync:
             await check_weights(self._samplers, version, expected)
         checked = f", {len(expected)} tensors verified in {time.monotonic() - loaded:.3f} s" if expected else ""
         log.info("weights %d: loaded in %.3f s%s", version, loaded - began, checked)
+
+    async def write(self, folder: Path) -> None:
+        """It was written when they were published."""
 
 
 async def check_versions(samplers: Samplers, version: int) -> None:
@@ -100,8 +113,3 @@ def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str
         for name in sorted({*expected, *found})
         if expected.get(name) != found.get(name)
     ]
-
-
-def make_sync(config: RLStage, samplers: Samplers) -> WeightSync:
-    """The way that the config names."""
-    return DiskSync(samplers, check_every=config.sync_check_every)

@@ -4,7 +4,8 @@ It does what the controller asks for, one thing at a time, all ranks the same:
 
     load    take weights and optimizer state from a checkpoint folder, or begin
     train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
-    export  write the weights as a Hugging Face directory
+    export  write the weights as a Hugging Face directory, or those that were broadcast last
+    layout, open_group, broadcast  the distributed weight sync (nanodag.rl.broadcast)
     save    write this rank's share of a checkpoint
     end     leave
 
@@ -31,6 +32,7 @@ from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Layer
 from nanodag.model.lora import add_lora, merged
+from nanodag.rl.broadcast import Broadcaster
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.credit import Credit, num_trained
 from nanodag.rl.export import write_model
@@ -91,6 +93,13 @@ class Trainer:
             self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
         inputs = {**(beside or {}), "model": model_path}
         self._credit = Credit(config, engine=self.engine, objective=self._objective, inputs=inputs, device=device)
+        self.broadcaster = Broadcaster(
+            self.engine.shares,
+            rank=self.engine.rank,
+            prefix=PREFIX,
+            bucket_bytes=config.sync_bucket_bytes,
+            timeout_s=config.sync_timeout_s,
+        )
         self._peak_flops = matmul_peak(device, self.engine.dtype)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -150,16 +159,16 @@ class Trainer:
             "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
         }
 
-    def export(self, folder: Path, *, fingerprint: bool = False) -> dict[str, str]:
+    def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
         """Write the weights as a Hugging Face directory; every rank must call it.
 
-        fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold.
+        fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold. kept: the weights
+        that were broadcast last.
         """
-        sampler = self.config.sampler
-        is_sglang = sampler.engine == "sglang"
-        found = Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
+        found = self._fingerprints()
+        own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
         write_model(
-            ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights()),
+            self.broadcaster.kept() if kept else own,
             folder,
             source=self.model_path,
             is_writer=self.engine.rank == 0,
@@ -167,6 +176,12 @@ class Trainer:
             fingerprints=found if fingerprint else None,
         )
         return found.all()
+
+    def broadcast(self, *, fingerprint: bool) -> dict[str, Any]:
+        """Give the samplers of the open group the weights; every rank must call it. fingerprint: as for `export`."""
+        found = self._fingerprints()
+        failure = self.broadcaster.send(found if fingerprint and self.engine.rank == 0 else None)
+        return {"failure": failure, "fingerprints": found.all()}
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
@@ -184,6 +199,12 @@ class Trainer:
         if self._reference is not None and self.config.reference_every:
             self._reference.load(folder)
         self._num_updates = num_updates
+
+    def _fingerprints(self) -> Fingerprints:
+        """For the tensors that the sampler must then hold, as it will fingerprint them."""
+        sampler = self.config.sampler
+        is_sglang = sampler.engine == "sglang"
+        return Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
 
     @property
     def num_updates(self) -> int:
@@ -251,8 +272,14 @@ def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
             reply = trainer.train(message["step"], list(read_rollouts(path)))
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
         case "export":
-            found = trainer.export(Path(message["folder"]), fingerprint=message.get("fingerprint", False))
-            reply = {"fingerprints": found}
+            options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
+            reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
+        case "layout":
+            reply = {"buckets": trainer.broadcaster.layout()}
+        case "open_group":
+            reply = {"port": trainer.broadcaster.open(message["name"], message["size"])}
+        case "broadcast":
+            reply = trainer.broadcast(fingerprint=message["fingerprint"])
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}
@@ -265,6 +292,7 @@ def _serve(job: Job, link: ControllerLink) -> None:
     link.reply({"ready": True})
     while (message := link.next())["do"] != "end":
         link.reply(_carry_out(trainer, message))
+    trainer.broadcaster.close()
     trainer.engine.barrier()
 
 

@@ -16,7 +16,15 @@ from typing import Any
 import httpx
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
-from nanodag.sampler.protocol import Completion, PauseMode, Request, SamplingParams, check_request, completion_from_wire
+from nanodag.sampler.protocol import (
+    Bucket,
+    Completion,
+    PauseMode,
+    Request,
+    SamplingParams,
+    check_request,
+    completion_from_wire,
+)
 
 # Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
 KEEPALIVE_EXPIRY_S = 2.0
@@ -117,6 +125,30 @@ class SamplerClient:
         """Sample with the checkpoint in the folder ``path`` from now on. BadRequest: the old weights are kept."""
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._call("POST", "/update_weights_from_disk", body)
+
+    async def join_weight_group(
+        self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1"
+    ) -> None:
+        """Become a member, from `rank` on, of the group whose rank 0 waits at the port; answered when all are there."""
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": rank, "world_size": size}
+        await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": "gloo"})
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+    async def begin_weight_update(self) -> None:
+        """Get ready to receive weights; `end_weight_update` makes them those that it samples with."""
+        await self._call("POST", "/begin_weight_update", {})
+
+    async def receive_weights(self, bucket: Bucket, *, group: str, version: str | int | None = None) -> None:
+        """Take part in one broadcast of the group's rank 0. version: of the whole, with its last bucket."""
+        body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group}
+        body |= {"load_format": "flattened_bucket", "flush_cache": version is not None}
+        body |= {"weight_version": str(version)} if version is not None else {}
+        await self._call("POST", "/update_weights_from_distributed", body)
+
+    async def end_weight_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {})
 
     async def fingerprints(self) -> list[dict[str, str]]:
         """Of the weights that it holds, by tensor name; one dict for each of its ranks. See ``fingerprints.py``."""

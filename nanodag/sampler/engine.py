@@ -13,12 +13,13 @@ Not thread-safe: ``loop.EngineLoop`` owns an engine for the server.
 import itertools
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.architecture import Architecture, read_checkpoint
@@ -29,7 +30,7 @@ from nanodag.sampler.protocol import Completion, FinishReason, Request, check_re
 from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, read_length, row_sizes
 from nanodag.sampler.slots import Listener, Running, Sample, SlotTable, completion
 from nanodag.sampler.text import Text
-from nanodag.sampler.weights import Weights, load_weights
+from nanodag.sampler.weights import Weights, build_weights, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_PREFILL_TOKENS = 4096
@@ -191,6 +192,14 @@ class Engine:
         if differing:
             raise BadRequest(f"the checkpoint in {path} is of another shape: {', '.join(differing)}")
         return load_weights(path, mine, DTYPES[self.dtype_name], self.device)
+
+    def weights_of(self, tensors: Mapping[str, Tensor], source: str) -> Weights:
+        """What a checkpoint's tensors make. source: where they are from. Touches no state: any thread may call it.
+
+        Raises BadRequest if they are not those of this engine's model.
+        """
+        dtype = DTYPES[self.dtype_name]
+        return build_weights(tensors, self.checkpoint.architecture, dtype, self.device, source=source)
 
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:

@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -22,30 +21,25 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.fingerprints import overall
 from nanodag.sampler.loop import EngineLoop
 from nanodag.sampler.protocol import (
     AbortBody,
-    Body,
     Completion,
     ContinueBody,
     FinishReason,
     GenerateBody,
     PauseBody,
     Request,
-    UpdateWeightsBody,
-    WeightsCheckerBody,
     completion_to_wire,
-    parse_body,
 )
 from nanodag.sampler.slots import Listener, Running
-from nanodag.sampler.weights import fingerprint_checkpoint
+from nanodag.sampler.traffic import Traffic, body_of
+from nanodag.sampler.weight_endpoints import WeightEndpoints
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
-RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
 
 class SamplerServer:
@@ -55,17 +49,15 @@ class SamplerServer:
         self.engine = engine
         self.loop = loop
         self._numbers = itertools.count()
-        self._in_flight: set[str] = set()
-        self._changed = asyncio.Condition()
-        self._is_updating = False
+        self.traffic = Traffic(loop)
+        self.weights = WeightEndpoints(engine, self.traffic)
 
     def application(self) -> Starlette:
         post, get = ["POST"], ["GET"]
         return Starlette(
             routes=[
                 Route("/generate", self.generate, methods=post),
-                Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
-                Route("/weights_checker", self.weights_checker, methods=post),
+                *self.weights.routes(),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
                 Route("/pause_generation", self.pause_generation, methods=post),
                 Route("/continue_generation", self.continue_generation, methods=post),
@@ -79,23 +71,21 @@ class SamplerServer:
             exception_handlers={BadRequest: _refused, SamplerError: _failed, HTTPException: _http_error},
         )
 
-    async def _in_loop(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.wrap_future(self.loop.call(function))
-
     # ---- generate
 
     async def generate(self, http: HttpRequest) -> Response:
-        body = await _parse(http, GenerateBody)
+        body = await body_of(http, GenerateBody)
         requests = self._requests(body)
         for request in requests:
             self.engine.validate(request)
-        await self._enter(requests)
+        rids = {request.rid for request in requests if request.rid is not None}
+        await self.traffic.enter(rids)
         if body.stream:
-            return await self._stream(body, requests)
+            return await self._stream(body, requests, rids)
         try:
             results = await self._run(http, requests)
         finally:
-            await self._leave(requests)
+            await self.traffic.leave(rids)
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         samples = [(sample, request) for request, group in zip(requests, results, strict=True) for sample in group]
@@ -124,20 +114,6 @@ class SamplerServer:
             )
         return requests
 
-    async def _enter(self, requests: list[Request]) -> None:
-        """Wait while weights change, then count the requests as under way. Raises BadRequest for a rid in use."""
-        rids = {request.rid for request in requests}
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_updating)
-            if taken := rids & self._in_flight:
-                raise BadRequest(f"rid {min(taken)!r} belongs to a request that is under way: choose another")
-            self._in_flight |= rids
-
-    async def _leave(self, requests: list[Request]) -> None:
-        async with self._changed:
-            self._in_flight -= {request.rid for request in requests}
-            self._changed.notify_all()
-
     async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]] | None:
         """All samples of all requests, by request; None if the client went away before the last."""
         results: list[list[Any]] = [[None] * request.params.n for request in requests]
@@ -153,7 +129,7 @@ class SamplerServer:
 
             return listen
 
-        running = await self._in_loop(
+        running = await self.traffic.in_loop(
             lambda: [self.engine.submit(r, listener_of(g)) for r, g in zip(requests, results, strict=True)]
         )
         disconnected = asyncio.ensure_future(_disconnect(http))
@@ -169,7 +145,7 @@ class SamplerServer:
         members = set(map(id, running))
         self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
 
-    async def _stream(self, body: GenerateBody, requests: list[Request]) -> Response:
+    async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
         queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
         wake = asyncio.get_running_loop().call_soon_threadsafe
 
@@ -177,16 +153,16 @@ class SamplerServer:
             return lambda index, completion: wake(queue.put_nowait, (prompt, index, completion))
 
         try:
-            running = await self._in_loop(
+            running = await self.traffic.in_loop(
                 lambda: [self.engine.submit(r, listener_of(p), stream=True) for p, r in enumerate(requests)]
             )
         except BaseException:
-            await self._leave(requests)
+            await self.traffic.leave(rids)
             raise
 
         async def end() -> None:
             self._drop(running)
-            await self._leave(requests)
+            await self.traffic.leave(rids)
 
         return _EventStream(self._events(body, requests, queue), end)
 
@@ -206,52 +182,7 @@ class SamplerServer:
             yield b"data: " + to_json(event) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    # ---- weights, cache, pause, abort
-
-    async def update_weights_from_disk(self, http: HttpRequest) -> Response:
-        """Wait for requests under way (at once if paused), then change the weights. A bad path keeps the old ones."""
-        try:
-            body = await _parse(http, UpdateWeightsBody)
-            path = Path(body.model_path)
-            weights = await asyncio.to_thread(self.engine.load, path)
-        except BadRequest as error:
-            return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0}, status_code=400)
-        if body.abort_all_requests:
-            await self._in_loop(lambda: self.engine.abort(lambda running: True, "aborted by update_weights_from_disk"))
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_updating)
-            self._is_updating = True
-            try:
-                await self._changed.wait_for(lambda: self.loop.is_paused or not self._in_flight)
-                await self._in_loop(lambda: self.engine.update_weights(weights, path, body.weight_version))
-            finally:
-                self._is_updating = False
-                self._changed.notify_all()
-        message = "Succeeded to update model weights."
-        if body.weight_version is not None:
-            message += f" Weight version updated to {body.weight_version}."
-        paused = len(self._in_flight) if self.loop.is_paused else 0
-        return JSONResponse({"success": True, "message": message, "num_paused_requests": paused})
-
-    async def weights_checker(self, http: HttpRequest) -> Response:
-        """Fingerprints of the checkpoint that was loaded, once it is certain that its weights are those in memory.
-
-        What is in memory has another layout, so the checkpoint is read again: it must still be there.
-        """
-        await _parse(http, WeightsCheckerBody)
-        path = self.engine.checkpoint.path
-        weights = await asyncio.to_thread(self.engine.load, path)
-        differing = await self._in_loop(lambda: self.engine.model.weights.differing(weights))
-        if differing:
-            raise SamplerError(f"the weights in memory are not those of {path}: {', '.join(differing)} differ")
-        found = await asyncio.to_thread(fingerprint_checkpoint, path)
-        place = {name: int(name.endswith("size")) for name in RANK_NAMES}
-        rank = {
-            "checksums": found,
-            "per_gpu_checksum": overall(found),
-            "parallelism_info": [{"role": "target", **place}],
-        }
-        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+    # ---- cache, pause, abort
 
     async def flush_cache(self, http: HttpRequest) -> Response:
         def flush() -> bool:
@@ -260,31 +191,30 @@ class SamplerServer:
             self.engine.forget_prompts()
             return True
 
-        if await self._in_loop(flush):
+        if await self.traffic.in_loop(flush):
             return PlainTextResponse("Cache flushed.\n")
         raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
 
     async def pause_generation(self, http: HttpRequest) -> Response:
-        body = await _parse(http, PauseBody)
-        await self._in_loop(lambda: self.loop.pause(body.mode))
-        async with self._changed:
-            self._changed.notify_all()
+        body = await body_of(http, PauseBody)
+        await self.traffic.in_loop(lambda: self.loop.pause(body.mode))
+        await self.traffic.look_again()
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HttpRequest) -> Response:
-        await _parse(http, ContinueBody)
-        await self._in_loop(self.loop.resume)
+        await body_of(http, ContinueBody)
+        await self.traffic.in_loop(self.loop.resume)
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort_request(self, http: HttpRequest) -> Response:
         """End requests with what they have. An unknown rid is no error: it may just have finished."""
-        body = await _parse(http, AbortBody)
+        body = await body_of(http, AbortBody)
 
         def is_meant(running: Running) -> bool:
             # A rid given for a whole batch is that of its prompts with a number behind it.
             return body.abort_all or running.rid == body.rid or running.rid.startswith(f"{body.rid}_")
 
-        await self._in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
+        await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
         return Response()
 
     # ---- looking
@@ -350,17 +280,6 @@ def _settle(future: "asyncio.Future[None]") -> None:
 async def _disconnect(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _parse(http: HttpRequest, model: type[Body]) -> Body:
-    raw = await http.body()
-    try:
-        content = from_json(raw, allow_inf_nan=False) if raw else {}
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadRequest(f"the body must be a JSON object, not a {type(content).__name__}")
-    return parse_body(model, content)
 
 
 def _failure(reason: FinishReason | None) -> Response | None:

@@ -82,6 +82,10 @@ class Weights:
         for mine, new in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(new)
 
+    def sums(self) -> list[int]:
+        """Of each tensor's bits, read as integers: what changes one of them changes its sum."""
+        return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
+
     def differing(self, other: "Weights") -> list[str]:
         """Names of the tensors that are not equal to the last bit, as the fields of these classes."""
         pairs = [("embedding", self.embedding, other.embedding), ("norm", self.norm, other.norm)]
@@ -92,14 +96,30 @@ class Weights:
         return [name for name, one, two in pairs if one is not None and two is not None and not torch.equal(one, two)]
 
 
+def _as_integers(tensor: Tensor) -> Tensor:
+    """A view; 8 bytes each where they go in, which is summed up fifty times as fast as 2."""
+    flat = tensor.view(-1)
+    narrow = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[tensor.dtype]
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else narrow)
+
+
 def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read every tensor of the checkpoint in ``path``, rounded to ``dtype``.
 
-    Raises BadRequest: no safetensors file, a file that cannot be read, a tensor that is missing, has another shape,
-    holds NaN or infinity, or that this architecture has no place for.
+    Raises BadRequest: no safetensors file, a file that cannot be read, and as ``build_weights`` does.
     """
-    raw = _read_tensors(path)
-    take = _Taker(raw, path, dtype, device)
+    return build_weights(_read_tensors(path), architecture, dtype, device, source=f"the checkpoint in {path}")
+
+
+def build_weights(
+    raw: Mapping[str, Tensor], architecture: Architecture, dtype: torch.dtype, device: torch.device, *, source: str
+) -> Weights:
+    """The weights that a checkpoint's tensors make, rounded to ``dtype``. source: where they are from, for messages.
+
+    Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or that this architecture has
+    no place for.
+    """
+    take = _Taker(raw, source, dtype, device)
     a = architecture
     layers = [_layer(take, f"model.layers.{index}.", a) for index in range(a.num_layers)]
     padding = -a.vocab_size % VOCABULARY_BLOCK
@@ -143,9 +163,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 class _Taker:
     """Hands out a checkpoint's tensors by name, checked, and knows which were never asked for."""
 
-    def __init__(self, raw: Mapping[str, Tensor], path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, raw: Mapping[str, Tensor], source: str, dtype: torch.dtype, device: torch.device) -> None:
         self.raw = raw
-        self.path = path
+        self.source = source
         self.dtype = dtype
         self.device = device
         self.taken: set[str] = set()
@@ -153,18 +173,18 @@ class _Taker:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, rounded to dtype, in float32."""
         if name not in self.raw:
-            raise BadRequest(f"the checkpoint in {self.path} has no tensor {name!r}")
+            raise BadRequest(f"{self.source} has no tensor {name!r}")
         tensor = self.raw[name]
         if tuple(tensor.shape) != shape:
             raise BadRequest(
-                f"{name!r} in {self.path} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
+                f"{name!r} in {self.source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
             )
         self.taken.add(name)
         # A copy, never a view of the mapped file: its owner may replace or delete it.
         tensor = tensor.to(device=self.device, dtype=self.dtype).to(torch.float32, copy=True)
         # One reduction instead of isfinite().all(): NaN and infinity both make the sum of zeros not zero.
         if (tensor * 0).sum().item() != 0.0:
-            raise BadRequest(f"{name!r} in {self.path} holds NaN or infinity")
+            raise BadRequest(f"{name!r} in {self.source} holds NaN or infinity")
         return tensor
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -175,7 +195,7 @@ class _Taker:
         known = {*self.taken, *ignored}
         left = [name for name in self.raw if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if left:
-            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self.path}")
+            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self.source}")
 
 
 def _layer(take: _Taker, prefix: str, a: Architecture) -> LayerWeights:

@@ -16,7 +16,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch import distributed as dist
 from nanodag.config.schema import OptimizerConfig, Precision
 from nanodag.errors import CorruptArtifact, TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
+from nanodag.train.shares import Shares, in_buckets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER_BYTES = 64 << 20
@@ -102,9 +102,9 @@ class Engine:
         model = model.to(self.device, self.dtype)
         if zero_stage == 3 and leaf_modules:
             deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
-        self._whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.shapes = {name: self._whole[name] for name, _ in trained}
+        self.shapes = {name: whole[name] for name, _ in trained}
         self._updates = SegmentedOptimizer(trained, self.shapes, optimizer, clip=gradient_clipping)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
@@ -115,6 +115,7 @@ class Engine:
                 dist_init_required=False,
             )
         self.model = model
+        self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
         self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype)
 
@@ -170,15 +171,15 @@ class Engine:
         A tensor is valid until the next one is asked for. All ranks must walk through, to the end; at most bucket_bytes
         are gathered at once.
         """
-        named = list(self.model.named_parameters())
+        named = dict(self.model.named_parameters())
         if self.zero_stage < 3:
-            for name, parameter in named:
+            for name, parameter in named.items():
                 yield name, parameter.detach()
             return
-        for bucket in self._gather_buckets(named, bucket_bytes):
-            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-                for name, parameter in bucket:
-                    yield name, parameter.detach()
+        for bucket in in_buckets(list(named), self.shares.num_bytes, bucket_bytes):
+            with deepspeed.zero.GatheredParameters([named[name] for name in bucket]):
+                for name in bucket:
+                    yield name, named[name].detach()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole weights on CPU by name on rank 0, an empty dict elsewhere; all ranks must call it."""
@@ -229,20 +230,6 @@ class Engine:
                     pieces.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
-
-    def _gather_buckets(
-        self, named: list[tuple[str, nn.Parameter]], bucket_bytes: int
-    ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        bucket: list[tuple[str, nn.Parameter]] = []
-        size = 0
-        for name, parameter in named:
-            num_bytes = math.prod(self._whole[name]) * self.dtype.itemsize
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, parameter))
-            size += num_bytes
-        yield bucket
 
     def _layout(self) -> tuple[list[Tensor], list[Segment]]:
         """This rank's float32 master tensors, and where each parameter lies in them.

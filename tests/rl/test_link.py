@@ -54,9 +54,8 @@ def test_replies_are_waited_for_beside_other_work(ranks):
     link, _ = ranks
 
     async def ask() -> list:
-        link.send("say", word="hello")
         worked = 0
-        replies = asyncio.ensure_future(link.replies())
+        replies = asyncio.ensure_future(link.exchange("say", word="hello"))
         while not replies.done():
             worked += 1
             await asyncio.sleep(0)
@@ -70,9 +69,20 @@ def test_replies_are_waited_for_beside_other_work(ranks):
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_error_of_a_rank_is_raised_by_its_kind(ranks, beside):
     link, _ = ranks
-    link.send("fail", rank=1)
     with pytest.raises(TrainingDiverged, match="Trainer rank 1: the loss is nan at step 3"):
-        asyncio.run(link.replies()) if beside else link.receive()
+        asyncio.run(link.exchange("fail", rank=1)) if beside else link.ask("fail", rank=1)
+
+
+def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
+    link, _ = ranks
+
+    async def ask() -> list:
+        given_up = asyncio.ensure_future(link.exchange("say", word="first"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await link.exchange("say", word="second")
+
+    assert asyncio.run(ask()) == [{"rank": 0, "said": "second"}, {"rank": 1, "said": "second"}]
 
 
 def test_a_rank_that_is_killed_is_noticed_at_once(ranks):

@@ -90,9 +90,11 @@ class FakeWork:
         return self.stopping
 
 
-def schedule(work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True) -> Schedule:
-    start = position or Position()
-    return Schedule(work, num_steps=STEPS, lag=lag, is_exact=is_exact, position=start, timed=work.timed)
+def schedule(
+    work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True, keeps_trainer: bool = False
+) -> Schedule:
+    options = {"num_steps": STEPS, "lag": lag, "is_exact": is_exact, "keeps_trainer": keeps_trainer}
+    return Schedule(work, position=position or Position(), timed=work.timed, **options)
 
 
 def carry_out(work: FakeWork, lag: int, **options) -> FakeWork:
@@ -114,6 +116,22 @@ def test_which_weights_sample_a_harvest_depends_on_its_step_alone(lag, slow):
     assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
     assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5]
     assert of(work, "evaluate") == [0, 2, 5] and of(work, "save") == [2, 4]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("slow", SPEEDS)
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+def test_no_step_changes_weights_that_the_samplers_are_still_to_take(lag, slow, is_exact):
+    work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
+    carry_out(work, lag, is_exact=is_exact, keeps_trainer=True)
+    if is_exact:
+        assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
+    assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5] and of(work, "evaluate") == [0, 2, 5]
+    for turn in of(work, "load"):  # noted when it ends, as a step is: no later step is before it
+        assert all(work.log.index(("train", step)) > work.log.index(("load", turn)) for step in range(turn + 1, 6))
+    assert frozenset({"load", "train"}) not in work.beside
+    if lag:
+        assert any({"train", "generate"} <= both for both in work.beside)
 
 
 @pytest.mark.parametrize("lag", [1, 3])

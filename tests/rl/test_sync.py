@@ -57,11 +57,11 @@ def synced(server, model, folder, versions, *, ask, check_every=1):
 
     async def run():
         samplers = Samplers([server], model=model, version=0, launch=None, connect=SamplerClient)
-        sync = DiskSync(samplers, check_every=check_every)
+        sync = DiskSync(samplers, ask, check_every=check_every)
         try:
             for turn, version in enumerate(versions):
                 own = folder / f"v{version}" if turn == 0 else folder / f"v{version}-{turn}"
-                await sync.publish(own, version, ask)
+                await sync.publish(own, version)
                 await sync.load(own, version)
                 for older in set(folder.glob("v*")) - {own}:
                     shutil.rmtree(older)

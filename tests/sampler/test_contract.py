@@ -6,8 +6,10 @@ SGLang's half is slow, and needs what `nanodag sampler install --cpu` makes, or 
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -18,9 +20,10 @@ from nanodag.errors import BadRequest, MissingTool
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams, completion_from_wire
+from nanodag.sampler.protocol import Bucket, Request, SamplingParams, completion_from_wire
 from nanodag.sampler.sglang_install import find_python
 from nanodag.sampler.sglang_process import SGLangProcess
+from nanodag.sampler.weight_group import WeightGroup, open_store
 
 CONTEXT = 256
 VOCABULARY = 150
@@ -207,6 +210,140 @@ def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(s
     if mode == "retract":  # recomputed, so it is as if the new weights had had all of it
         wanted_new = expected_logprobs(sampler.second, (1, 2, 3), last.output_ids)[new.start :]
         assert torch.allclose(torch.tensor(last.logprobs)[new.start :], wanted_new, atol=1e-4)
+
+
+class Trainer:
+    """Rank 0 of a group of two, which broadcasts a checkpoint's tensors from a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.store = open_store(60)
+        self.name = name
+        self.work: Thread | None = None
+        self.group: WeightGroup | None = None
+
+    def broadcast(self, folder: Path) -> list[Bucket]:
+        """Begin; returns the two buckets that it sends, the first of one tensor."""
+        named = list(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        parts = [named[:1], named[1:]]
+        self.work = Thread(target=self._run, args=(parts,), daemon=True)
+        self.work.start()
+        return [
+            Bucket([n for n, _ in part], ["float32"] * len(part), [list(p.shape) for _, p in part]) for part in parts
+        ]
+
+    def _run(self, parts) -> None:
+        if self.group is None:
+            self.group = WeightGroup(self.store, name=self.name, rank=0, size=2, timeout_s=60)
+        for part in parts:
+            self.group.broadcast(torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in part]))
+
+    async def give(self, client: SamplerClient, folder: Path, version: int) -> None:
+        """A whole update, the group made first if need be."""
+        is_new = self.group is None
+        buckets = self.broadcast(folder)
+        if is_new:
+            await client.join_weight_group(name=self.name, port=self.store.port, rank=1, size=2)
+        await client.begin_weight_update()
+        for bucket in buckets:
+            await client.receive_weights(bucket, group=self.name, version=version if bucket is buckets[-1] else None)
+        await client.end_weight_update()
+        self.work.join()
+
+
+def test_broadcast_weights_are_held_to_the_bit_and_sampled_with(sampler):
+    trainer = Trainer("one")
+
+    async def work(client):
+        await trainer.give(client, sampler.second, 5)
+        ((found,),), (held,) = await client.generate([request()]), await client.fingerprints()
+        await trainer.give(client, sampler.first, 0)  # the group goes on
+        (back,) = await client.fingerprints()
+        await client.leave_weight_group("one")
+        return found, held, back
+
+    found, held, back = sampler.ask(work)
+    assert found.token_versions() == ["5"] * 12
+    assert close(found, sampler.second, (1, 2, 3)) and not close(found, sampler.first, (1, 2, 3))
+    assert held == fingerprints_of(sampler.engine, sampler.second)
+    assert back == fingerprints_of(sampler.engine, sampler.first)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_is_paused_goes_on_with_broadcast_weights_and_says_from_which_token(sampler, mode):
+    trainer = Trainer(f"paused-{mode}")
+
+    async def work(client):
+        chunks = client.stream(request(max_new_tokens=240))
+        await anext(chunks)
+        await client.pause(mode)
+        buckets = trainer.broadcast(sampler.second)
+        await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
+        await client.begin_weight_update()
+        for bucket in buckets:  # a cache that something uses cannot be flushed
+            body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "weight_version": "7"}
+            body |= {"group_name": trainer.name, "load_format": "flattened_bucket", "flush_cache": mode == "retract"}
+            answer = await client._http.post("/update_weights_from_distributed", json=body)
+            assert answer.status_code == 200, answer.text
+        await client.end_weight_update()
+        await client.resume()
+        last = [chunk async for chunk in chunks][-1]
+        await client.leave_weight_group(trainer.name)
+        await client.update_weights_from_disk(sampler.first, 0)
+        return last
+
+    last = sampler.ask(work)
+    old, new = last.weight_versions
+    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", 240)
+    assert old.end == new.start
+    wanted_old = expected_logprobs(sampler.first, (1, 2, 3), last.output_ids)[: old.end]
+    assert torch.allclose(torch.tensor(last.logprobs)[: old.end], wanted_old, atol=1e-4)
+    if mode == "retract":
+        wanted_new = expected_logprobs(sampler.second, (1, 2, 3), last.output_ids)[new.start :]
+        assert torch.allclose(torch.tensor(last.logprobs)[new.start :], wanted_new, atol=1e-4)
+
+
+def test_updates_outside_a_session_or_of_no_group_are_refused_and_it_goes_on_serving(sampler):
+    one = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "nobody"}
+    assert sampler.post("/end_weight_update", {}).status_code == 400
+    assert sampler.post("/update_weights_from_distributed", one).status_code == 400
+    assert sampler.post("/destroy_weights_update_group", {"group_name": "nobody"}).status_code == 400
+    assert sampler.post("/init_weights_update_group", {"master_address": "127.0.0.1"}).status_code in (400, 422)
+    assert sampler.post("/begin_weight_update", {}).status_code == 200
+    assert sampler.post("/begin_weight_update", {}).status_code == 400
+    assert sampler.post("/update_weights_from_distributed", one).status_code == 400
+    assert sampler.post("/end_weight_update", {}).status_code in (200, 400)
+    sampler.ask(lambda client: client.update_weights_from_disk(sampler.first, 0))
+    ((found,),) = sampler.ask(lambda client: client.generate([request()]))
+    assert close(found, sampler.first, (1, 2, 3))
+
+
+def test_a_trainer_that_goes_away_in_mid_broadcast_is_answered_400_and_the_disk_mends_it(sampler):
+    trainer = Trainer("gone")
+
+    async def work(client):
+        buckets = trainer.broadcast(sampler.second)
+        await client.join_weight_group(name="gone", port=trainer.store.port, rank=1, size=2)
+        await client.begin_weight_update()
+        await client.receive_weights(buckets[0], group="gone")
+        trainer.work.join(0.5)
+        waiting = asyncio.create_task(client.receive_weights(buckets[1], group="gone", version=9))
+        await waiting  # the second is there; a third never comes
+        waiting = asyncio.create_task(client.receive_weights(buckets[1], group="gone", version=9))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        trainer.group.close()
+        with pytest.raises(BadRequest, match="receive weights"):
+            await waiting
+        with suppress(BadRequest):  # SGLang has no way to take back what it has loaded
+            await client.end_weight_update()
+        info = await client.model_info()
+        await client.update_weights_from_disk(sampler.first, 0)
+        ((found,),) = await client.generate([request()])
+        return info["weight_version"], found
+
+    version, found = sampler.ask(work)
+    assert version == ("0" if sampler.engine == "embedded" else "9")
+    assert found.token_versions() == ["0"] * 12 and close(found, sampler.first, (1, 2, 3))
 
 
 def test_an_aborted_request_ends_with_what_it_has(sampler):

@@ -1,0 +1,182 @@
+"""How long new weights take to the samplers: `python -m benchmarks.weight_sync [--shape small half-billion]`.
+
+Both ways in turn, disk (a folder in /dev/shm) and distributed (gloo), on one machine, from one trainer rank to embedded
+samplers: from when the trainer's weights are ready until every sampler says that it has them. The shapes: `small`, the
+6.17-million-parameter Qwen2 of rl_vs_trl.py in fp32 (25 MB); `half-billion`, Qwen2.5-0.5B in bf16 (1 GB). Weights are
+random. What is timed is the code of a stage; the trainer's rank is a thread of this process, and holds the weights as
+ZeRO-3 does on one rank, without an optimizer. Verified is the first sync of each way, which is not counted.
+
+Printed: medians and ranges of wall seconds, and CPU-seconds of both sides; each round changes the weights.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from nanodag.rl.broadcast import Broadcaster
+from nanodag.rl.broadcast_sync import DistributedSync
+from nanodag.rl.export import write_model
+from nanodag.rl.samplers import Samplers
+from nanodag.rl.sync import DiskSync, WeightSync
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.process import SamplerProcess
+from nanodag.train.shares import Shares
+
+SHAPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "small": (
+        torch.float32,
+        {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    ),
+    "half-billion": (
+        torch.bfloat16,
+        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+        | {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+    ),
+}
+TIMEOUT_S = 120.0
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Trainer:
+    """Its only rank. Answers what the controller's `ask` asks for."""
+
+    def __init__(self, model: torch.nn.Module, source: Path, dtype: torch.dtype, bucket_bytes: int) -> None:
+        self.model, self.source, self.dtype = model, source, dtype
+        for parameter in model.parameters():
+            parameter.ds_tensor = parameter.data.view(-1)  # as ZeRO-3 has it on one rank
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shares = Shares(model, shapes, dtype=dtype, is_spread=True)
+        self.broadcaster = Broadcaster(shares, rank=0, prefix="", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S)
+
+    async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        return [await asyncio.to_thread(getattr(self, do), **arguments)]
+
+    def layout(self) -> dict[str, Any]:
+        return {"buckets": self.broadcaster.layout()}
+
+    def open_group(self, name: str, size: int) -> dict[str, Any]:
+        return {"port": self.broadcaster.open(name, size)}
+
+    def broadcast(self, fingerprint: bool) -> dict[str, Any]:
+        found = Fingerprints("checkpoint")
+        return {"failure": self.broadcaster.send(found if fingerprint else None), "fingerprints": found.all()}
+
+    def export(self, folder: str, fingerprint: bool) -> dict[str, Any]:
+        found = Fingerprints("checkpoint")
+        write_model(
+            ((name, parameter.detach()) for name, parameter in self.model.named_parameters()),
+            Path(folder),
+            source=self.source,
+            is_writer=True,
+            dtype=self.dtype,
+            fingerprints=found if fingerprint else None,
+        )
+        return {"fingerprints": found.all()}
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Of these processes so far, user and system."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / TICK
+
+
+async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket_bytes: int) -> None:
+    """Print a line for each way."""
+    dtype, sizes = SHAPES[name]
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder / "model")
+    trainer = Trainer(model, folder / "model", dtype, bucket_bytes)
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    servers = [
+        SamplerProcess.start(
+            folder / "model",
+            log_path=folder / f"log-{number}",
+            dtype=names[dtype],
+            max_batch=8,
+            context_length=256,
+            weight_version=0,
+        )
+        for number in range(replicas)
+    ]
+    samplers = Samplers(servers, model=folder / "model", version=0, launch=_no_launch, connect=SamplerClient)
+    never = 1 << 30  # after the first
+    ways: dict[str, WeightSync] = {
+        "disk": DiskSync(samplers, trainer.ask, check_every=never),
+        "distributed": DistributedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S),
+    }
+    pids = [os.getpid(), *(server.pid for server in servers)]
+    wall: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+    try:
+        for version in range(1, rounds + 2):
+            for way, sync in ways.items():
+                next(model.parameters()).data.flatten()[:64].add_(1.0)
+                own = folder / f"{way}-{version}"
+                before, began = cpu_seconds(pids), time.monotonic()
+                await sync.publish(own, version)
+                await sync.load(own, version)
+                wall[way].append(time.monotonic() - began)
+                cpu[way].append(cpu_seconds(pids) - before)
+            shutil.rmtree(folder / f"disk-{version - 1}", ignore_errors=True)
+    finally:
+        trainer.broadcaster.close()
+        await samplers.disconnect()
+        samplers.close()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for way in ways:
+        seconds = wall[way][1:]
+        print(
+            f"{name:12} {num_bytes / 1e6:7.0f} MB  {way:11}  median {statistics.median(seconds):.3f} s"
+            f"  ({min(seconds):.3f} to {max(seconds):.3f})  CPU {statistics.median(cpu[way][1:]):.2f} s"
+            f"  verified {wall[way][0]:.3f} s",
+            flush=True,
+        )
+
+
+def _no_launch(number: int, model: Path, version: int) -> SamplerProcess:
+    raise AssertionError("a sampler was lost")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in options.shape:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="weight-sync-") as folder:
+            asyncio.run(
+                measure(
+                    name,
+                    Path(folder),
+                    rounds=options.rounds,
+                    replicas=options.replicas,
+                    bucket_bytes=options.bucket_bytes,
+                )
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

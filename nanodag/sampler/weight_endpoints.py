@@ -1,0 +1,233 @@
+"""The embedded sampler's endpoints about weights: from a folder, by broadcast, and what it holds.
+
+A broadcast is a session, as in SGLang: begin, any number of updates, end. What is received is kept apart and takes the
+place of the old weights at the end, between two tokens: until then, and when anything goes wrong, every token is drawn
+with the old ones. So all of a model's tensors must come in one session; SGLang takes any part of them.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+
+from nanodag.errors import BadRequest, SamplerError
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.fingerprints import Fingerprints, overall
+from nanodag.sampler.protocol import (
+    BeginUpdateBody,
+    DestroyGroupBody,
+    EndUpdateBody,
+    InitGroupBody,
+    ReceiveWeightsBody,
+    UpdateWeightsBody,
+    WeightsCheckerBody,
+)
+from nanodag.sampler.traffic import Traffic, body_of
+from nanodag.sampler.weight_group import WeightGroup, find_store, split
+from nanodag.sampler.weights import Weights, fingerprint_checkpoint
+
+GROUP_TIMEOUT_S = 600.0
+RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
+
+
+@dataclass
+class _Session:
+    """Between begin and end. failure: of the first broadcast that was not received."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    fingerprints: Fingerprints = field(default_factory=lambda: Fingerprints("checkpoint"))
+    version: str | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class _Received:
+    """Of the weights in memory, when they came by broadcast. sums: of the engine's own tensors, when they were made."""
+
+    fingerprints: dict[str, str]
+    sums: list[int]
+
+
+class WeightEndpoints:
+    """What lies behind them. One change at a time; requests under way are waited for, unless they are paused."""
+
+    def __init__(self, engine: Engine, traffic: Traffic) -> None:
+        self.engine = engine
+        self.traffic = traffic
+        self._groups: dict[str, WeightGroup] = {}
+        self._session: _Session | None = None
+        self._received: _Received | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        endpoints = (
+            self.update_weights_from_disk, self.weights_checker, self.init_weights_update_group,
+            self.destroy_weights_update_group, self.begin_weight_update, self.update_weights_from_distributed,
+            self.end_weight_update,
+        )  # fmt: skip
+        return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in endpoints]
+
+    async def update_weights_from_disk(self, http: HttpRequest) -> Response:
+        """Wait for requests under way (at once if paused), then change the weights. A bad path keeps the old ones."""
+        try:
+            body = await body_of(http, UpdateWeightsBody)
+            path = Path(body.model_path)
+            weights = await asyncio.to_thread(self.engine.load, path)
+        except BadRequest as error:
+            return _answer(False, str(error), num_paused_requests=0)
+        if body.abort_all_requests:
+            await self._abort_all("update_weights_from_disk")
+        await self._change(weights, path, body.weight_version, None)
+        return _answer(
+            True,
+            f"Succeeded to update model weights.{_now(body.weight_version)}",
+            num_paused_requests=self.traffic.num_paused,
+        )
+
+    async def weights_checker(self, http: HttpRequest) -> Response:
+        """Fingerprints of the weights as they came, once it is certain that they are what is in memory.
+
+        What is in memory has another layout. A checkpoint is therefore read again, and must still be there; what came
+        by broadcast was fingerprinted as it came, and its layout in memory summed up when it was made.
+        """
+        await body_of(http, WeightsCheckerBody)
+        if self._received is not None:
+            found = await self._check_received(self._received)
+        else:
+            found = await self._check_folder(self.engine.checkpoint.path)
+        place = {name: int(name.endswith("size")) for name in RANK_NAMES}
+        rank = {
+            "checksums": found,
+            "per_gpu_checksum": overall(found),
+            "parallelism_info": [{"role": "target", **place}],
+        }
+        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+
+    async def init_weights_update_group(self, http: HttpRequest) -> Response:
+        """Join a group whose rank 0 waits at the address. Answers when all of its members are there."""
+        body = await body_of(http, InitGroupBody)
+        if body.group_name in self._groups:
+            return _answer(False, f"there is a group {body.group_name!r} already: destroy it, or choose another name")
+
+        def join() -> WeightGroup:
+            store = find_store(body.master_address, body.master_port, GROUP_TIMEOUT_S)
+            sizes = {"rank": body.rank_offset, "size": body.world_size}
+            return WeightGroup(store, name=body.group_name, **sizes, timeout_s=GROUP_TIMEOUT_S)
+
+        try:
+            self._groups[body.group_name] = await asyncio.to_thread(join)
+        except RuntimeError as error:
+            return _answer(False, f"Failed to initialize custom process group: {error}.")
+        return _answer(True, "Succeeded to initialize custom process group.")
+
+    async def destroy_weights_update_group(self, http: HttpRequest) -> Response:
+        body = await body_of(http, DestroyGroupBody)
+        group = self._groups.pop(body.group_name, None)
+        if group is None:
+            return _answer(False, "The group to be destroyed does not exist.")
+        group.close()
+        return _answer(True, "Succeeded to destroy custom process group.")
+
+    async def begin_weight_update(self, http: HttpRequest) -> Response:
+        await body_of(http, BeginUpdateBody)
+        if self._session is not None:
+            return _answer(False, "a weight-update session is already open; call end_weight_update() first")
+        self._session = _Session()
+        return _answer(True, "Success")
+
+    async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
+        """Receive one broadcast of rank 0: all tensors in one piece (flattened_bucket), or one after the other."""
+        body = await body_of(http, ReceiveWeightsBody)
+        session, group = self._session, self._groups.get(body.group_name)
+        if session is None:
+            return _answer(
+                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
+        if group is None:
+            return _answer(False, f"there is no group {body.group_name!r}: call init_weights_update_group first")
+        if body.abort_all_requests:
+            await self._abort_all("update_weights_from_distributed")
+        async with self._one_at_a_time:
+            try:
+                await asyncio.to_thread(_receive, group, body, session)
+            except RuntimeError as error:
+                session.failure = session.failure or str(error)
+                return _answer(False, f"Failed to receive weights: {error}")
+        session.version = body.weight_version if body.weight_version is not None else session.version
+        return _answer(True, f"Succeeded to update parameter online.{_now(body.weight_version)}")
+
+    async def end_weight_update(self, http: HttpRequest) -> Response:
+        """Make what was received the weights, wholly or not at all."""
+        await body_of(http, EndUpdateBody)
+        async with self._one_at_a_time:
+            session, self._session = self._session, None
+            if session is None:
+                return _answer(False, "no weight-update session is open; call begin_weight_update() first")
+            if session.failure:
+                return _answer(False, f"The old weights are kept: not all new ones were received: {session.failure}")
+            if not session.tensors:
+                return _answer(True, "Success")
+            try:
+                weights, received = await asyncio.to_thread(self._made_of, session)
+            except BadRequest as error:
+                return _answer(False, f"The old weights are kept: {error}")
+            await self._change(weights, self.engine.checkpoint.path, session.version, received)
+        return _answer(True, "Success")
+
+    def _made_of(self, session: _Session) -> tuple[Weights, _Received]:
+        weights = self.engine.weights_of(session.tensors, "what was broadcast")
+        return weights, _Received(session.fingerprints.all(), weights.sums())
+
+    async def _change(self, weights: Weights, path: Path, version: str | None, received: _Received | None) -> None:
+        async with self.traffic.standing():
+            await self.traffic.in_loop(lambda: self.engine.update_weights(weights, path, version))
+            self._received = received
+
+    async def _check_received(self, received: _Received) -> dict[str, str]:
+        found = await self.traffic.in_loop(self.engine.model.weights.sums)
+        if found != received.sums:
+            raise SamplerError("the weights in memory are not those that were broadcast")
+        return received.fingerprints
+
+    async def _check_folder(self, path: Path) -> dict[str, str]:
+        weights = await asyncio.to_thread(self.engine.load, path)
+        differing = await self.traffic.in_loop(lambda: self.engine.model.weights.differing(weights))
+        if differing:
+            raise SamplerError(f"the weights in memory are not those of {path}: {', '.join(differing)} differ")
+        return await asyncio.to_thread(fingerprint_checkpoint, path)
+
+    async def _abort_all(self, endpoint: str) -> None:
+        await self.traffic.in_loop(lambda: self.engine.abort(lambda running: True, f"aborted by {endpoint}"))
+
+
+def _receive(group: WeightGroup, body: ReceiveWeightsBody, session: _Session) -> None:
+    """Raises RuntimeError when rank 0 is gone, or a tensor cannot be had."""
+    dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
+    if body.load_format == "flattened_bucket":
+        flat = torch.empty(body.num_bytes, dtype=torch.uint8)
+        group.broadcast(flat)
+        tensors = split(flat, body.names, dtypes, body.shapes)
+    else:
+        tensors = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True)
+        }
+        for tensor in tensors.values():
+            group.broadcast(tensor)
+    for name, tensor in tensors.items():
+        session.fingerprints.add(name, tensor)
+    session.tensors |= tensors
+
+
+def _now(version: str | None) -> str:
+    return "" if version is None else f" Weight version updated to {version}."
+
+
+def _answer(is_done: bool, message: str, **more: Any) -> Response:
+    return JSONResponse({"success": is_done, "message": message, **more}, status_code=200 if is_done else 400)

@@ -1,0 +1,24 @@
+"""What one of two ranks does with a model that is spread over them: in a module of its own, which a process imports."""
+
+import torch
+
+from nanodag.train.shares import Shares
+
+
+def two_shares(rank, path, done):
+    """A (3,) and a (2, 2) tensor in halves, the first filled up; rank 0 says what comes together."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    model = torch.nn.Module()
+    for name, whole in (("a", [1.0, 2.0, 3.0, 9.0]), ("b", [4.0, 5.0, 6.0, 7.0])):
+        parameter = torch.nn.Parameter(torch.empty(0))
+        parameter.ds_tensor = torch.tensor(whole).split(2)[rank].clone()
+        model.register_parameter(name, parameter)
+    shares = Shares(model, {"a": (3,), "b": (2, 2)}, dtype=torch.float32, is_spread=True)
+    shares.keep()
+    first = shares.together(["a", "b"])
+    model.a.ds_tensor += 10
+    second, kept = shares.together(["a"]), shares.together(["a", "b"], kept=True)
+    if rank == 0:
+        done.put([found.view(torch.float32).tolist() for found in (first, second, kept)])
+    else:
+        assert first is second is kept is None

@@ -1,0 +1,330 @@
+"""Weights broadcast to samplers: held to the bit, and what becomes of samplers that die, hang or refuse meanwhile."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import multiprocessing
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import SamplerError
+from nanodag.rl.broadcast import Broadcaster
+from nanodag.rl.broadcast_sync import DistributedSync
+from nanodag.rl.export import write_model
+from nanodag.rl.samplers import Samplers
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.train.shares import in_buckets
+from tests.rl.models import save_tiny_model
+from tests.rl.spread import two_shares
+from tests.rl.stages import make_job, metrics, run, start
+from tests.rl.test_sync_health import digest, samplers_of
+
+TIMEOUT_S = 20.0
+
+
+class Weights:
+    """What `Shares` is on one rank, over the tensors of a checkpoint. before(names): called at each bucket."""
+
+    dtype = torch.float32
+
+    def __init__(self, folder: Path) -> None:
+        self.take(folder)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        self.num_bytes = {name: tensor.nbytes for name, tensor in self.tensors.items()}
+        self.before = lambda names: None
+
+    def take(self, folder: Path) -> None:
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def keep(self) -> None:
+        self.kept = dict(self.tensors)
+
+    def together(self, names, *, kept=False):
+        if not kept:
+            self.before(names)
+        held = self.kept if kept else self.tensors
+        return torch.cat([held[name].reshape(-1).view(torch.uint8) for name in names])
+
+
+class Trainer:
+    """Rank 0 of a trainer: answers what `ask` asks for."""
+
+    def __init__(self, folder: Path, *, bucket_bytes: int = 2000, timeout_s: float = TIMEOUT_S) -> None:
+        self.source = folder
+        self.weights = Weights(folder)
+        self.broadcaster = Broadcaster(self.weights, rank=0, prefix="", bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self.asked: list[str] = []
+
+    async def ask(self, do, **arguments):
+        self.asked.append(do)
+        return [await asyncio.to_thread(getattr(self, do), **arguments)]
+
+    def layout(self):
+        return {"buckets": self.broadcaster.layout()}
+
+    def open_group(self, name, size):
+        return {"port": self.broadcaster.open(name, size)}
+
+    def broadcast(self, fingerprint):
+        found = Fingerprints("checkpoint")
+        failure = self.broadcaster.send(found if fingerprint else None)
+        return {"failure": failure, "fingerprints": found.all()}
+
+    def export(self, folder, kept):
+        assert kept
+        options = {"source": self.source, "is_writer": True, "dtype": torch.float32}
+        write_model(self.broadcaster.kept(), Path(folder), **options)
+        return {}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return [save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pair(models, tmp_path_factory):
+    """Two servers that may end: each test begins with what is alive of them."""
+    folder = tmp_path_factory.mktemp("log")
+
+    def launch(number, path, version):
+        return SamplerProcess.start(path, log_path=folder / f"log-{number}", weight_version=version, max_batch=8)
+
+    servers = [launch(0, models[0], 0), launch(1, models[0], 0)]
+    yield launch, servers
+    for server in servers:
+        server.kill()
+
+
+def with_sync(pair, model, trainer, work, *, check_every=1, **options):
+    """Run `work(sync, samplers)` on the two servers, which are replaced by what it leaves."""
+    launch, servers = pair
+
+    async def main():
+        samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
+        sync = DistributedSync(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S)
+        try:
+            return await work(sync, samplers)
+        finally:
+            servers[:] = [member.server for member in await samplers.members()]
+            trainer.broadcaster.close()
+            await samplers.disconnect()
+
+    return asyncio.run(main())
+
+
+def expected(folder):
+    found = Fingerprints("checkpoint")
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        found.add(name, tensor)
+    return found.all()
+
+
+async def logprobs(samplers):
+    request = Request(input_ids=[1, 2, 3], params=SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True))
+    ((found,),) = await samplers.generate([request])
+    return found.logprobs
+
+
+def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(pair, models, tmp_path):
+    trainer = Trainer(models[1])
+
+    async def work(sync, samplers):
+        before = await logprobs(samplers)
+        await sync.load(tmp_path / "turn-1", 1)
+        first, changed = await samplers.fingerprints(), await logprobs(samplers)
+        trainer.weights.take(models[2])
+        await sync.load(tmp_path / "turn-2", 2)
+        return before, changed, first, await samplers.fingerprints(), await samplers.versions()
+
+    before, changed, first, second, versions = with_sync(pair, models[0], trainer, work)
+    assert first == [[expected(models[1])]] * 2 and second == [[expected(models[2])]] * 2
+    assert before != changed and versions == ["2", "2"]
+    assert trainer.asked == ["layout", "open_group", "broadcast", "broadcast"]  # no file, one group for both
+    assert len(trainer.broadcaster.layout()) > 5
+
+
+def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, tmp_path):
+    trainer = Trainer(models[1])
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    class Spoiled(Fingerprints):
+        def add(self, own, tensor):
+            super().add(own, tensor + 2.0**-20 if own == name else tensor)
+
+    def broadcast(fingerprint):
+        found = Spoiled("checkpoint")
+        return {"failure": trainer.broadcaster.send(found), "fingerprints": found.all()}
+
+    trainer.broadcast = broadcast
+    with pytest.raises(SamplerError, match=rf"Sampler 0 .*version 7: {name} has fingerprint"):
+        with_sync(pair, models[0], trainer, lambda sync, samplers: sync.load(tmp_path / "turn-7", 7))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pair, models, tmp_path, how):
+    trainer = Trainer(models[1], timeout_s=TIMEOUT_S if how == signal.SIGKILL else 2.0)
+    victim = pair[1][1]
+    count = iter(range(100))
+
+    def hit(names):
+        if next(count) == 3:
+            os.kill(victim.pid, how)
+
+    trainer.weights.before = hit
+
+    async def work(sync, samplers):
+        began = time.monotonic()
+        await sync.load(tmp_path / "turn-1", 1)
+        held, took = await samplers.fingerprints(), time.monotonic() - began
+        trainer.weights.take(models[2])
+        trainer.broadcaster._timeout_s = TIMEOUT_S
+        await sync.load(tmp_path / "turn-2", 2)
+        return held, took, await samplers.fingerprints(), samplers.num_restarts
+
+    held, took, after, num_restarts = with_sync(pair, models[0], trainer, work)
+    assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2
+    assert num_restarts == 1 and took < 100 and not victim.is_alive
+    assert trainer.asked.count("export") == 1 and trainer.asked[-2:] == ["open_group", "broadcast"]
+
+
+def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(pair, models, tmp_path):
+    trainer = Trainer(models[1], timeout_s=2.0)
+
+    async def work(sync, samplers):
+        (_, member) = await samplers.members()
+        await member.client.begin_weight_update()  # a second one is refused
+        await sync.load(tmp_path / "turn-1", 1)
+        return await samplers.fingerprints(), samplers.num_restarts
+
+    held, num_restarts = with_sync(pair, models[0], trainer, work)
+    assert held == [[expected(models[1])]] * 2 and num_restarts == 0
+
+
+def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_the_trainer_has_by_then(
+    pair, models, tmp_path
+):
+    trainer = Trainer(models[1])
+
+    async def work(sync, samplers):
+        await sync.load(tmp_path / "turn-1", 1)
+        trainer.weights.take(models[2])  # it trained on
+        os.kill(pair[1][0].pid, signal.SIGKILL)
+        assert await samplers.versions() == ["1", "1"]
+        held = await samplers.fingerprints()
+        await sync.load(tmp_path / "turn-2", 2)
+        return held, await samplers.fingerprints(), samplers.num_restarts
+
+    held, after, num_restarts = with_sync(pair, models[0], trainer, work)
+    assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2 and num_restarts == 1
+
+
+def test_weights_out_of_a_checkpoint_are_read_from_their_folder(pair, models, tmp_path):
+    trainer = Trainer(models[1])
+
+    async def work(sync, samplers):
+        await sync.load(models[2], 4)
+        return await samplers.fingerprints(), await samplers.versions()
+
+    held, versions = with_sync(pair, models[0], trainer, work)
+    assert held == [[expected(models[2])]] * 2 and versions == ["4", "4"] and trainer.asked == []
+
+
+def test_only_the_first_and_every_nth_broadcast_is_verified(pair, models, tmp_path):
+    trainer, asked = Trainer(models[1]), []
+    send = trainer.broadcast
+
+    def broadcast(fingerprint):
+        asked.append(fingerprint)
+        return send(fingerprint)
+
+    trainer.broadcast = broadcast
+
+    async def work(sync, samplers):
+        for version in range(1, 5):
+            await sync.load(tmp_path / f"turn-{version}", version)
+
+    with_sync(pair, models[0], trainer, work, check_every=3)
+    assert asked == [True, False, False, True]
+
+
+def test_buckets_keep_the_order_and_the_limit_and_a_large_tensor_is_alone():
+    sizes = {"a": 4, "b": 4, "c": 9, "d": 1, "e": 7}
+    assert list(in_buckets(list(sizes), sizes, 8)) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+def test_what_is_spread_over_two_ranks_comes_together_as_it_is_and_as_it_was_kept(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    done = context.SimpleQueue()
+    processes = [context.Process(target=two_shares, args=(rank, tmp_path / "store", done)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    first, second, kept = done.get()
+    assert first == kept == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] and second == [11.0, 12.0, 13.0]
+
+
+def stage(folder, **config):
+    """A stage of four steps, carried out; its lines about weights, and what it left."""
+    folder.mkdir()
+    resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
+    sampler = {"context": 64, "max_batch": 16, "replicas": 2}
+    job = make_job(folder, num_steps=4, sync_check_every=1, resources=resources, sampler=sampler, **config)
+    run(job)
+    lines = (job.workspace / "worker.log").read_text().splitlines()
+    assert all(line["seconds_sync"] > 0 for line in metrics(job))
+    left = {path.name: path.read_bytes() for path in sorted(job.output.iterdir())}
+    return [line for line in lines if ": weights " in line], left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_two_zero_3_ranks_that_broadcast_end_on_the_same_bytes_as_with_files(tmp_path, staleness):
+    config = {"max_staleness": staleness, "correction": "tis"}
+    _, by_files = stage(tmp_path / "disk", **config)
+    lines, left = stage(tmp_path / "broadcast", sync="distributed", sync_bucket_bytes=4000, **config)
+    assert left == by_files
+    for version in range(5):
+        assert any(f"weights {version}: broadcast in 9 buckets" in line and "25 tensors ver" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_stage_that_broadcasts_and_loses_samplers_ends_on_the_same_bytes(tmp_path):
+    config = {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    quiet = make_job(tmp_path / "a", **config)
+    run(quiet)
+    job = make_job(tmp_path / "b", sync="distributed", sync_bucket_bytes=4000, **config)
+    process = start(job)
+    for step in (1, 3):
+        while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
+            assert process.poll() is None, (job.workspace / "worker.log").read_text()[-4000:]
+            time.sleep(0.01)
+        if alive := samplers_of(process):
+            os.kill(alive[-1], signal.SIGKILL)
+    assert process.wait(timeout=300) == 0, (job.workspace / "worker.log").read_text()[-4000:]
+    assert "was lost and is started again" in (job.workspace / "worker.log").read_text()
+    assert digest(job.output) == digest(quiet.output)
+    assert (job.records / "ledger.jsonl").read_text() == (quiet.records / "ledger.jsonl").read_text()
+
+
+def test_what_cannot_work_is_refused_by_name(tmp_path):
+    config = make_job(tmp_path).config.model_dump()
+    on_gpu = {"sync": "distributed", "sync_check_every": 0, "resources": {"device": "cuda"}}
+    with pytest.raises(ValidationError, match="sync: distributed on a GPU"):
+        RLStage(**(config | on_gpu))
+    with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):
+        RLStage(**(config | {"sync_bucket_bytes": 1}))
+    RLStage(**(config | {"sync": "distributed", "sync_bucket_bytes": 1}))
