@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanodag.config import AnyStage, result_config
+from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.schema import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256
@@ -164,6 +164,11 @@ def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
     return sources.get(value, value) if isinstance(value, str) else value
 
 
+def cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
+    """What a worker is told of other machines: nothing, for a stage on this one alone."""
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.nodes > 1 else {}
+
+
 class _Build:
     """One stage that the store does not have."""
 
@@ -190,6 +195,7 @@ class _Build:
                     kind.module,
                     job,
                     num_ranks=num_ranks if kind.has_ranks else 1,
+                    nodes=stage.resources.nodes if kind.has_ranks else 1,
                     threads=int(stage.resources.threads),
                     device=device,
                     gpus=named_gpus(held.numbers) if device == "cuda" else "",
@@ -225,6 +231,7 @@ class _Build:
             "mirror": run.pipeline.mirror,
             "code": str(run.code_path),
             "composed": run.composed,
+            **cluster_context(run.pipeline, self._stage),
         }
         if self._stage.kind == "report":
             context |= _report_context(self._run, self._name, self._inputs)

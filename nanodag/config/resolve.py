@@ -174,7 +174,7 @@ def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: 
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {text!r}: the value is not YAML ({error}).") from None
     stages = tree.get("stages", {})
-    sections = ("stages", "store", "server", "nightly")
+    sections = ("stages", "store", "server", "cluster", "nightly")
     if parts[0] in stages:
         parts = ["stages", *parts]
     elif parts[0] not in Pipeline.model_fields or (len(parts) > 1 and parts[0] not in sections):
@@ -201,6 +201,8 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store = tree.setdefault("store", {})
     places = [(tree, "mirror", "none"), (store, "url", "store"), (store, "local", "auto")]
+    if isinstance(cluster := tree.get("cluster"), dict):
+        places.append((cluster, "hostfile", "none"))
     for table, field, default in places if isinstance(store, dict) else places[:1]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("none", "auto") and "://" not in value:

@@ -39,12 +39,29 @@ class Section(BaseModel):
 
 
 class Resources(Section):
-    """Where a stage runs. num_ranks: processes, one a GPU; threads: CPU threads a process; limit: what it occupies,
-    for concurrency limits in the flow."""
+    """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
+    nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said."""
 
     num_ranks: Positive | Auto = "auto"
     threads: Positive | Auto = "auto"
     device: Literal["cpu", "cuda"] | Auto = "auto"
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _ranks_fit_nodes(self) -> "Resources":
+        if self.gpus_per_node and self.device == "cpu":
+            raise ValueError(f"gpus_per_node {self.gpus_per_node} means nothing on device cpu; set num_ranks")
+        if self.num_ranks == "auto":
+            return self
+        if self.num_ranks % self.nodes:
+            raise ValueError(f"num_ranks {self.num_ranks} is not a multiple of nodes {self.nodes}; each has as many")
+        if self.gpus_per_node not in (0, self.num_ranks // self.nodes):
+            raise ValueError(
+                f"num_ranks {self.num_ranks} is not nodes {self.nodes} x gpus_per_node {self.gpus_per_node}; leave one "
+                "of them out"
+            )
+        return self
 
 
 class StageBase(Section):
@@ -639,6 +656,23 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+NODES_KINDS = ("pretrain", "midtrain", "sft", "rl")
+
+
+class ClusterConfig(Section):
+    """Other machines, for stages with resources.nodes above 1. hostfile: DeepSpeed's, with lines as `worker-2 slots=8`;
+    one of them is this machine. reach: the command that runs another one on {host}, without asking for a password."""
+
+    hostfile: str = "none"
+    reach: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
+
+    @model_validator(mode="after")
+    def _names_the_host(self) -> "ClusterConfig":
+        if "{host}" not in self.reach:
+            raise ValueError(f"reach {self.reach!r} does not say where {{host}} stands, as in: ssh {{host}}")
+        return self
+
+
 class StoreConfig(Section):
     """url: a local path or an fsspec URL. local: workspaces and cache when the store is remote, `auto` for
     ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory.
@@ -675,6 +709,7 @@ class Pipeline(Section):
     mirror: str = "none"
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
     nightly: NightlyConfig = NightlyConfig()
     stages: dict[str, AnyStage] = Field(min_length=1)
 
@@ -692,8 +727,16 @@ class Pipeline(Section):
                 if source not in self.stages:
                     known = list(self.stages)
                     raise ValueError(f"stages.{name}.inputs.{label} names {source!r}; the stages are {known}")
+            self._check_nodes(name, stage)
         order_of(self)
         return self
+
+    def _check_nodes(self, name: str, stage: AnyStage) -> None:
+        nodes = stage.resources.nodes
+        if nodes > 1 and stage.kind not in NODES_KINDS:
+            raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
+        if nodes > 1 and self.cluster.hostfile == "none":
+            raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
 
 
 def order_of(pipeline: Pipeline) -> list[str]:
