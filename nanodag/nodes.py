@@ -103,14 +103,18 @@ def _own_names() -> set[str]:
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address as another one sees it. Raises ConfigError for a host that is this machine itself,
-    NodeLost for a name that nobody knows."""
+    """This machine's IPv4 address as another one sees it. Raises NodeLost for a name that nobody knows."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing: it only chooses a route
         except OSError as error:
             raise NodeLost(f"There is no way to {host} from {socket.gethostname()}: {error}.") from error
-        address = probe.getsockname()[0]
+        return str(probe.getsockname()[0])
+
+
+def seen_address(host: str) -> str:
+    """`address_towards` another machine. Raises ConfigError for a host that is this machine itself."""
+    address = address_towards(host)
     if address.startswith("127."):
         raise ConfigError(
             f"{host} is this machine itself to {socket.gethostname()} (seen from {address}), so no other node would "
@@ -148,7 +152,7 @@ class Nodes:
         path = Path(self._cluster.hostfile)
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
-        self.address = address_towards(self._hosts[1].name)
+        self.address = seen_address(self._hosts[1].name)
         self._port = _free_port()
         self._token = secrets.token_hex(8)
         self._others: dict[str, Process] = {}
@@ -177,15 +181,14 @@ class Nodes:
         """
         self._reach_all(module, environment)
         own = dict(environment) | network_environment(self.address)
-        here = subprocess.Popen(self.command(0, module), env=own, stdin=subprocess.DEVNULL)
+        # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
+        here = subprocess.Popen(self.command(0, module), env=own, stdin=subprocess.DEVNULL, start_new_session=True)
         return {self._hosts[0].name: here, **self._others}
 
     def end(self) -> None:
         """Have the other nodes end what they run, and wait until they have."""
         for process in self._others.values():
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            self._close(process)
         deadline = time.monotonic() + END_TIMEOUT_S
         for process in self._others.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,6 +215,7 @@ class Nodes:
                     self._refuse_if_in_vain(host, code, deadline)
                     if time.monotonic() - began[host.name] > AGAIN_AFTER_S:
                         log.info("Node %d, %s: not reached (code %d); once more", number, host.name, code)
+                        self._close(self._others.pop(host.name))
                         del began[host.name]
             time.sleep(0.05)
 
@@ -234,7 +238,8 @@ class Nodes:
 
     def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Process:
         # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-        process = subprocess.Popen(self._reach_command(host), stdin=subprocess.PIPE, start_new_session=True)
+        command = self._reach_command(host)
+        process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
         told = {
             "command": self.command(number, module),
             "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
@@ -246,8 +251,11 @@ class Nodes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
             process.stdin.write(json.dumps(told).encode() + b"\n")
-            process.stdin.flush()
         return process
+
+    def _close(self, process: Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
 
     def _is_up(self, number: int) -> bool:
         try:

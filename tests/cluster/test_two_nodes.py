@@ -120,8 +120,9 @@ def test_a_node_that_loses_its_power_and_comes_back_ends_on_the_same_bytes(nodes
     assert steps == list(range(1, 13))
 
 
-def test_ending_the_launcher_ends_the_ranks_of_the_other_node(nodes, folder):
-    workspace = pretrain(folder, "ended", context=cluster(folder, nodes), horizon_tokens=512 * 2000)
+def test_killing_who_asked_ends_both_nodes_with_a_checkpoint(nodes, folder):
+    changes = {"horizon_tokens": 512 * 2000, "checkpoint_every": 5000}
+    workspace = pretrain(folder, "ended", context=cluster(folder, nodes), **changes)
     command = nodes.on(nodes.here, [sys.executable, "-c", TWICE, str(workspace / "job.json")])
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     wait_for_step(workspace, process, 2)
@@ -131,6 +132,7 @@ def test_ending_the_launcher_ends_the_ranks_of_the_other_node(nodes, folder):
     while found := [*nodes.pids(nodes.here), *nodes.pids(nodes.there)]:
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
+    assert len(list((workspace / "checkpoints").glob("step-????????"))) == 1  # both agreed after which step
 
 
 def test_rl_with_its_trainer_on_two_nodes_is_that_of_two_ranks_on_one(nodes, tmp_path_factory):
