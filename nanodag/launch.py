@@ -46,7 +46,7 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
     gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
     """
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_AUTH_STRING"}
     environment.update(
         OMP_NUM_THREADS=str(threads),
         MKL_NUM_THREADS=str(threads),

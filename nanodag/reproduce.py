@@ -15,7 +15,7 @@ from nanodag.kinds import KINDS
 from nanodag.launch import Result, run_worker
 from nanodag.provenance import environment
 from nanodag.runs import Run, StageResult, pipeline_file, result_of
-from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
 from nanodag.stage import cluster_context, key_of
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.files import files_below, sha256_of
@@ -81,7 +81,7 @@ def _carry_out(store: Store, job: Job, lock: int, on_line: Callable[[str], None]
     device = str(stage.resources.device)
     places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
     step_back_s = STEP_BACK_S if device == "cuda" else 0.0
-    with hold(store.local / "locks" / "places", places, step_back_s=step_back_s) as held:
+    with hold(places_folder(store), places, step_back_s=step_back_s) as held:
         result = run_worker(
             kind.module,
             job,

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,11 @@ def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1)
             )
         return Places(name="gpu", capacity=capacity, wanted=num_gpus)
     return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
+
+
+def places_folder(store: Store) -> Path:
+    """Where the places of this machine lie, for `hold`: several machines may share a store's local folder."""
+    return store.local / "locks" / "places" / socket.gethostname()
 
 
 @contextlib.contextmanager

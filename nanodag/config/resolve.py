@@ -201,8 +201,9 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store = tree.setdefault("store", {})
     places = [(tree, "mirror", "none"), (store, "url", "store"), (store, "local", "auto")]
-    if isinstance(cluster := tree.get("cluster"), dict):
-        places.append((cluster, "hostfile", "none"))
+    for section, field in (("cluster", "hostfile"), ("server", "password_file")):
+        if isinstance(table := tree.get(section), dict):
+            places.append((table, field, "none"))
     for table, field, default in places if isinstance(store, dict) else places[:1]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("none", "auto") and "://" not in value:

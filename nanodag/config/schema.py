@@ -5,7 +5,9 @@ Fields marked `operational` change how a stage is carried out, never what comes 
 """
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,16 +42,20 @@ class Section(BaseModel):
 
 class Resources(Section):
     """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
-    nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said."""
+    nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said.
+    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow."""
 
     num_ranks: Positive | Auto = "auto"
     threads: Positive | Auto = "auto"
     device: Literal["cpu", "cuda"] | Auto = "auto"
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)
+    work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
 
     @model_validator(mode="after")
     def _ranks_fit_nodes(self) -> "Resources":
+        if self.work_pool != "none" and self.device == "auto":
+            raise ValueError(f"device auto is this machine's, not that of work_pool {self.work_pool}; say cpu or cuda")
         if self.gpus_per_node and self.device == "cpu":
             raise ValueError(f"gpus_per_node {self.gpus_per_node} means nothing on device cpu; set num_ranks")
         if self.num_ranks == "auto":
@@ -690,10 +696,43 @@ class StoreConfig(Section):
 
 
 class ServerConfig(Section):
-    """Prefect's server. It listens on loopback only."""
+    """Prefect's server. host: the address or name that it listens on. password_file: a file with `user:password`, which
+    it then asks for. database: `sqlite`, below the store's local folder, or postgresql+asyncpg://user@host/name; its
+    password is PGPASSWORD's, or that of ~/.pgpass."""
 
     port: int = Field(4200, ge=1024, le=65535)
     start_timeout_s: float = Field(120.0, gt=0)
+    host: str = Field("127.0.0.1", min_length=1)
+    password_file: str = "none"
+    database: str = "sqlite"
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> "ServerConfig":
+        if self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
+        if not _is_loopback(self.host) and self.password_file == "none":
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, and whoever reaches Prefect's server runs "
+                "commands here; set server.password_file"
+            )
+        if self.database != "sqlite":
+            found = urlsplit(self.database)
+            if found.scheme != "postgresql+asyncpg" or not found.hostname or not found.path.strip("/"):
+                kind = found.scheme or "no scheme"
+                raise ValueError(f"database ({kind}) is neither sqlite nor postgresql+asyncpg://user@host/name")
+            if found.password or "password" in found.query:
+                raise ValueError(
+                    "database holds a password, which every run's record would show; leave it out and give it by "
+                    "PGPASSWORD or ~/.pgpass"
+                )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Pipeline(Section):
