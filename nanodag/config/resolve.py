@@ -207,7 +207,7 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
     for table, field, default in places if isinstance(store, dict) else places[:1]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("none", "auto") and "://" not in value:
-            table[field] = str(base / value)
+            table[field] = str(base / Path(value).expanduser())
 
 
 def _absolute_files(value: Any, base: Path) -> Any:
