@@ -185,7 +185,7 @@ class Server:
         if port != wanted:
             say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", self._host, "--port", str(port)]
+        command = [sys.executable, "-m", "flows.server", "start", "--host", self._host, "--port", str(port)]
         own: dict[str, str] = {}
         if self._database != "sqlite":
             own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
@@ -256,6 +256,7 @@ class Server:
             "PREFECT_API_URL": f"http://{self._host}:{port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT_UI_STATIC_DIRECTORY": str(self.home / "ui"),
             "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
             "PREFECT_LOGGING_EXTRA_LOGGERS": "nanodag",

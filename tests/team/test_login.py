@@ -1,5 +1,7 @@
 """The login file and the addresses that the server may have: what is refused, and how it is said."""
 
+import shutil
+
 import pytest
 from pydantic import ValidationError
 
@@ -57,6 +59,16 @@ def test_a_file_that_is_no_login_is_refused_without_saying_what_it_holds(tmp_pat
     assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_login(str(tmp_path / "none"))
+
+
+def test_the_key_that_the_ui_calls_out_with_is_in_prefects_build_and_taken_out_of_our_copy(tmp_path):
+    import prefect
+
+    from flows.server import AMPLITUDE_KEY, without_key
+
+    build = shutil.copytree(prefect.__ui_v2_static_path__, tmp_path / "ui")
+    assert without_key(build) == 1  # another Prefect may call out in another way: look, then change this
+    assert not any(AMPLITUDE_KEY in path.read_text() for path in build.rglob("*.js"))
 
 
 def test_workers_do_not_inherit_the_login(monkeypatch):
