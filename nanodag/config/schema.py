@@ -766,11 +766,16 @@ class Pipeline(Section):
                 if source not in self.stages:
                     known = list(self.stages)
                     raise ValueError(f"stages.{name}.inputs.{label} names {source!r}; the stages are {known}")
-            self._check_nodes(name, stage)
+            self._check_machines(name, stage)
         order_of(self)
         return self
 
-    def _check_nodes(self, name: str, stage: AnyStage) -> None:
+    def _check_machines(self, name: str, stage: AnyStage) -> None:
+        if (pool := stage.resources.work_pool) != "none" and self.server.database == "sqlite":
+            raise ValueError(
+                f"stages.{name}.resources.work_pool {pool!r} needs server.database on Postgres: in Prefect 3.8.8 the "
+                "workers of a pool lock SQLite for a minute at a time"
+            )
         nodes = stage.resources.nodes
         if nodes > 1 and stage.kind not in NODES_KINDS:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")

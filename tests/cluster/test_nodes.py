@@ -102,6 +102,16 @@ def test_nodes_without_a_hostfile_or_for_a_stage_that_has_no_ranks_are_refused()
         ClusterConfig(reach="ssh worker-1")
 
 
+def test_a_work_pool_needs_postgres_and_a_device_of_its_own():
+    stages = {"base": {"kind": "import", "model": "file:/m", "resources": {"work_pool": "gpus", "device": "cuda"}}}
+    with pytest.raises(ValidationError, match=r"work_pool 'gpus' needs server\.database on Postgres"):
+        Pipeline.model_validate({"preset": "x", "stages": stages})
+    server = {"database": "postgresql+asyncpg://u@h/db"}
+    assert Pipeline.model_validate({"preset": "x", "server": server, "stages": stages})
+    with pytest.raises(ValidationError, match="device auto is this machine's, not that of work_pool gpus"):
+        Resources(work_pool="gpus")
+
+
 @pytest.fixture
 def reached(tmp_path, monkeypatch):
     """Two nodes of which the other one is a process of this machine; the script that reaches it is the test's."""

@@ -8,6 +8,7 @@ import pytest
 
 from nanodag.server import Api
 from tests.fault.project import STAGES, Project
+from tests.team.postgres import PASSWORD
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +23,10 @@ SHARED = {
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(database, tmp_path_factory):
     """A project whose pool has two workers, each for one stage at a time."""
-    made = Project(tmp_path_factory.mktemp("pool") / "project", stages=SHARED)
+    folder = tmp_path_factory.mktemp("pool") / "project"
+    made = Project(folder, stages=SHARED, server={"database": database.url}, PGPASSWORD=PASSWORD)
     code, output = made.run("run", "--name", "early")
     assert code == 1 and "Prefect has no work pool 'team'" in output and "prefect worker start" in output
     workers = [start_worker(made, name) for name in ("first", "second")]
@@ -59,7 +61,7 @@ def test_two_workers_share_the_stages_of_one_run(project):
     for stage in ("eval_base", "eval_too"):
         project.tell(stage, "wait")
     process = project.command("run", "--name", "shared")
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 500
     while len(found := workers_of(project.record("shared"), "eval_base", "eval_too")) < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.2)
@@ -96,7 +98,7 @@ def test_a_stage_that_fails_on_a_worker_fails_the_run_with_its_reason(project):
 def test_cancelling_the_run_ends_its_stage_on_the_worker(project):
     project.tell("pretrain", "wait")
     process = project.command("run", "--name", "stopped", "pretrain.seed=12")
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 500
     while project.record("stopped")["stages"].get("pretrain", {}).get("state") != "running":
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)

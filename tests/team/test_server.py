@@ -12,15 +12,11 @@ import pytest
 
 from nanodag.server import Api
 from tests.fault.project import Project
-from tests.team.postgres import PASSWORD, postgres, programs
+from tests.team.postgres import PASSWORD, missing
 
 pytestmark = pytest.mark.slow
 
 LOGIN = ("team", "ui-7dJwq2bLRz")
-
-
-def missing(what):
-    (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(what)
 
 
 def own_address():
@@ -30,14 +26,6 @@ def own_address():
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 return address.address
     return missing("this machine has no address beside loopback")
-
-
-@pytest.fixture(scope="module")
-def database():
-    if (found := programs()) is None:
-        missing("Debian's package postgresql is not installed")
-    with postgres(found) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
