@@ -12,6 +12,7 @@ NanodagError
 │   ├── StageInterrupted                what ended it may pass: started again, it may get through
 │   │   └── StageKilled                 a signal ended it
 │   └── StageStopped                    it was asked to stop; started again, it goes on
+├── NodeLost (ConnectionError)          another machine of a stage went away, or cannot be reached
 ├── TrainingDiverged (ArithmeticError)  NaN or infinity in a loss, gradient or weight
 ├── MissingTool (RuntimeError)          a program or package that is needed is not installed
 ├── ServerError (RuntimeError)          Prefect's server does not come up, or refuses what it is asked
@@ -71,6 +72,10 @@ class StageKilled(StageInterrupted):
 
 class StageStopped(StageFailed):
     """The worker was asked to stop; started again, it goes on from its newest checkpoint."""
+
+
+class NodeLost(NanodagError, ConnectionError):
+    """Another machine of a stage went away, or cannot be reached; the same stage may get through when started again."""
 
 
 class TrainingDiverged(NanodagError, ArithmeticError):

@@ -8,7 +8,7 @@ gone.
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
@@ -113,6 +113,13 @@ _RULES = (
         error=StageInterrupted,
     ),
     _Rule(
+        pattern=re.compile(r"\bNodeLost"),
+        what="lost a node",
+        advice="It is started again by itself, twice at most, and waits for that machine. Should it come to an end all "
+        "the same, look after it. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+    _Rule(
         pattern=re.compile(
             r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
             r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
@@ -152,8 +159,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
             line = next((line for line in lines if rule.pattern.search(line)), "")
             if line and (rule.is_deep or line is last):
                 return Cause(error=rule.error, what=f"{rule.what}: {line}", advice=rule.advice.format(**words))
-    if ended.code == STOPPED_EXIT_CODE or ended.code > 128:
-        return _signalled(ended, go_on, words)
+    code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
+    if code == STOPPED_EXIT_CODE or code > 128:
+        return _signalled(replace(ended, code=code), go_on, words)
     line = last or (found[-1] if found else f"exit code {ended.code}")
     return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
 
@@ -196,6 +204,12 @@ def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
         return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower}")
     hint = " (often: out of memory)" if number == signal.SIGKILL else ""
     return Cause(error=StageKilled, what=f"was ended by {name}{hint}", advice=by_itself)
+
+
+def _rank_ended_by_signal(lines: Sequence[str]) -> int:
+    """128 + signal where torchrun says that a signal ended a rank, else 0: torchrun itself then ends with 1."""
+    found = [match for line in lines if (match := re.search(r"failed \(exitcode: -(\d+)\)", line))]
+    return 128 + int(found[0][1]) if found else 0
 
 
 def _exceptions(lines: Sequence[str]) -> list[str]:

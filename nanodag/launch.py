@@ -31,8 +31,10 @@ class Result:
     work_s: float
 
 
-def worker_command(module: str, job_path: Path, *, num_ranks: int) -> list[str]:
-    """One Python process, or torchrun with num_ranks of them on this host."""
+def worker_command(module: str, job_path: Path, *, num_ranks: int, nodes: int = 1) -> list[str]:
+    """One Python process, or torchrun with num_ranks of them on this host, or on so many nodes."""
+    if nodes > 1:
+        return [sys.executable, "-m", "nanodag.nodes", module, str(job_path)]
     if num_ranks == 1:
         return [sys.executable, "-m", module, str(job_path)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
@@ -44,7 +46,7 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
     gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
     """
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_AUTH_STRING"}
     environment.update(
         OMP_NUM_THREADS=str(threads),
         MKL_NUM_THREADS=str(threads),
@@ -107,6 +109,7 @@ def run_worker(
     job: Job,
     *,
     num_ranks: int = 1,
+    nodes: int = 1,
     threads: int = 1,
     device: str = "cpu",
     gpus: str = "",
@@ -128,7 +131,7 @@ def run_worker(
     and the last log lines when no result was published.
     """
     (job.workspace / "result.json").unlink(missing_ok=True)
-    command = worker_command(module, write_job(job), num_ranks=num_ranks)
+    command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
     environment = worker_environment(threads, device=device, gpus=gpus)
     log_tail, metrics_tail = _Tail(job.workspace / LOG_NAME), _Tail(job.metrics_path)
     last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
@@ -170,15 +173,20 @@ def run_worker(
 
 
 def usage_of(workspace: Path) -> dict[str, float]:
-    """What all attempts in a workspace took: `seconds`, `cpu_s`, `largest_process_bytes`, `num_attempts`."""
-    path = workspace / USAGE_NAME
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What all attempts in a workspace took: `seconds`, `cpu_s` (over all nodes), `largest_process_bytes`,
+    `num_attempts`."""
+    lines = _json_lines(workspace / USAGE_NAME)
+    everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
     return {
         "seconds": round(sum(line["seconds"] for line in lines), 3),
-        "cpu_s": round(sum(line["cpu_s"] for line in lines), 3),
-        "largest_process_bytes": max((line["largest_process_bytes"] for line in lines), default=0),
+        "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
+        "largest_process_bytes": max((line["largest_process_bytes"] for line in everywhere), default=0),
         "num_attempts": len(lines),
     }
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class _Tail:

@@ -15,8 +15,8 @@ from nanodag.kinds import KINDS
 from nanodag.launch import Result, run_worker
 from nanodag.provenance import environment
 from nanodag.runs import Run, StageResult, pipeline_file, result_of
-from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
-from nanodag.stage import key_of
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.stage import cluster_context, key_of
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.files import files_below, sha256_of
 from nanodag.worker import Job
@@ -57,6 +57,7 @@ def reproduce(
     with store.building(name) as lock:
         above = {label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()}
         context = {"preset": run.pipeline.preset, "mirror": run.pipeline.mirror, "code": str(path.parent)}
+        context |= cluster_context(run.pipeline, stage)
         workspace = store.workspace(name)
         job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
         result = _carry_out(store, job, lock, on_line)
@@ -80,11 +81,12 @@ def _carry_out(store: Store, job: Job, lock: int, on_line: Callable[[str], None]
     device = str(stage.resources.device)
     places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
     step_back_s = STEP_BACK_S if device == "cuda" else 0.0
-    with hold(store.local / "locks" / "places", places, step_back_s=step_back_s) as held:
+    with hold(places_folder(store), places, step_back_s=step_back_s) as held:
         result = run_worker(
             kind.module,
             job,
             num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
+            nodes=stage.resources.nodes if kind.has_ranks else 1,
             threads=int(stage.resources.threads),
             device=device,
             gpus=named_gpus(held.numbers) if device == "cuda" else "",

@@ -46,6 +46,7 @@ class Run:
         self.store = store
         self.stop = threading.Event()
         self.to_do = self.order
+        self.is_joined = False  # another process opened it and closes it; this one carries out a stage of it
         self.composed = ""  # `sweep` or `nightly` for a run that nanodag.composed opened
         self.at_once = 1  # stages that train side by side where there is no GPU
 
@@ -166,6 +167,18 @@ def open_run(
         "pid_started": process_started(psutil.Process()),
     }
     store.replace_run(name, record)
+    return run
+
+
+def join_run(name: str, store: Store) -> Run:
+    """A run that another process carries out, for one stage of it here: as its record says, nothing resolved anew."""
+    record = store.read_run(name)
+    resolved = Resolved(pipeline=Pipeline.model_validate(record["pipeline"]), origins=record["origins"])
+    run = Run(name, resolved, store, Path(record["file"]).parent, record["flow_run"])
+    run.is_joined = True
+    run.composed = next((kind for kind in ("sweep", "nightly") if kind in record), "")
+    if str(run.code_path) not in sys.path:
+        sys.path.append(str(run.code_path))
     return run
 
 

@@ -1,8 +1,8 @@
 """Starts, finds and stops Prefect's server and the process that serves our flows; talks to it by HTTP.
 
 Both belong to one store and keep everything below <store's local folder>/prefect: a Prefect that the user has elsewhere
-is neither read nor changed. They listen on loopback only and send nothing out. They outlive the command that started
-them; `server.json` says which processes they are.
+is neither read nor changed. They listen on loopback unless told otherwise, and send nothing out. They outlive the
+command that started them; `server.json` says which processes they are.
 """
 
 import hashlib
@@ -23,7 +23,9 @@ import httpx
 import psutil
 
 from nanodag.config import Pipeline
+from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
+from nanodag.login import NO_LOGIN, read_login
 from nanodag.provenance import code_digest, is_process, process_started
 from nanodag.store import Store, write_json
 from nanodag.store.files import locked
@@ -57,17 +59,24 @@ class ProcessId:
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """What server.json says. serve: the keeper of the process that serves. deployments: flow name -> deployment id.
-    serves: which code and pipeline file."""
+    serves: which code and pipeline file. settings: what the server was started with."""
 
     port: int
     server: ProcessId
     serve: ProcessId
     deployments: Mapping[str, str]
     serves: str
+    host: str = HOST
+    password_file: str = NO_LOGIN
+    settings: str = "host 127.0.0.1, database sqlite, password_file none"
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
+
+    def api(self) -> "Api":
+        """Who answers there."""
+        return Api(self.url, login=read_login(self.password_file))
 
 
 class Server:
@@ -76,12 +85,13 @@ class Server:
     home: their folder. store_url: what is served. file: the pipeline file whose stages the form offers.
     """
 
-    def __init__(self, home: Path, *, store_url: str, file: Path, port: int, start_timeout_s: float) -> None:
+    def __init__(self, home: Path, *, store_url: str, file: Path, settings: ServerConfig) -> None:
         self.home = home
         self._store_url = store_url
         self._file = file
-        self._port = port
-        self._start_timeout_s = start_timeout_s
+        self._host, self._port = settings.host, settings.port
+        self._database, self._password_file = settings.database, settings.password_file
+        self._start_timeout_s = settings.start_timeout_s
 
     def running(self) -> Running | None:
         """The server that is up and answering, with its serve process; None otherwise."""
@@ -98,15 +108,21 @@ class Server:
         Raises ServerError when the server does not answer: with the log's last lines after start_timeout_s for one that
         was started, after BUSY_FOR_S for one that was up.
         """
+        read_login(self._password_file)  # refused before anything starts
         with locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s):
             found = self._recorded()
+            if found is not None and found.server.is_alive() and found.settings != self._settings():
+                raise ServerError(
+                    f"Prefect's server at {found.url} was started with another server.host, database or password_file "
+                    "than the config has now. End it, and what it carries out: nanodag server stop"
+                )
             server, port = self._server_or_start(say)
             if found is not None and found.serve.is_alive():
                 found = replace(found, server=server)
                 write_json(self.home / "server.json", asdict(found))
-                self._wait_for(found, Api(found.url).is_healthy)
+                self._wait_for(found, found.api().is_healthy)
                 is_current = bool(found.deployments) and found.serves == self._to_serve()
-                if is_current or Api(found.url).num_active_runs():
+                if is_current or found.api().num_active_runs():
                     return found
                 self._end(found.serve)
             return self._serve(server, port, say)
@@ -124,6 +140,12 @@ class Server:
 
     # ---- below
 
+    def _settings(self) -> str:
+        """What a change of makes another server necessary. Of the login only when its file changed."""
+        has_login = self._password_file != NO_LOGIN
+        changed = f" {Path(self._password_file).stat().st_mtime_ns}" if has_login else ""
+        return f"host {self._host}, database {self._database}, password_file {self._password_file}{changed}"
+
     def _to_serve(self) -> str:
         """What a change of makes another serve process necessary: the form offers the pipeline file's stages."""
         return f"code {code_digest()}, {self._file} {hashlib.sha256(self._file.read_bytes()).hexdigest()[:8]}"
@@ -140,7 +162,7 @@ class Server:
         """True once the server answers; False when its process ends or is silent for too long: where other work takes
         the whole machine, one answer may well be late."""
         deadline = time.monotonic() + (BUSY_FOR_S if found.deployments else self._start_timeout_s)
-        while not Api(found.url).is_healthy():
+        while not found.api().is_healthy():
             if not found.server.is_alive() or time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
@@ -153,26 +175,41 @@ class Server:
         serving = found if found is not None and found.serve.is_alive() else None
         if serving is not None and serving.server.is_alive():
             raise ServerError(f"Prefect's server at {serving.url} is up but does not answer. {_MAY_BE_UNDER_WAY}")
-        if serving is not None and not _is_free(serving.port):
+        if serving is not None and not _is_free(serving.host, serving.port):
             raise ServerError(
                 f"Prefect's server is gone and something else has its port {serving.port}. {_MAY_BE_UNDER_WAY}"
             )
         self._end(found.server if found is not None else None)
         wanted = serving.port if serving is not None else self._port  # what serves looks for it there
-        port = wanted if _is_free(wanted) else _any_free_port()
+        port = wanted if _is_free(self._host, wanted) else _any_free_port(self._host)
         if port != wanted:
             say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
-        return self._start(command, "server.log", port), port
+        command = [sys.executable, "-m", "flows.server", "start", "--host", self._host, "--port", str(port)]
+        own: dict[str, str] = {}
+        if self._database != "sqlite":
+            own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
+        if (login := read_login(self._password_file)) is not None:
+            own["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
+        return self._start(command, "server.log", self._environment(port) | own), port
 
     def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> Running:
         """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
         ready = self.home / "serve.json"
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "nanodag.keeper", sys.executable, "-m", "flows.serve", str(ready)]
-        serve = self._start(command, "serve.log", port)
-        running = Running(port=port, server=server, serve=serve, deployments={}, serves=self._to_serve())
+        # The database's password is none of its business.
+        environment = {k: v for k, v in self._environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
+        running = Running(
+            port=port,
+            server=server,
+            serve=self._start(command, "serve.log", environment),
+            deployments={},
+            serves=self._to_serve(),
+            host=self._host,
+            password_file=self._password_file,
+            settings=self._settings(),
+        )
         write_json(self.home / "server.json", asdict(running))
         self._wait_for(running, ready.exists)
         running = replace(running, deployments=json.loads(ready.read_text()))
@@ -193,13 +230,13 @@ class Server:
                 )
             time.sleep(0.05)
 
-    def _start(self, command: list[str], log_name: str, port: int) -> ProcessId:
+    def _start(self, command: list[str], log_name: str, environment: Mapping[str, str]) -> ProcessId:
         # A session of its own, its output in a file: it outlives this terminal, and no pipe fills up.
         with (self.home / log_name).open("ab") as log_stream:
             process = subprocess.Popen(
                 command,
                 cwd=self.home,
-                env=self._environment(port),
+                env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log_stream,
                 stderr=subprocess.STDOUT,
@@ -211,17 +248,20 @@ class Server:
         """The caller's environment without its Prefect and nanodag settings, with ours."""
         replaced = ("PREFECT_", "NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
+        login = read_login(self._password_file)
         return kept | {
+            **({"PREFECT_API_AUTH_STRING": ":".join(login)} if login is not None else {}),
             "PREFECT_HOME": str(self.home),
             "PREFECT_PROFILES_PATH": str(self.home / "profiles.toml"),
-            "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+            "PREFECT_API_URL": f"http://{self._host}:{port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT_UI_STATIC_DIRECTORY": str(self.home / "ui"),
             "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
             "PREFECT_LOGGING_EXTRA_LOGGERS": "nanodag",
             "DO_NOT_TRACK": "1",
-            "NO_PROXY": f"{HOST},localhost",
+            "NO_PROXY": f"{HOST},localhost,{self._host}",
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",
             "NANODAG_STORE": self._store_url,
@@ -248,15 +288,15 @@ def server_of(pipeline: Pipeline, store: Store, file: Path) -> Server:
     """The Prefect server that belongs to a store."""
     home = store.local / "prefect"
     home.mkdir(parents=True, exist_ok=True)
-    settings = pipeline.server
-    return Server(home, store_url=store.url, file=file, port=settings.port, start_timeout_s=settings.start_timeout_s)
+    return Server(home, store_url=store.url, file=file, settings=pipeline.server)
 
 
 class Api:
-    """The few calls of Prefect's REST API that are needed. url: of the server, without /api."""
+    """The few calls of Prefect's REST API that are needed. url: of the server, without /api. login: user, password."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, login: tuple[str, str] | None = None) -> None:
         self._url = f"{url}/api"
+        self._login = login
 
     def is_healthy(self) -> bool:
         """True when the server answers."""
@@ -304,21 +344,21 @@ class Api:
     ) -> httpx.Response:
         # trust_env: a proxy of the user's has no business with loopback. verify: nothing here is encrypted, and loading
         # certificates takes longer than the call.
-        with httpx.Client(timeout=timeout_s, trust_env=False, verify=False) as client:
+        with httpx.Client(timeout=timeout_s, trust_env=False, verify=False, auth=self._login) as client:
             return client.request(method, self._url + path, json=body)
 
 
-def _is_free(port: int) -> bool:
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
 
 
-def _any_free_port() -> int:
+def _any_free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,10 @@ class Held:
 
 
 def num_gpus_of(stage: AnyStage) -> int:
-    """How many GPUs a stage on GPUs takes: one for each rank, and for RL with SGLang as many as all its servers have,
-    where that is more. Ranks and servers share them."""
-    num_ranks = int(stage.resources.num_ranks)
+    """How many GPUs of this machine a stage on GPUs takes: one for each rank here, and for RL with SGLang as many as
+    all its servers have, where that is more. Ranks and servers share them. Other nodes take those of the same numbers.
+    """
+    num_ranks = int(stage.resources.num_ranks) // int(stage.resources.nodes)
     if stage.kind == "rl" and stage.sampler.engine == "sglang":
         return max(num_ranks, int(stage.sampler.replicas) * stage.sampler.tensor_parallel)
     return num_ranks
@@ -63,10 +66,16 @@ def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1)
         if num_gpus > capacity:
             raise ConfigError(
                 f"The stage takes {num_gpus} GPUs and this machine has {capacity} for it (CUDA_VISIBLE_DEVICES, else "
-                "nvidia-smi); lower its resources.num_ranks, or for rl sampler.replicas or sampler.tensor_parallel."
+                "nvidia-smi); lower its resources.num_ranks (or gpus_per_node), or for rl sampler.replicas or "
+                "sampler.tensor_parallel."
             )
         return Places(name="gpu", capacity=capacity, wanted=num_gpus)
     return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
+
+
+def places_folder(store: Store) -> Path:
+    """Where the places of this machine lie, for `hold`: several machines may share a store's local folder."""
+    return store.local / "locks" / "places" / socket.gethostname()
 
 
 @contextlib.contextmanager

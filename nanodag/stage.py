@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanodag.config import AnyStage, result_config
+from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.schema import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256
@@ -23,7 +23,7 @@ from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
 from nanodag.provenance import environment
 from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
-from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_for
+from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
 from nanodag.store import Artifact, stage_key
 from nanodag.worker import Job
 
@@ -42,11 +42,13 @@ def carry_out(
     force: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    send: Callable[[], None] | None = None,
 ) -> StageResult:
     """The result of one stage of a run: found in the store, or built.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
-    on_metrics: as in nanodag.launch.run_worker.
+    on_metrics: as in nanodag.launch.run_worker. send: has the stage built elsewhere, in the same store, and returns
+    when it is.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
@@ -61,7 +63,14 @@ def carry_out(
         force = force and not (run.flow_run and run.entry(name)["forced"] == mark)
         artifact = None if force else run.store.lookup(key)
         was_found = artifact is not None
-        if artifact is None:
+        if artifact is None and send is not None:
+            send()
+            if (artifact := run.store.lookup(key)) is None:
+                raise StageFailed(
+                    f"Stage {name} was built elsewhere, and the store {run.store.url} does not have it under the key "
+                    f"{key[:12]}: whoever builds it must use the same store, data and code."
+                )
+        elif artifact is None:
             # As long as another builder may take: to get a place, and then for the stage itself.
             wait_s = WAIT_FOR_PLACE_S + stage.timeout_s
             with run.store.building(key, timeout_s=wait_s, give_up=run.stop.is_set) as lock:
@@ -164,6 +173,11 @@ def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
     return sources.get(value, value) if isinstance(value, str) else value
 
 
+def cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
+    """What a worker is told of other machines: nothing, for a stage on this one alone."""
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.nodes > 1 else {}
+
+
 class _Build:
     """One stage that the store does not have."""
 
@@ -181,7 +195,7 @@ class _Build:
         step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
         asked = time.monotonic()
         # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.
-        with hold(run.store.local / "locks" / "places", places, stop=run.stop, step_back_s=step_back_s) as held:
+        with hold(places_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
             self.waited_s = time.monotonic() - asked
             run.note(self._name, state="running", started=time.time(), key=self._key, workspace=str(job.workspace))
             log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
@@ -190,6 +204,7 @@ class _Build:
                     kind.module,
                     job,
                     num_ranks=num_ranks if kind.has_ranks else 1,
+                    nodes=stage.resources.nodes if kind.has_ranks else 1,
                     threads=int(stage.resources.threads),
                     device=device,
                     gpus=named_gpus(held.numbers) if device == "cuda" else "",
@@ -225,6 +240,7 @@ class _Build:
             "mirror": run.pipeline.mirror,
             "code": str(run.code_path),
             "composed": run.composed,
+            **cluster_context(run.pipeline, self._stage),
         }
         if self._stage.kind == "report":
             context |= _report_context(self._run, self._name, self._inputs)

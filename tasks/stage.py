@@ -27,6 +27,7 @@ from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
+from tasks.pool import carry_out_in_pool
 
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
@@ -125,7 +126,9 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
             logger.info(line)
 
     try:
-        result = carry_out(run, name, inputs, force=force, on_line=on_line, on_metrics=progress)
+        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
+        send = (lambda: carry_out_in_pool(name, run, inputs, force=force)) if is_sent else None
+        result = carry_out(run, name, inputs, force=force, on_line=on_line, on_metrics=progress, send=send)
     except NanodagError as error:
         if not isinstance(error, StageStopped):
             _show_failure(run, name, error)

@@ -23,12 +23,11 @@ def run_night(
 
     from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX
-    from nanodag.server import Api
 
     console = make_console()
     store, running, parameters = asked(overrides or [], preset=preset, file=file)
     name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
-    api = Api(running.url)
+    api = running.api()
     flow_run = api.create_run(running.deployments["nightly_eval"], name=name, parameters={"name": name, **parameters})
     console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if not detach:
@@ -42,13 +41,15 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """Turn the schedule on, with this preset's `nightly` section."""
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
+    from nanodag.login import read_login
     from nanodag.nightly.switch import cron_of, turn
     from nanodag.runs import pipeline_file
 
     _, running, parameters = asked(overrides or [], preset=preset, file=file)
     cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
     given = {"by_schedule": True, **parameters}
-    turn(running.url, running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
+    login = read_login(running.password_file)
+    turn(running.url, running.deployments["nightly_eval"], active=True, login=login, schedule=cron, parameters=given)
     make_console().print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
 
 
@@ -56,10 +57,11 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
 def turn_off(preset: Preset = "auto", file: File = "") -> None:
     """Turn the schedule off."""
     from nanodag.cli.watch import make_console
+    from nanodag.login import read_login
     from nanodag.nightly.switch import turn
 
     _, running, _ = asked([], preset=preset, file=file)
-    turn(running.url, running.deployments["nightly_eval"], active=False)
+    turn(running.url, running.deployments["nightly_eval"], active=False, login=read_login(running.password_file))
     make_console().print("Off.")
 
 

@@ -9,7 +9,7 @@ from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
 from nanodag.runs import pipeline_file, recorded_run, store_of
-from nanodag.server import Api, server_of
+from nanodag.server import server_of
 
 
 def rerun(
@@ -34,7 +34,7 @@ def rerun(
     take_over(store, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    api = Api(running.url)
+    api = running.api()
     bury_the_dead(api, store)
     parameters = {"name": name, "overrides": portable(overrides), "force": force}
     if stage:

@@ -37,7 +37,7 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     take_over(store, name)
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    api = Api(running.url)
+    api = running.api()
     bury_the_dead(api, store)
     parameters = {
         "name": name,
@@ -65,7 +65,7 @@ def follow(
         console.print(f"It goes on without this terminal; look with: nanodag stages {name}")
         return 0
     began = began or time.monotonic()
-    code = _Attended(console, store, Api(running.url), running, name, flow_run).wait()
+    code = _Attended(console, store, running.api(), running, name, flow_run).wait()
     console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: nanodag server stop")
     return code
 

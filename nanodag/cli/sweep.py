@@ -7,7 +7,6 @@ from nanodag.cli.nightly import asked, follow
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.runs import pipeline_file
-from nanodag.server import Api
 from nanodag.sweep.points import make_sweep
 
 
@@ -42,7 +41,7 @@ def start_sweep(
     store, running, parameters = asked(list(overrides), preset=preset, file=file)
     name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
-    api = Api(running.url)
+    api = running.api()
     flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})
     console.print(f"Sweep [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if detach:

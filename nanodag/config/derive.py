@@ -51,13 +51,16 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
     if found.device == "auto":
         updates["device"] = chosen
         origins[f"{name}.resources.device"] = "derived: what this machine has"
+    if found.gpus_per_node and chosen == "cpu":
+        raise ConfigError(f"{name}.resources.gpus_per_node: {found.gpus_per_node}, and this machine has no GPU.")
     if found.num_ranks == "auto":
-        updates["num_ranks"] = 1
-        origins[f"{name}.resources.num_ranks"] = "derived: one process"
+        updates["num_ranks"] = found.nodes * max(1, found.gpus_per_node)
+        why = "nodes x gpus_per_node" if found.gpus_per_node else "one process" + " a node" * (found.nodes > 1)
+        origins[f"{name}.resources.num_ranks"] = f"derived: {why}"
+    here = updates.get("num_ranks", found.num_ranks) // found.nodes
     if found.threads == "auto":
-        ranks = updates.get("num_ranks", found.num_ranks)
-        updates["threads"] = max(1, usable_cores() // ranks)
-        origins[f"{name}.resources.threads"] = "derived: this machine's cores over num_ranks"
+        updates["threads"] = max(1, usable_cores() // here)
+        origins[f"{name}.resources.threads"] = "derived: this machine's cores over its ranks"
     return found.model_copy(update=updates)
 
 

@@ -174,7 +174,7 @@ def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: 
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {text!r}: the value is not YAML ({error}).") from None
     stages = tree.get("stages", {})
-    sections = ("stages", "store", "server", "nightly")
+    sections = ("stages", "store", "server", "cluster", "nightly")
     if parts[0] in stages:
         parts = ["stages", *parts]
     elif parts[0] not in Pipeline.model_fields or (len(parts) > 1 and parts[0] not in sections):
@@ -201,10 +201,13 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store = tree.setdefault("store", {})
     places = [(tree, "mirror", "none"), (store, "url", "store"), (store, "local", "auto")]
+    for section, field in (("cluster", "hostfile"), ("server", "password_file")):
+        if isinstance(table := tree.get(section), dict):
+            places.append((table, field, "none"))
     for table, field, default in places if isinstance(store, dict) else places[:1]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("none", "auto") and "://" not in value:
-            table[field] = str(base / value)
+            table[field] = str(base / Path(value).expanduser())
 
 
 def _absolute_files(value: Any, base: Path) -> Any:

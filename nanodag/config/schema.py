@@ -5,7 +5,9 @@ Fields marked `operational` change how a stage is carried out, never what comes 
 """
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,12 +41,33 @@ class Section(BaseModel):
 
 
 class Resources(Section):
-    """Where a stage runs. num_ranks: processes, one a GPU; threads: CPU threads a process; limit: what it occupies,
-    for concurrency limits in the flow."""
+    """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
+    nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said.
+    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow."""
 
     num_ranks: Positive | Auto = "auto"
     threads: Positive | Auto = "auto"
     device: Literal["cpu", "cuda"] | Auto = "auto"
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(0, ge=0)
+    work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
+
+    @model_validator(mode="after")
+    def _ranks_fit_nodes(self) -> "Resources":
+        if self.work_pool != "none" and self.device == "auto":
+            raise ValueError(f"device auto is this machine's, not that of work_pool {self.work_pool}; say cpu or cuda")
+        if self.gpus_per_node and self.device == "cpu":
+            raise ValueError(f"gpus_per_node {self.gpus_per_node} means nothing on device cpu; set num_ranks")
+        if self.num_ranks == "auto":
+            return self
+        if self.num_ranks % self.nodes:
+            raise ValueError(f"num_ranks {self.num_ranks} is not a multiple of nodes {self.nodes}; each has as many")
+        if self.gpus_per_node not in (0, self.num_ranks // self.nodes):
+            raise ValueError(
+                f"num_ranks {self.num_ranks} is not nodes {self.nodes} x gpus_per_node {self.gpus_per_node}; leave one "
+                "of them out"
+            )
+        return self
 
 
 class StageBase(Section):
@@ -658,6 +681,23 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+NODES_KINDS = ("pretrain", "midtrain", "sft", "rl")
+
+
+class ClusterConfig(Section):
+    """Other machines, for stages with resources.nodes above 1. hostfile: DeepSpeed's, with lines as `worker-2 slots=8`;
+    one of them is this machine. reach: the command that runs another one on {host}, without asking for a password."""
+
+    hostfile: str = "none"
+    reach: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
+
+    @model_validator(mode="after")
+    def _names_the_host(self) -> "ClusterConfig":
+        if "{host}" not in self.reach:
+            raise ValueError(f"reach {self.reach!r} does not say where {{host}} stands, as in: ssh {{host}}")
+        return self
+
+
 class StoreConfig(Section):
     """url: a local path or an fsspec URL. local: workspaces and cache when the store is remote, `auto` for
     ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory.
@@ -675,10 +715,43 @@ class StoreConfig(Section):
 
 
 class ServerConfig(Section):
-    """Prefect's server. It listens on loopback only."""
+    """Prefect's server. host: the address or name that it listens on. password_file: a file with `user:password`, which
+    it then asks for. database: `sqlite`, below the store's local folder, or postgresql+asyncpg://user@host/name; its
+    password is PGPASSWORD's, or that of ~/.pgpass."""
 
     port: int = Field(4200, ge=1024, le=65535)
     start_timeout_s: float = Field(120.0, gt=0)
+    host: str = Field("127.0.0.1", min_length=1)
+    password_file: str = "none"
+    database: str = "sqlite"
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> "ServerConfig":
+        if self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
+        if not _is_loopback(self.host) and self.password_file == "none":
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, and whoever reaches Prefect's server runs "
+                "commands here; set server.password_file"
+            )
+        if self.database != "sqlite":
+            found = urlsplit(self.database)
+            if found.scheme != "postgresql+asyncpg" or not found.hostname or not found.path.strip("/"):
+                kind = found.scheme or "no scheme"
+                raise ValueError(f"database ({kind}) is neither sqlite nor postgresql+asyncpg://user@host/name")
+            if found.password or "password" in found.query:
+                raise ValueError(
+                    "database holds a password, which every run's record would show; leave it out and give it by "
+                    "PGPASSWORD or ~/.pgpass"
+                )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Pipeline(Section):
@@ -694,6 +767,7 @@ class Pipeline(Section):
     mirror: str = "none"
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
     nightly: NightlyConfig = NightlyConfig()
     stages: dict[str, AnyStage] = Field(min_length=1)
 
@@ -711,8 +785,25 @@ class Pipeline(Section):
                 if source not in self.stages:
                     known = list(self.stages)
                     raise ValueError(f"stages.{name}.inputs.{label} names {source!r}; the stages are {known}")
+            self._check_machines(name, stage)
         order_of(self)
         return self
+
+    def _check_machines(self, name: str, stage: AnyStage) -> None:
+        if (pool := stage.resources.work_pool) != "none" and self.server.database == "sqlite":
+            raise ValueError(
+                f"stages.{name}.resources.work_pool {pool!r} needs server.database on Postgres: in Prefect 3.8.8 the "
+                "workers of a pool lock SQLite for a minute at a time"
+            )
+        nodes = stage.resources.nodes
+        if nodes > 1 and stage.kind not in NODES_KINDS:
+            raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
+        if nodes > 1 and stage.kind == "rl" and stage.sync == "distributed":
+            raise ValueError(
+                f"stages.{name}.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; use disk"
+            )
+        if nodes > 1 and self.cluster.hostfile == "none":
+            raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
 
 
 def order_of(pipeline: Pipeline) -> list[str]:

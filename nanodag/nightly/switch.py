@@ -12,15 +12,17 @@ from nanodag.errors import ServerError
 
 TIMEOUT_S = 30.0
 
+Login = tuple[str, str] | None
+
 
 def cron_of(config: NightlyConfig) -> dict[str, Any]:
     """The schedule as Prefect takes it."""
     return {"cron": config.schedule, "timezone": zone_of(config.timezone)}
 
 
-def read_switch(url: str, deployment: str) -> dict[str, Any]:
+def read_switch(url: str, deployment: str, *, login: Login = None) -> dict[str, Any]:
     """The schedule of the deployment `nightly_eval`: `id`, `active`, `schedule`, `parameters`. url: the server's."""
-    schedules = _ask("GET", f"{url}/api/deployments/{deployment}/schedules")
+    schedules = _ask("GET", f"{url}/api/deployments/{deployment}/schedules", login=login)
     if len(schedules) != 1:
         raise ServerError(
             f"The deployment of nightly_eval has {len(schedules)} schedules instead of one; remove what was added in "
@@ -29,18 +31,18 @@ def read_switch(url: str, deployment: str) -> dict[str, Any]:
     return schedules[0]
 
 
-def turn(url: str, deployment: str, *, active: bool, **changes: Mapping[str, Any]) -> None:
+def turn(url: str, deployment: str, *, active: bool, login: Login = None, **changes: Mapping[str, Any]) -> None:
     """Turn the schedule on or off. changes: its `schedule` and `parameters`, kept when not given."""
-    found = read_switch(url, deployment)
+    found = read_switch(url, deployment, login=login)
     body = {"active": active, **changes}
-    _ask("PATCH", f"{url}/api/deployments/{deployment}/schedules/{found['id']}", body)
+    _ask("PATCH", f"{url}/api/deployments/{deployment}/schedules/{found['id']}", body, login=login)
 
 
-def _ask(method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
+def _ask(method: str, url: str, body: Mapping[str, Any] | None = None, *, login: Login) -> Any:
     import httpx
 
     try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:  # loopback, as nanodag.server
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, verify=False, auth=login) as client:  # as nanodag.server
             answer = client.request(method, url, json=body)
     except httpx.TransportError as error:
         raise ServerError(f"Prefect's server does not answer {method} {url}: {error}.") from error

@@ -12,6 +12,7 @@ from nanodag.errors import StageFailed
 POLL_S = 0.2
 GRACE_S = 10.0
 MOMENT_S = 0.5
+CONNECTION_LOST = 255  # ssh's code, for a child on another machine
 
 
 class Children:
@@ -93,17 +94,20 @@ class Children:
             ended = [(name, p) for name, p in self._processes.items() if p.poll() is not None]
             if not ended or self._released.is_set() or self._is_stopping():
                 return self.failure is not None
-            ended.sort(key=lambda item: item[1].returncode)  # one that a signal ended comes first
+            # One that a signal ended, or that lies beyond a lost connection, comes first.
+            ended.sort(key=lambda item: (item[1].returncode != CONNECTION_LOST, item[1].returncode))
             name, process = ended[0]
             failure = StageFailed(f"{name} (pid {process.pid}) {_how(process.returncode)}.")
             self.failure = self.failure or failure
-            if process.returncode < 0:
+            if process.returncode < 0 or process.returncode == CONNECTION_LOST:
                 self.killed = self.killed or failure
-                self.exit_code = 128 - process.returncode
+                self.exit_code = 128 + (-process.returncode if process.returncode < 0 else signal.SIGKILL)
             return True
 
 
 def _how(code: int) -> str:
+    if code == CONNECTION_LOST:
+        return "lost its connection"
     if code >= 0:
         return f"ended with code {code}; its own lines above say why"
     name = signal.Signals(-code).name

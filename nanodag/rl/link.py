@@ -25,12 +25,12 @@ _ERRORS: dict[str, type[NanodagError]] = {"TrainingDiverged": TrainingDiverged}
 
 
 class RankLink:
-    """The controller's side: one connection a rank, in rank order."""
+    """The controller's side: one connection a rank, in rank order. host: this machine's address, where it listens."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, host: str = "127.0.0.1") -> None:
         self.num_ranks = num_ranks
         self._token = secrets.token_hex(16)
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server((host, 0))
         self._connections: list[_Lines] = []
         self._one_at_a_time = asyncio.Lock()
 

@@ -16,6 +16,7 @@ from nanodag.config.derive import replicas_of
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
+from nanodag.nodes import Nodes
 from nanodag.rl.broadcast_sync import DistributedSync
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
@@ -55,7 +56,9 @@ class Services:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
         self._servers: list[Server] = []
-        self.link = RankLink(int(self._config.resources.num_ranks))
+        self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
+        host = "127.0.0.1" if self._nodes is None else self._nodes.address
+        self.link = RankLink(int(self._config.resources.num_ranks), host=host)
 
     def __enter__(self) -> "Services":
         try:
@@ -119,6 +122,8 @@ class Services:
             server.stop()
         self.link.close()
         self.children.end()
+        if self._nodes is not None:
+            self._nodes.end()
         if hasattr(self, "pool"):
             self.pool.close()
         shutil.rmtree(self.sync_folder, ignore_errors=True)
@@ -127,6 +132,10 @@ class Services:
         config, num_ranks = self._config, self.link.num_ranks
         environment = worker_environment(int(config.resources.threads), device=str(config.resources.device))
         environment[ADDRESS_VARIABLE] = self.link.address
+        if self._nodes is not None:
+            for name, process in self._nodes.start("nanodag.rl.trainer", environment).items():
+                self.children.add(f"Trainer ranks on {name}", process)
+            return
         if num_ranks > 1:  # one rank alone opens no port
             environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         for rank in range(num_ranks):

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,24 +30,31 @@ STAGES = {
 
 
 class Project:
-    """A folder with a pipeline of fake stages, and the command run in it."""
+    """A folder with a pipeline of fake stages, and the command run in it. server: its settings. environment: more of
+    it for the command."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        server: Mapping[str, Any] | None = None,
+        stages: Mapping[str, Any] = STAGES,
+        **environment: str,
+    ) -> None:
         self.folder = folder
-        (folder / "orders").mkdir()
+        self._environment = environment
+        (folder / "orders").mkdir(parents=True)
         (folder / "text.txt").write_text("hello\n" * 100)
         with socket.socket() as probe:  # one that no other project's server, started beside this one, is about to take
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        preset = {"stages": STAGES, "server": {"port": port, "start_timeout_s": 600}}
+        preset = {"stages": dict(stages), "server": {"port": port, "start_timeout_s": 600, **(server or {})}}
         (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
 
-    def command(self, *arguments: str) -> subprocess.Popen:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "NANODAG_"))}
-        environment.update(PYTHONPATH=str(FAKES), FAKE_ORDERS=str(self.folder / "orders"))
-        environment.update(NANODAG_CACHE=str(self.folder / "cache"))
+    def command(self, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen:
+        environment = self.environment()
         return subprocess.Popen(
-            [sys.executable, "-c", "from nanodag.cli import main; main()", *arguments],
+            [*prefix, sys.executable, "-c", "from nanodag.cli import main; main()", *arguments],
             cwd=self.folder,
             env=environment,
             text=True,
@@ -53,9 +62,16 @@ class Project:
             stderr=subprocess.STDOUT,
         )
 
-    def run(self, *arguments: str, timeout_s: float = 900.0) -> tuple[int, str]:
-        """Exit code and output of the command."""
-        process = self.command(*arguments)
+    def environment(self) -> dict[str, str]:
+        """The command's, and that of whatever is to see the fake stages."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "NANODAG_"))}
+        environment.update(PYTHONPATH=str(FAKES), FAKE_ORDERS=str(self.folder / "orders"))
+        environment.update(self._environment)
+        return environment | {"NANODAG_CACHE": str(self.folder / "cache")}
+
+    def run(self, *arguments: str, timeout_s: float = 900.0, prefix: Sequence[str] = ()) -> tuple[int, str]:
+        """Exit code and output of the command. prefix: a command that runs it."""
+        process = self.command(*arguments, prefix=prefix)
         output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
 

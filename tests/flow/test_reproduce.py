@@ -11,7 +11,7 @@ from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
 from nanodag.reproduce import reproduce
 from nanodag.retention import Policy, free, plan
 from nanodag.runs import open_run
-from nanodag.slots import hold, places_for
+from nanodag.slots import hold, places_folder, places_for
 from nanodag.stage import carry_out
 
 FAKES = Path(__file__).parent.parent / "fakes"
@@ -58,7 +58,7 @@ def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_place(run, made
             places = places_for(device="cpu", num_gpus=0, is_beside=False)
             stop = threading.Event()
             stop.set()
-            with pytest.raises(StageStopped), hold(run.store.local / "locks" / "places", places, stop=stop):
+            with pytest.raises(StageStopped), hold(places_folder(run.store), places, stop=stop):
                 raise AssertionError("two stages train at once")
             seen.extend(stayed)
 

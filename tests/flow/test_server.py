@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from nanodag import server as server_module
+from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.provenance import process_started
 from nanodag.server import ProcessId, Running, Server
@@ -93,7 +94,8 @@ def recorded(tmp_path, process):
         (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
         found = Running(port=port, server=process(), serve=process(), deployments={"speedrun": "1"}, serves="earlier")
         (tmp_path / "server.json").write_text(json.dumps(asdict(found)))
-        made = Server(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", port=port, start_timeout_s=30.0)
+        settings = ServerConfig(port=port, start_timeout_s=30.0)
+        made = Server(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=settings)
         return made, found
 
     return record
@@ -124,7 +126,8 @@ def test_with_the_server_gone_another_is_asked_before_what_serves_is_renewed(
     kill(found.server)
     started = []
 
-    def start(command, log_name, port):
+    def start(command, log_name, environment):
+        port = int(environment["PREFECT_API_URL"].rpartition(":")[2].partition("/")[0])
         started.append((log_name, port))
         if log_name == "server.log":
             prefect(port=port, num_active=num_active)

@@ -120,10 +120,11 @@ def test_more_gpus_than_there_are_is_an_error_and_no_smaller_number(monkeypatch)
 
 
 def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
-    def rl(num_ranks, **sampler):
-        resources = SimpleNamespace(num_ranks=num_ranks)
+    def rl(num_ranks, nodes=1, **sampler):
+        resources = SimpleNamespace(num_ranks=num_ranks, nodes=nodes)
         return SimpleNamespace(kind="rl", resources=resources, sampler=SimpleNamespace(**sampler))
 
     assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2)) == 4
     assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2)) == 4
     assert num_gpus_of(rl(1, engine="embedded", replicas=4, tensor_parallel=1)) == 1
+    assert num_gpus_of(rl(16, nodes=2, engine="embedded", replicas=4, tensor_parallel=1)) == 8

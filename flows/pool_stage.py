@@ -1,0 +1,71 @@
+"""One stage of a run that a flow elsewhere carries out: what a worker of a work pool runs (tasks/pool.py sends it)."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.states import State
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from nanodag.runs import Run, StageResult, join_run
+from nanodag.store import Store
+from tasks import TASKS
+from tasks.stage import outcome, own_flow_run
+
+LOOK_EVERY_S = 5.0
+
+
+@flow(name="pool_stage", flow_run_name="{run}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
+def pool_stage(
+    run: str,
+    stage: str,
+    store: str,
+    local: str,
+    inputs: dict[str, dict[str, Any]],
+    parent: str,
+    force: bool = False,
+) -> State[Any]:
+    """Carry out a stage of a run on what the run's flow gives it.
+
+    Args:
+        run: the run's name
+        stage: its stage
+        store: the store's address; local: its local folder, or auto
+        inputs: input name -> a finished stage's result
+        parent: the flow run that waits for it, and with which it ends
+        force: build it again though the store has it
+    """
+    own_flow_run()
+    joined = join_run(run, Store(store, local=None if local == "auto" else Path(local)))
+    joined.note(stage, worker=os.environ.get("PREFECT__WORKER_NAME", ""))
+    given = {label: StageResult(**result) for label, result in inputs.items()}
+    with _ending_with(parent, joined):
+        future = TASKS[joined.pipeline.stages[stage].kind].submit(stage, joined, given, force=force)
+        return outcome([stage], {stage: future})
+
+
+@contextmanager
+def _ending_with(parent: str, run: Run) -> Iterator[None]:
+    """Leave no worker process behind, and stop once the flow that waits for this one has ended without it."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        with get_client(sync_client=True) as client:
+            while not is_over.wait(LOOK_EVERY_S):
+                state = client.read_flow_run(parent).state
+                if state is not None and state.is_final():
+                    run.stop.set()
+                    return
+
+    watch = threading.Thread(target=look, daemon=True, name="parent")
+    watch.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        run.stop.set()

@@ -1,0 +1,95 @@
+"""A stage that a work pool's worker carries out: sent there, waited for. What it made is found in the store.
+
+The worker runs flows/pool_stage.py, on this machine or another one; it needs the same nanodag, the same store and the
+address of this Prefect server. Cancel and a failure pass in both directions.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import task_run
+from prefect.states import Cancelling
+
+from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
+from nanodag.runs import Run, StageResult
+
+FLOW = "pool_stage"
+ENTRYPOINT = "flows.pool_stage.pool_stage"
+POLL_S = 1.0
+NO_WORKER_S = 30.0
+CANCEL_TIMEOUT_S = 90.0
+
+
+def carry_out_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> None:
+    """Have a worker of the stage's pool carry it out, and wait for that.
+
+    Raises ConfigError when there is no such pool, StageStopped when the run was told to stop, StageInterrupted when the
+    worker was lost, StageFailed with the reason when the stage failed.
+    """
+    pool = run.pipeline.stages[name].resources.work_pool
+    local = run.pipeline.store.local
+    parameters = {
+        "run": run.name,
+        "stage": name,
+        "store": run.store.url,
+        "local": local,
+        "inputs": {label: asdict(result) for label, result in inputs.items()},
+        "force": force,
+        "parent": run.flow_run,
+    }
+    with get_client(sync_client=True) as client:
+        sent = client.create_flow_run_from_deployment(
+            _deployment(client, pool),
+            name=f"{run.name}-{name}",
+            parameters=parameters,
+            parent_task_run_id=UUID(task_run.id) if task_run.id else None,
+        )
+        state = _wait_for(client, sent.id, run, pool)
+    if state.is_completed():
+        return
+    if run.stop.is_set():
+        raise StageStopped(f"Stage {name} was stopped on the work pool {pool}.")
+    if state.is_crashed():
+        raise StageInterrupted(f"Stage {name}: the worker of the work pool {pool} was lost: {state.message}")
+    raise StageFailed(state.message or f"Stage {name} ended as {state.name} on the work pool {pool}.")
+
+
+def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
+    """The deployment that sends a stage to a pool, made anew: it costs one call, and a stale one would cost a run."""
+    try:
+        client.read_work_pool(pool)
+    except ObjectNotFound as error:
+        raise ConfigError(
+            f"Prefect has no work pool {pool!r} (resources.work_pool). Start a worker, which makes it: "
+            f"prefect worker start --pool {pool} --type process"
+        ) from error
+    return client.create_deployment(
+        client.create_flow_from_name(FLOW), name=pool, work_pool_name=pool, entrypoint=ENTRYPOINT
+    )
+
+
+def _wait_for(client: SyncPrefectClient, flow_run: UUID, run: Run, pool: str) -> State[Any]:
+    """The state that a flow run ends in; it is cancelled once the run is told to stop."""
+    logger = get_run_logger()
+    began, is_cancelled, has_warned = time.monotonic(), False, False
+    while True:
+        state = client.read_flow_run(flow_run).state
+        assert state is not None  # it has been Scheduled from the start
+        if state.is_final():
+            return state
+        if run.stop.is_set() and not is_cancelled:
+            client.set_flow_run_state(flow_run, Cancelling(), force=not state.is_running())
+            is_cancelled, began = True, time.monotonic()
+        if is_cancelled and time.monotonic() - began > CANCEL_TIMEOUT_S:
+            return state
+        if state.is_scheduled() and not has_warned and time.monotonic() - began > NO_WORKER_S:
+            logger.warning("No worker of the work pool %s has taken the stage yet; is one up?", pool)
+            has_warned = True
+        time.sleep(POLL_S)

@@ -1,0 +1,161 @@
+"""Which machines a stage takes, how they are reached, and what is refused before anything starts."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from nanodag import nodes
+from nanodag.config.derive import derive
+from nanodag.config.schema import ClusterConfig, Pipeline, Resources
+from nanodag.errors import ConfigError, StageInterrupted, StageKilled
+from nanodag.failure import Ended, cause_of
+from nanodag.nodes import Host, Nodes, chosen, read_hostfile
+
+HOSTFILE = """
+# the first rack
+worker-1 slots=4
+
+worker-2   slots=8
+"""
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text(HOSTFILE)
+    oracle = "import sys; from deepspeed.launcher.runner import fetch_hostfile as f; print(dict(f(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", oracle, str(path)], capture_output=True, text=True, check=True)
+    assert str({host.name: host.slots for host in read_hostfile(path)}) == done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("worker-1 slots=four", "line 1: 'worker-1 slots=four'"), ("a slots=1\na slots=2", "line 2: a is there twice")],
+)
+def test_a_wrong_line_of_a_hostfile_is_named(tmp_path, text, named):
+    (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        read_hostfile(tmp_path / "hostfile")
+
+
+def test_this_machine_comes_first_and_hosts_without_room_are_passed_over(monkeypatch, tmp_path):
+    monkeypatch.setattr(nodes, "_own_names", lambda: {"b"})
+    hosts = [Host(name="a", slots=8), Host(name="small", slots=1), Host(name="b", slots=8), Host(name="c", slots=8)]
+    found = chosen(hosts, nodes=3, ranks_per_node=8, path=tmp_path)
+    assert [host.name for host in found] == ["b", "a", "c"]
+    with pytest.raises(ConfigError, match="takes 4 nodes with 8 ranks each"):
+        chosen(hosts, nodes=4, ranks_per_node=8, path=tmp_path)
+    monkeypatch.setattr(nodes, "_own_names", lambda: {"elsewhere"})
+    with pytest.raises(ConfigError, match="does not name this machine"):
+        chosen(hosts, nodes=2, ranks_per_node=8, path=tmp_path)
+
+
+def test_a_host_that_is_loopback_here_is_refused():
+    with pytest.raises(ConfigError, match="is this machine itself"):
+        nodes.seen_address("127.0.1.1")
+
+
+def test_ranks_follow_from_nodes_and_gpus_of_each():
+    assert resolved({"nodes": 2, "gpus_per_node": 8, "device": "cuda"}).num_ranks == 16
+    assert resolved({"nodes": 2, "device": "cpu"}).num_ranks == 2
+    assert resolved({"gpus_per_node": 4, "device": "cuda"}).num_ranks == 4
+
+
+def resolved(resources):
+    stages = {"base": {"kind": "import", "model": "file:/m"}, "sft": SFT | {"resources": resources}}
+    made = Pipeline.model_validate({"preset": "x", "cluster": {"hostfile": "/h"}, "stages": stages})
+    return derive(made)[0].stages["sft"].resources
+
+
+SFT = {
+    "kind": "sft",
+    "inputs": {"model": "base"},
+    "data": ["file:/x.jsonl"],
+    "sequence_length": 8,
+    "batch_tokens": 128,
+    "optimizer": {"learning_rate": 1e-4, "matrix_lr": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        ({"nodes": 2, "num_ranks": 3}, "num_ranks 3 is not a multiple of nodes 2"),
+        ({"nodes": 2, "num_ranks": 4, "gpus_per_node": 8}, "num_ranks 4 is not nodes 2 x gpus_per_node 8"),
+        ({"gpus_per_node": 8, "device": "cpu"}, "gpus_per_node 8 means nothing on device cpu"),
+    ],
+)
+def test_resources_that_contradict_each_other_are_refused(resources, reason):
+    with pytest.raises(ValidationError, match=reason):
+        Resources(**resources)
+
+
+def test_nodes_without_a_hostfile_or_for_a_stage_that_has_no_ranks_are_refused():
+    base = {"kind": "import", "model": "file:/m"}
+    with pytest.raises(ValidationError, match=r"sft\.resources\.nodes 2 needs cluster\.hostfile"):
+        Pipeline.model_validate({"preset": "x", "stages": {"base": base, "sft": SFT | {"resources": {"nodes": 2}}}})
+    with pytest.raises(ValidationError, match="a stage of kind import runs on one machine"):
+        Pipeline.model_validate({"preset": "x", "stages": {"base": base | {"resources": {"nodes": 2}}}})
+    with pytest.raises(ValidationError, match="does not say where"):
+        ClusterConfig(reach="ssh worker-1")
+
+
+def test_a_work_pool_needs_postgres_and_a_device_of_its_own():
+    stages = {"base": {"kind": "import", "model": "file:/m", "resources": {"work_pool": "gpus", "device": "cuda"}}}
+    with pytest.raises(ValidationError, match=r"work_pool 'gpus' needs server\.database on Postgres"):
+        Pipeline.model_validate({"preset": "x", "stages": stages})
+    server = {"database": "postgresql+asyncpg://u@h/db"}
+    assert Pipeline.model_validate({"preset": "x", "server": server, "stages": stages})
+    with pytest.raises(ValidationError, match="device auto is this machine's, not that of work_pool gpus"):
+        Resources(work_pool="gpus")
+
+
+@pytest.fixture
+def reached(tmp_path, monkeypatch):
+    """Two nodes of which the other one is a process of this machine; the script that reaches it is the test's."""
+
+    def make(script):
+        (tmp_path / "reach").write_text(script)
+        (tmp_path / "hostfile").write_text("here slots=1\nthere slots=1\n")
+        monkeypatch.setattr(nodes, "_own_names", lambda: {"here"})
+        monkeypatch.setattr(nodes, "seen_address", lambda host: "127.0.0.1")
+        monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.1)
+        monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 30.0)
+        cluster = {"hostfile": str(tmp_path / "hostfile"), "reach": f"sh {tmp_path}/reach {{host}}"}
+        config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
+        return Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
+
+    (tmp_path / "work").mkdir()
+    return make
+
+
+def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypatch):
+    script = f'shift; [ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 255; }}; exec "$@"'
+    made = reached(script)
+    monkeypatch.setattr(Nodes, "command", lambda self, number, module: ["sh", "-c", f"echo {number} $A_B $GLOO_X > n"])
+    monkeypatch.chdir(tmp_path)
+    with made:
+        processes = made.start("nanodag.train", {"GLOO_X": "passed", "A_B": "kept", "PATH": "/usr/bin:/bin"})
+        assert [process.wait(timeout=30) for process in processes.values()] == [0, 0]
+    assert (tmp_path / "once").exists() and list(processes) == ["here", "there"]
+    assert (tmp_path / "work" / "usage-1.jsonl").exists()
+
+
+def test_a_node_without_the_workspace_is_a_config_error(reached, tmp_path):
+    made = reached('shift; exec "$@"')
+    (tmp_path / "work").rmdir()
+    made._up_path = lambda number: tmp_path / "work" / "node.up"
+    with pytest.raises(ConfigError, match=r"there has no folder .*work\. All nodes must share"), made:
+        made.start("nanodag.train", {})
+
+
+def test_a_lost_node_and_a_rank_that_a_signal_ended_are_worth_another_try():
+    lost = "nanodag.errors.NodeLost: Node worker-2 was lost: what ran there ended with code 255."
+    found = cause_of(Ended(code=1, lines=[lost]), stage="sft", kind="sft", run="r")
+    assert found.error is StageInterrupted and found.what.startswith("lost a node")
+    torchrun = "E1121 12:00:00 failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: /usr/bin/python"
+    raised = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    found = cause_of(Ended(code=1, lines=[torchrun, raised]), stage="sft", kind="sft", run="r")
+    assert found.error is StageKilled and "SIGKILL" in found.what

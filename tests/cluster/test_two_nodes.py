@@ -1,0 +1,156 @@
+"""Stages over two nodes, which are network namespaces: as on one node, and through the loss of one."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from pydantic import TypeAdapter
+
+from nanodag.config.schema import AnyStage
+from nanodag.worker import Job, read_job, write_job
+from tests.cluster.namespaces import REACH, two_nodes
+from tests.rl import stages as rl_stages
+from tests.train import stages
+
+pytestmark = pytest.mark.slow
+
+TWO = {"num_ranks": 2, "threads": 1, "device": "cpu"}
+# As the task does: a stage that was interrupted is started again.
+TWICE = """
+import sys
+from pathlib import Path
+from nanodag.errors import StageInterrupted
+from nanodag.launch import run_worker
+from nanodag.worker import read_job
+
+job = read_job(Path(sys.argv[1]))
+for attempt in (1, 2):
+    try:
+        run_worker("nanodag.train", job, num_ranks=2, nodes=2)
+        break
+    except StageInterrupted as error:
+        print(f"attempt {attempt}: {error}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    if not (shutil.which("ip") and os.geteuid() == 0):
+        missing = "two nodes need root and Debian's package iproute2"
+        (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(missing)
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stages")
+    stages.write_prose(folder / "prose.jsonl")
+    stages.write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def cluster(folder, nodes):
+    path = folder / "hostfile"
+    path.write_text(f"# a comment\n{nodes.there} slots=1\n{nodes.here} slots=1\n")
+    return {"cluster": {"hostfile": str(path), "reach": REACH}}
+
+
+def pretrain(folder, name, *, context=None, **changes):
+    """A workspace with the job of 12 steps under ZeRO-3 on two ranks."""
+    workspace = folder / name
+    workspace.mkdir()
+    resources = {**TWO, "nodes": 2 if context else 1}
+    config = stages.pretrain(folder, resources=resources, zero_stage=3, **changes)
+    stage = TypeAdapter(AnyStage).validate_python(config)
+    inputs = {"tokenizer": folder / "tokenizer"}
+    write_job(Job(name="pretrain", run="test", config=stage, inputs=inputs, workspace=workspace, context=context or {}))
+    return workspace
+
+
+def losses(workspace):
+    return [line["loss"] for line in stages.metrics(workspace) if line["event"] == "step"]
+
+
+def wait_for_step(workspace, process, step):
+    deadline = time.monotonic() + 240
+    while max((line["step"] for line in stages.metrics(workspace)), default=0) < step:
+        assert process.poll() is None, (workspace / "worker.log").read_text()[-4000:]
+        assert time.monotonic() < deadline, (workspace / "worker.log").read_text()[-4000:]
+        time.sleep(0.01)
+
+
+def test_zero_3_pretraining_on_two_nodes_is_that_of_two_ranks_on_one(nodes, folder):
+    one = pretrain(folder, "one")
+    stages.finish(one, num_ranks=2)
+    two = pretrain(folder, "two", context=cluster(folder, nodes))
+    command = nodes.on(nodes.here, [sys.executable, "-c", TWICE, str(two / "job.json")])
+    done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
+    assert (two / "result.json").exists(), done.stdout + done.stderr + (two / "worker.log").read_text()[-4000:]
+    assert len(losses(two)) == 12 and losses(two) == losses(one)
+    assert stages.content(two / "output") == stages.content(one / "output")
+    usage = [json.loads((two / name).read_text()) for name in ("usage.jsonl", "usage-1.jsonl")]
+    assert all(line["cpu_s"] > 1.0 for line in usage)  # each node carried its part
+
+
+def test_a_node_that_loses_its_power_and_comes_back_ends_on_the_same_bytes(nodes, folder):
+    one = folder / "one"
+    workspace = pretrain(folder, "killed", context=cluster(folder, nodes))
+    command = nodes.on(nodes.here, [sys.executable, "-c", TWICE, str(workspace / "job.json")])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_for_step(workspace, process, 5)
+    assert nodes.kill(nodes.there) >= 3  # the watchdog, torchrun, a rank
+    away = subprocess.run(["ip", "netns", "del", nodes.there], check=False)
+    assert away.returncode == 0
+    powered = threading.Timer(8.0, lambda: nodes.plug(nodes.there))
+    powered.start()
+    said = process.communicate(timeout=300)[0]
+    powered.join()
+    log = (workspace / "worker.log").read_text()
+    assert "attempt 1:" in said and "lost a node: NodeLost: Node " in said, said + log[-4000:]
+    assert "attempt 2:" not in said and "not reached" in log
+    assert stages.content(workspace / "output") == stages.content(one / "output")
+    steps = [line["step"] for line in stages.metrics(workspace) if line["event"] == "step"]
+    assert steps == list(range(1, 13))
+
+
+def test_killing_who_asked_ends_both_nodes_with_a_checkpoint(nodes, folder):
+    changes = {"horizon_tokens": 512 * 2000, "checkpoint_every": 5000}
+    workspace = pretrain(folder, "ended", context=cluster(folder, nodes), **changes)
+    command = nodes.on(nodes.here, [sys.executable, "-c", TWICE, str(workspace / "job.json")])
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for_step(workspace, process, 2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 40
+    while found := [*nodes.pids(nodes.here), *nodes.pids(nodes.there)]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert len(list((workspace / "checkpoints").glob("step-????????"))) == 1  # both agreed after which step
+
+
+def test_rl_with_its_trainer_on_two_nodes_is_that_of_two_ranks_on_one(nodes, tmp_path_factory):
+    found = {}
+    for number in (1, 2):
+        folder = tmp_path_factory.mktemp("rl")
+        job = rl_stages.make_job(folder, resources={**TWO, "nodes": number}, num_steps=3, zero_stage=3)
+        if number == 1:
+            rl_stages.run(job)
+        else:
+            write_job(dataclasses.replace(job, context=cluster(folder, nodes)))
+            log = job.workspace / "worker.log"
+            command = nodes.on(nodes.here, [sys.executable, "-m", "nanodag.rl", str(job.workspace / "job.json")])
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "DS_ACCELERATOR": "cpu"}
+            with log.open("ab") as stream:
+                done = subprocess.run(command, check=False, timeout=300, stdout=stream, stderr=stream, env=environment)
+            assert done.returncode == 0, log.read_text()[-6000:]
+            assert read_job(job.workspace / "job.json").config.resources.nodes == 2
+        found[number] = [line["loss"] for line in rl_stages.metrics(job)]
+        assert (job.output / "model.safetensors").exists()
+    assert len(found[1]) == 3 and found[2] == found[1]
