@@ -23,7 +23,7 @@ from nanodag.errors import SamplerError
 from nanodag.rl.samplers import Member, Samplers
 from nanodag.rl.sync import Ask, DiskSync, check_versions, check_weights
 from nanodag.sampler.client import SamplerClient
-from nanodag.sampler.protocol import Bucket
+from nanodag.sampler.weight_bodies import Bucket
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import httpx
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.sampler.protocol import (
-    Bucket,
     Completion,
     PauseMode,
     Request,
@@ -25,6 +24,7 @@ from nanodag.sampler.protocol import (
     check_request,
     completion_from_wire,
 )
+from nanodag.sampler.weight_bodies import Bucket
 
 # Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
 KEEPALIVE_EXPIRY_S = 2.0

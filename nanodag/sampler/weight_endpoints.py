@@ -19,7 +19,8 @@ from torch import Tensor
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import Fingerprints, overall
-from nanodag.sampler.protocol import (
+from nanodag.sampler.traffic import Traffic, body_of
+from nanodag.sampler.weight_bodies import (
     BeginUpdateBody,
     DestroyGroupBody,
     EndUpdateBody,
@@ -28,7 +29,6 @@ from nanodag.sampler.protocol import (
     UpdateWeightsBody,
     WeightsCheckerBody,
 )
-from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
 from nanodag.sampler.weights import Weights, fingerprint_checkpoint
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import httpx
 import pytest
@@ -20,10 +19,10 @@ from nanodag.errors import BadRequest, MissingTool
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Bucket, Request, SamplingParams, completion_from_wire
+from nanodag.sampler.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.sglang_install import find_python
 from nanodag.sampler.sglang_process import SGLangProcess
-from nanodag.sampler.weight_group import WeightGroup, open_store
+from tests.sampler.group import Trainer
 
 CONTEXT = 256
 VOCABULARY = 150
@@ -210,44 +209,6 @@ def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(s
     if mode == "retract":  # recomputed, so it is as if the new weights had had all of it
         wanted_new = expected_logprobs(sampler.second, (1, 2, 3), last.output_ids)[new.start :]
         assert torch.allclose(torch.tensor(last.logprobs)[new.start :], wanted_new, atol=1e-4)
-
-
-class Trainer:
-    """Rank 0 of a group of two, which broadcasts a checkpoint's tensors from a thread."""
-
-    def __init__(self, name: str) -> None:
-        self.store = open_store(60)
-        self.name = name
-        self.work: Thread | None = None
-        self.group: WeightGroup | None = None
-
-    def broadcast(self, folder: Path) -> list[Bucket]:
-        """Begin; returns the two buckets that it sends, the first of one tensor."""
-        named = list(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-        parts = [named[:1], named[1:]]
-        self.work = Thread(target=self._run, args=(parts,), daemon=True)
-        self.work.start()
-        return [
-            Bucket([n for n, _ in part], ["float32"] * len(part), [list(p.shape) for _, p in part]) for part in parts
-        ]
-
-    def _run(self, parts) -> None:
-        if self.group is None:
-            self.group = WeightGroup(self.store, name=self.name, rank=0, size=2, timeout_s=60)
-        for part in parts:
-            self.group.broadcast(torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in part]))
-
-    async def give(self, client: SamplerClient, folder: Path, version: int) -> None:
-        """A whole update, the group made first if need be."""
-        is_new = self.group is None
-        buckets = self.broadcast(folder)
-        if is_new:
-            await client.join_weight_group(name=self.name, port=self.store.port, rank=1, size=2)
-        await client.begin_weight_update()
-        for bucket in buckets:
-            await client.receive_weights(bucket, group=self.name, version=version if bucket is buckets[-1] else None)
-        await client.end_weight_update()
-        self.work.join()
 
 
 def test_broadcast_weights_are_held_to_the_bit_and_sampled_with(sampler):

@@ -1,0 +1,125 @@
+"""Weights by broadcast at the embedded sampler: what is wrong is answered 400, with the reason; old weights stay."""
+
+import asyncio
+
+import httpx
+import pytest
+import torch
+
+from nanodag.errors import BadRequest
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.protocol import Request, SamplingParams
+from tests.sampler.group import Trainer
+
+ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
+GROUP = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+
+
+@pytest.fixture(scope="module")
+def folders(make_checkpoint):
+    return make_checkpoint("qwen3"), make_checkpoint("qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log"
+    with SamplerProcess.start(folders[0], log_path=log, max_batch=4, weight_version=0, context_length=64) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("update_weights_from_distributed", ONE | {"names": []}, "names"),
+        ("update_weights_from_distributed", ONE | {"dtypes": []}, "1 names, 0 dtypes and 1 shapes do not go together"),
+        ("update_weights_from_distributed", ONE | {"dtypes": ["int4"]}, "dtype 'int4' is not one of float32"),
+        ("update_weights_from_distributed", ONE | {"shapes": [[-1]]}, "shapes.0.0"),
+        ("update_weights_from_distributed", ONE | {"shapes": [[1 << 20, 1 << 20]]}, "send them in parts"),
+        ("update_weights_from_distributed", ONE | {"no_such": 1}, "there is no such field"),
+        ("update_weights_from_distributed", {k: v * 2 for k, v in ONE.items()}, "a name is given twice"),
+        ("update_weights_from_distributed", ONE | {"load_format": "other"}, "load_format"),
+        ("update_weights_from_distributed", ONE, "between begin_weight_update"),
+        (
+            "init_weights_update_group",
+            {k: v for k, v in GROUP.items() if k != "backend"},
+            "backend 'nccl' is not built",
+        ),
+        ("init_weights_update_group", GROUP | {"rank_offset": 2}, "rank_offset 2 is not below world_size 2"),
+        ("init_weights_update_group", GROUP | {"master_port": 0}, "master_port"),
+        ("begin_weight_update", {"selector": "draft"}, "selector"),
+        ("end_weight_update", {}, "no weight-update session is open"),
+        ("destroy_weights_update_group", {}, "does not exist"),
+    ],
+)
+def test_a_body_that_cannot_be_honoured_is_refused_with_the_reason(server, path, body, reason):
+    answer = httpx.post(f"{server.url}/{path}", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 400 and reason in answer.text, answer.text
+
+
+@pytest.mark.parametrize(
+    ("instead", "reason"),
+    [
+        ({"model_norm_weight": None}, "what was broadcast has no tensor 'model.norm.weight'"),
+        ({"model_norm_weight": torch.full((32,), float("nan"))}, "'model.norm.weight' in what was broadcast holds NaN"),
+        ({"model_norm_weight": torch.ones(31)}, "has shape"),
+    ],
+)
+def test_weights_that_are_not_whole_leave_the_old_ones(server, folders, instead, reason):
+    trainer = Trainer(reason)
+
+    async def work():
+        async with SamplerClient(server.url) as client:
+            request = Request(input_ids=[1, 2], params=SamplingParams(temperature=0.0, max_new_tokens=4))
+            before = await client.generate([request])
+            buckets = trainer.broadcast(folders[1], **instead)
+            await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
+            await client.begin_weight_update()
+            for bucket in buckets:
+                await client.receive_weights(bucket, group=trainer.name, version=3)
+            with pytest.raises(BadRequest, match=f"old weights are kept: .*{reason}"):
+                await client.end_weight_update()
+            await client.leave_weight_group(trainer.name)
+            after, info = await client.generate([request]), await client.model_info()
+            assert info["weight_version"] == "0"
+            assert after[0][0].logprobs == before[0][0].logprobs
+
+    asyncio.run(work())
+
+
+def test_what_is_broadcast_tensor_by_tensor_is_taken_too(server, folders):
+    trainer = Trainer("by tensor")
+
+    async def work():
+        async with SamplerClient(server.url) as client:
+            buckets = trainer.broadcast(folders[1], each_alone=True)
+            await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
+            await client.begin_weight_update()
+            for bucket in buckets:
+                body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+                answer = await client._http.post(
+                    "/update_weights_from_distributed", json=body | {"group_name": trainer.name, "weight_version": "4"}
+                )
+                assert answer.status_code == 200, answer.text
+            await client.end_weight_update()
+            found, info = await client.fingerprints(), await client.model_info()
+            await client.update_weights_from_disk(str(folders[1]), 0)
+            assert found == await client.fingerprints() and info["weight_version"] == "4"
+            await client.update_weights_from_disk(str(folders[0]), 0)
+
+    asyncio.run(work())
+
+
+def test_an_answer_does_not_wait_for_the_clients_acknowledgement(server):
+    """As it did, 40 ms an answer, while Nagle's algorithm was on."""
+
+    async def work():
+        async with SamplerClient(server.url) as client:
+            took = []
+            for _ in range(30):
+                began = asyncio.get_running_loop().time()
+                await client.model_info()
+                took.append(asyncio.get_running_loop().time() - began)
+            return sorted(took)
+
+    assert asyncio.run(work())[10] < 0.03
