@@ -485,17 +485,17 @@ class RLStage(StageBase):
                 f"sync_mode {self.sync_mode}: samplers take weights between two harvests, when nothing is under way "
                 "that could be ended, retracted or kept; use finish, and partial_rollout_tokens to carry rollouts over"
             )
+        if self.sync == "distributed" and self.lora_rank:
+            raise ValueError(
+                f"sync: distributed with lora_rank {self.lora_rank}: adapters are merged where weights are written, "
+                "not yet where they are broadcast; use sync: disk"
+            )
         if self.sync_check_every and self.sampler.tensor_parallel > 1:
             raise ValueError(
                 f"sync_check_every {self.sync_check_every}: weights cannot be verified yet where they are split over "
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
         self.check_device()
-        if self.lora_rank and self.sync == "distributed":
-            raise ValueError(
-                f"lora_rank {self.lora_rank}: adapters are merged when weights are written, and sync: distributed "
-                "writes none; use sync: disk"
-            )
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} is above prompts_per_step {self.prompts_per_step}; "

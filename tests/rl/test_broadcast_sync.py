@@ -325,6 +325,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path):
     on_gpu = {"sync": "distributed", "sync_check_every": 0, "resources": {"device": "cuda"}}
     with pytest.raises(ValidationError, match="sync: distributed on a GPU"):
         RLStage(**(config | on_gpu))
+    with pytest.raises(ValidationError, match="sync: distributed with lora_rank 4"):
+        RLStage(**(config | {"sync": "distributed", "lora_rank": 4}))
     with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):
         RLStage(**(config | {"sync_bucket_bytes": 1}))
     RLStage(**(config | {"sync": "distributed", "sync_bucket_bytes": 1}))
