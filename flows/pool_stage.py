@@ -1,5 +1,6 @@
 """One stage of a run that a flow elsewhere carries out: what a worker of a work pool runs (tasks/pool.py sends it)."""
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from nanodag.runs import Run, StageResult, join_run
 from nanodag.store import Store
 from tasks import TASKS
 from tasks.stage import outcome, own_flow_run
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 
@@ -57,7 +60,11 @@ def _ending_with(parent: str, run: Run) -> Iterator[None]:
     def look() -> None:
         with get_client(sync_client=True) as client:
             while not is_over.wait(LOOK_EVERY_S):
-                state = client.read_flow_run(parent).state
+                try:
+                    state = client.read_flow_run(parent).state
+                except Exception:
+                    log.warning("Whether the run goes on cannot be asked.", exc_info=True)
+                    continue
                 if state is not None and state.is_final():
                     run.stop.set()
                     return

@@ -149,7 +149,7 @@ class Nodes:
         self._num_nodes = int(resources.nodes)
         self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
         self._workspace = job.workspace
-        path = Path(self._cluster.hostfile)
+        path = Path(os.path.expandvars(self._cluster.hostfile))  # one for each job of a cluster's scheduler
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
         self.address = seen_address(self._hosts[1].name)
@@ -211,15 +211,17 @@ class Nodes:
                 elif host.name not in began:
                     began[host.name] = time.monotonic()
                     self._others[host.name] = self._reach(number, host, module, environment)
-                elif (code := self._others[host.name].poll()) is not None:
+                else:
+                    code = self._others[host.name].poll()
                     self._refuse_if_in_vain(host, code, deadline)
-                    if time.monotonic() - began[host.name] > AGAIN_AFTER_S:
+                    if code is not None and time.monotonic() - began[host.name] > AGAIN_AFTER_S:
                         log.info("Node %d, %s: not reached (code %d); once more", number, host.name, code)
                         self._close(self._others.pop(host.name))
                         del began[host.name]
             time.sleep(0.05)
 
-    def _refuse_if_in_vain(self, host: Host, code: int, deadline: float) -> None:
+    def _refuse_if_in_vain(self, host: Host, code: int | None, deadline: float) -> None:
+        """code: what its command ended with, None while it has not ended."""
         if code == NOT_SHARED_EXIT_CODE:
             raise ConfigError(
                 f"{host.name} has no folder {self._workspace}. All nodes must share the store's local folder: put "
@@ -227,9 +229,10 @@ class Nodes:
             )
         if time.monotonic() > deadline:
             command = shlex.join(self._reach_command(host))
+            how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
-                f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` ended with code {code}. See "
-                "that it works by hand, without a password."
+                f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
+                "hand, without a password."
             )
 
     def _reach_command(self, host: Host) -> list[str]:

@@ -134,7 +134,8 @@ def _free(folder: Path, places: Places) -> list[int]:
     """The places that nobody holds. Who looks is in the way of nobody else who looks."""
     found = []
     for number in range(places.capacity):
-        with _lock_file(folder, places, number).open("a") as stream, contextlib.suppress(BlockingIOError):
+        # "a+": over NFS a shared lock wants a file that can be read
+        with _lock_file(folder, places, number).open("a+") as stream, contextlib.suppress(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             found.append(number)
     return found

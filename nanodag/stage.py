@@ -113,7 +113,9 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         if ":" in source.adapter:
             sources[source.adapter] = code_identity(source.adapter)
     if isinstance(stage, RLStage):
-        sources |= {function: code_identity(function) for function in functions_in(stage)}
+        sources |= {name: code_identity(name) for name in functions_in(stage)}
+        folders = [model for model in (stage.teacher.model, stage.critic.model) if model.startswith("/")]
+        sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
     if stage.kind == "import":
         sources[stage.model] = model_identity(stage.model, mirror)
     key = stage_key(
@@ -138,14 +140,14 @@ def sources_in(value: Any) -> list[SourceConfig]:
 
 
 def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`."""
+    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after `group:`."""
     rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
     named = [("reward", name) for name in rewards if name != "auto"]
     named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
     named += [("filter", one.name) for one in stage.filters]
     if not stage.generate.is_one_turn:
         named.append(("generate", stage.generate.name))
-    return [name for kind, name in named if entries.import_path(kind, name) == name]
+    return [name for kind, name in named if name.startswith("group:") or entries.import_path(kind, name) == name]
 
 
 def code_identity(function: str) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    module = function.partition(":")[0]
+    module = function.removeprefix("group:").partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)
     except ImportError as error:

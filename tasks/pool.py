@@ -4,6 +4,7 @@ The worker runs flows/pool_stage.py, on this machine or another one; it needs th
 address of this Prefect server. Cancel and a failure pass in both directions.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,6 +25,7 @@ FLOW = "pool_stage"
 ENTRYPOINT = "flows.pool_stage.pool_stage"
 POLL_S = 1.0
 NO_WORKER_S = 30.0
+PENDING_TIMEOUT_S = 600.0  # a pod may wait that long for its image
 CANCEL_TIMEOUT_S = 90.0
 
 
@@ -78,7 +80,7 @@ def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
 def _wait_for(client: SyncPrefectClient, flow_run: UUID, run: Run, pool: str) -> State[Any]:
     """The state that a flow run ends in; it is cancelled once the run is told to stop."""
     logger = get_run_logger()
-    began, is_cancelled, has_warned = time.monotonic(), False, False
+    began, is_cancelled, has_warned, pending_since = time.monotonic(), False, False, math.inf
     while True:
         state = client.read_flow_run(flow_run).state
         assert state is not None  # it has been Scheduled from the start
@@ -89,6 +91,11 @@ def _wait_for(client: SyncPrefectClient, flow_run: UUID, run: Run, pool: str) ->
             is_cancelled, began = True, time.monotonic()
         if is_cancelled and time.monotonic() - began > CANCEL_TIMEOUT_S:
             return state
+        pending_since = min(pending_since, time.monotonic()) if state.is_pending() else math.inf
+        if time.monotonic() - pending_since > PENDING_TIMEOUT_S:
+            # a worker that died between taking it and its first heartbeat: nothing marks it Crashed
+            client.set_flow_run_state(flow_run, Cancelling(), force=True)
+            raise StageInterrupted(f"The worker of the work pool {pool} that took the stage did not start it.")
         if state.is_scheduled() and not has_warned and time.monotonic() - began > NO_WORKER_S:
             logger.warning("No worker of the work pool %s has taken the stage yet; is one up?", pool)
             has_warned = True

@@ -6,6 +6,7 @@ Fields marked `operational` change how a stage is carried out, never what comes 
 
 import re
 from ipaddress import ip_address
+from socket import inet_aton
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -496,6 +497,11 @@ class RLStage(StageBase):
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
         self.check_device()
+        if self.curriculum_skip and self.samples_per_prompt == 1:
+            raise ValueError(
+                f"curriculum_skip {self.curriculum_skip} compares a prompt's samples, and samples_per_prompt is 1; "
+                "raise the latter"
+            )
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} is above prompts_per_step {self.prompts_per_step}; "
@@ -727,7 +733,9 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _is_safe(self) -> "ServerConfig":
-        if self.host in ("0.0.0.0", "::"):
+        if ":" in self.host:
+            raise ValueError(f"host {self.host!r} is of IPv6, which is not built; use 127.0.0.1, or an IPv4 address")
+        if _is_unspecified(self.host):
             raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
         if not _is_loopback(self.host) and self.password_file == "none":
             raise ValueError(
@@ -745,6 +753,13 @@ class ServerConfig(Section):
                     "PGPASSWORD or ~/.pgpass"
                 )
         return self
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return inet_aton(host) == bytes(4)  # which reads `0` as the system does
+    except OSError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:
@@ -793,7 +808,12 @@ class Pipeline(Section):
         if (pool := stage.resources.work_pool) != "none" and self.server.database == "sqlite":
             raise ValueError(
                 f"stages.{name}.resources.work_pool {pool!r} needs server.database on Postgres: in Prefect 3.8.8 the "
-                "workers of a pool lock SQLite for a minute at a time"
+                "workers of a pool make the API time out on SQLite"
+            )
+        if pool != "none" and "://" in self.store.url:
+            raise ValueError(
+                f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
+                f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
         nodes = stage.resources.nodes
         if nodes > 1 and stage.kind not in NODES_KINDS:

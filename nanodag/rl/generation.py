@@ -79,7 +79,8 @@ class Generator:
         _refuse_when_all_failed(harvest.all_rollouts)
         harvest.passed_over = cursor.passed_over()
         for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
-            cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
+            if sum(rollout.reward is not None for rollout in group) > 1:
+                cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
         harvest.seconds = time.monotonic() - began
         return harvest
 

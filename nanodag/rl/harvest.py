@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanodag.rl.prompts import Prompt
+from nanodag.rl.prompts import OVERLONG, Prompt
 from nanodag.rl.rollout import Rollout, from_json, to_json
 from nanodag.store.files import write_json
 
@@ -87,10 +87,15 @@ def read_harvest(path: Path) -> Harvest:
             Dropped(_prompt_from(drop["prompt"]), _rollouts_from(drop["rollouts"]), drop["reason"])
             for drop in saved["dropped"]
         ],
-        passed_over=[(_prompt_from(prompt), reason) for prompt, reason in saved["passed_over"]],
+        passed_over=[(_prompt_from(prompt), reason) for prompt, reason in _passed_over(saved)],
         num_carried=saved["num_carried"],
         seconds=saved["seconds"],
     )
+
+
+def _passed_over(saved: Mapping[str, Any]) -> list[tuple[Any, str]]:
+    """Checkpoints from before there was a curriculum have prompts that were too long only."""
+    return saved["passed_over"] if "passed_over" in saved else [(prompt, OVERLONG) for prompt in saved["overlong"]]
 
 
 def _prompt_record(prompt: Prompt) -> dict[str, Any]:

@@ -56,8 +56,11 @@ class RankLink:
                 continue
             connection.settimeout(10.0)
             lines = _Lines(connection)
-            hello = lines.read()
-            if hello is None or hello.get("token") != self._token:  # not one of ours
+            try:
+                hello = lines.read()
+            except (ValueError, OSError):  # whoever looks what listens here
+                hello = None
+            if not isinstance(hello, dict) or hello.get("token") != self._token:  # not one of ours
                 connection.close()
                 continue
             connection.settimeout(None)

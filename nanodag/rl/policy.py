@@ -12,6 +12,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.rl.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.packing import MicroBatch
 from nanodag.sampler.architecture import read_checkpoint
+from nanodag.tokenizer.encoding import Encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,15 @@ def load_policy(folder: Path, *, temperature: float, compiled: bool = False, che
 def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:
     """Raise ConfigError when a model cannot read the policy's rollouts. what: the setting that names its folder."""
     own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
-    if own.vocab_size != others.vocab_size:
+    tokens, policys = (Encoding(one).token_ids() for one in (folder, policy))
+    if tokens != policys:
+        differing = sorted({token for token, _ in tokens.items() ^ policys.items()})
         raise ConfigError(
-            f"{what} {folder} has a vocabulary of {own.vocab_size}, the policy one of {others.vocab_size}; they must "
-            "have the same tokenizer."
+            f"{what} {folder} has another tokenizer than the policy: {len(differing)} tokens differ, the first is "
+            f"{differing[0]!r}."
         )
+    if own.vocab_size <= max(tokens.values()):
+        raise ConfigError(f"{what} {folder} has {own.vocab_size} embeddings for {max(tokens.values()) + 1} token ids.")
     if own.max_positions < min(context, others.max_positions):
         raise ConfigError(
             f"{what} {folder} has {own.max_positions} positions, fewer than sampler.context {context}; lower it."

@@ -140,7 +140,7 @@ class PromptCursor:
             replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
             for saved in state["waiting"]
         )
-        self._without_spread = set(state["without_spread"])
+        self._without_spread = set(state.get("without_spread", ()))  # older checkpoints have none
 
     def _draw(self) -> Prompt:
         num_overlong = 0

@@ -79,6 +79,10 @@ class Encoding:
             raise SourceError(f"The tokenizer has no token {token!r}.")
         return found
 
+    def token_ids(self) -> dict[str, int]:
+        """The whole vocabulary: token, as it stands there, -> id."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; no special tokens."""
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -115,7 +119,7 @@ class Encoding:
         to_bytes = _byte_level if '"ByteLevel"' in json.dumps(self._layout["decoder"]) else _with_byte_fallback
         added = {token["id"]: token for token in self._layout["added_tokens"]}
         found = [b""] * self.size
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        for token, number in self.token_ids().items():
             if number not in added:
                 found[number] = to_bytes(token)
             elif not added[number]["special"]:

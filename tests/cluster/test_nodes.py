@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from nanodag import nodes
 from nanodag.config.derive import derive
 from nanodag.config.schema import ClusterConfig, Pipeline, Resources
-from nanodag.errors import ConfigError, StageInterrupted, StageKilled
+from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
 from nanodag.failure import Ended, cause_of
 from nanodag.nodes import Host, Nodes, chosen, read_hostfile
 
@@ -141,6 +141,25 @@ def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypa
         assert [process.wait(timeout=30) for process in processes.values()] == [0, 0]
     assert (tmp_path / "once").exists() and list(processes) == ["here", "there"]
     assert (tmp_path / "work" / "usage-1.jsonl").exists()
+
+
+def test_a_command_that_neither_reaches_a_node_nor_ends_is_given_up_at_the_time_limit(reached, monkeypatch):
+    made = reached("exec sleep 1000")
+    monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nodes, "END_TIMEOUT_S", 0.1)
+    with pytest.raises(NodeLost, match=r"there could not be reached in 0 s: .* has not ended"), made:
+        made.start("nanodag.train", {})
+    assert [process.poll() for process in made._others.values()] == [-9]
+
+
+def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):
+    made = reached("exit 0")
+    (tmp_path / "hostfile").rename(tmp_path / "hostfile-77")
+    monkeypatch.setenv("JOB", "77")
+    config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
+    cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "reach": "ssh {host}"}
+    again = Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
+    assert again._hosts == made._hosts
 
 
 def test_a_node_without_the_workspace_is_a_config_error(reached, tmp_path):

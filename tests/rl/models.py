@@ -6,10 +6,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.rl.rollout import Rollout, prompt_span, sampled_span
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 
 def save_tiny_model(folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False) -> Path:
-    """A Qwen3 of two layers with random weights that make its choices clear."""
+    """A Qwen3 of two layers with random weights that make its choices clear, and a tokenizer of single bytes."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -24,6 +26,7 @@ def save_tiny_model(folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: 
         tie_word_embeddings=tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer({bytes([value]): value for value in range(min(256, vocabulary - len(SPECIAL_TOKENS)))}, folder)
     return folder
 
 

@@ -17,6 +17,7 @@ from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums, critic_metrics
 from nanodag.rl.policy import check_beside
+from nanodag.tokenizer.bpe import save_tokenizer
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run, start
 from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
@@ -229,14 +230,21 @@ class PlainCritic(torch.nn.Module):
 
 
 def test_a_critic_or_teacher_that_cannot_read_the_rollouts_is_refused(tmp_path):
-    policy, other = save_tiny_model(tmp_path / "a"), save_tiny_model(tmp_path / "b", vocabulary=40)
-    with pytest.raises(ConfigError, match="vocabulary of 40, the policy one of 32"):
+    policy, other = save_tiny_model(tmp_path / "a", vocabulary=300), save_tiny_model(tmp_path / "b", vocabulary=320)
+    tokens = {bytes([value]): value for value in range(256)}
+    save_tokenizer(tokens, policy)
+    save_tokenizer({**tokens, b"ab": 256}, other)
+    with pytest.raises(ConfigError, match=r"critic.model .* has another tokenizer than the policy: 11 tokens differ"):
         check_beside("critic.model", other, policy, context=64)
-    config = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": 32}
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
+    save_tokenizer(tokens, other)
+    check_beside("teacher.model", other, policy, context=990)  # embeddings filled up to another size
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     with pytest.raises(ConfigError, match=r"teacher.model .* has 32 positions, fewer than"):
         check_beside("teacher.model", other, policy, context=64)
-    check_beside("teacher.model", policy, policy, context=990)
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 256}))
+    with pytest.raises(ConfigError, match="has 256 embeddings for"):
+        check_beside("teacher.model", other, policy, context=64)
 
 
 PPO = {

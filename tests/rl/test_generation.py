@@ -237,6 +237,13 @@ def test_a_share_of_the_prompts_without_spread_is_passed_over_in_the_next_pass_a
     assert third & set(skipped)
 
 
+def test_a_group_whose_reward_failed_is_no_reason_to_pass_its_prompt_over(tmp_path):
+    cursor = cursor_over(tmp_path, [1] * 20, skip_share=0.95)
+    answers = {n: "?1" if n % 2 else SPREAD for n in range(20)}
+    step(generator(FakeSampler(answers), prompts_per_step=20), cursor)
+    assert ids(cursor.take(20)) == [f"p{n}" for n in range(20)] and cursor.passed_over() == []
+
+
 def test_without_a_curriculum_nothing_is_passed_over(tmp_path):
     cursor = cursor_over(tmp_path, [1] * 4)
     step(generator(FakeSampler(dict.fromkeys(range(4), EQUAL)), prompts_per_step=4), cursor)

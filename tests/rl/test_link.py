@@ -1,7 +1,9 @@
 """Controller and ranks notice each other's end, and hear each other's errors."""
 
 import asyncio
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +102,18 @@ def test_ranks_end_when_the_controller_goes_even_in_the_middle_of_work(ranks):
     for connection in link._connections:  # as the kernel does when the controller is killed
         connection.socket.close()
     assert [process.wait(timeout=5) for process in processes] == [1, 1]
+
+
+def test_whoever_looks_what_listens_here_is_sent_away(tmp_path):
+    link = RankLink(1)
+    host, port, token = link.address.split(":")
+    with socket.create_connection((host, int(port))) as scanner, socket.create_connection((host, int(port))) as other:
+        scanner.sendall(b"GET / HTTP/1.1\r\n")
+        other.sendall(b"[1]\n")
+        with socket.create_connection((host, int(port))) as rank:
+            rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b"\n")
+            link.accept(timeout_s=10, check=lambda: None)
+    link.close()
 
 
 def test_a_rank_that_never_comes_is_named():

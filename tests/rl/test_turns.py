@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -178,6 +179,8 @@ async def broken(sampler, sample, *, how: str):
     if how == "junk":
         return "a string"
     sample = await sampler.turn(sample)
+    if how == "forgets":
+        return replace(sample, spans=sample.spans[1:])
     return sample.with_tool([VOCABULARY] if how == "unknown" else [1] * CONTEXT)
 
 
@@ -269,6 +272,7 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
         ("nothing", "no turn added to"),
         ("junk", "must return a Sample"),
         ("unknown", f"token id {VOCABULARY}"),
+        ("forgets", "begin with the prompt's own span"),
         ("long", "where 64 and 16 are the limits"),
     ],
 )
@@ -380,9 +384,11 @@ def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path
     for module in ("mine_turns", "mine_reward"):
         (tmp_path / f"{module}.py").write_text("def f(): ...\n")
     stage = config(
-        generate="mine_turns:f", reward={"mine_reward:f": 1.0, "remote:http://h/": 0.5, "f1": 0.5}, filters=[]
+        generate="mine_turns:f",
+        reward={"mine_reward:f": 1.0, "group:mine_reward:g": 1.0, "remote:http://h/": 0.5, "f1": 0.5},
+        filters=[],
     )
-    assert sorted(functions_in(stage)) == ["mine_reward:f", "mine_turns:f"]
+    assert sorted(functions_in(stage)) == ["group:mine_reward:g", "mine_reward:f", "mine_turns:f"]
     sources = {name: code_identity(name) for name in functions_in(stage)}
     keyed = json.dumps(with_identities(result_config(stage), sources))
     assert all(source["sha256"] in keyed for source in sources.values()) and "remote:http://h/" in keyed

@@ -92,7 +92,7 @@ class Turns:
             call = _Call(partial(self._function, sampler, sample))
             try:
                 found = await self._waited(call, line)
-                return self._checked(found)
+                return self._checked(found, sample)
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
@@ -112,13 +112,17 @@ class Turns:
         finally:
             result.cancel()  # nobody reads what comes later
 
-    def _checked(self, found: Any) -> list[Sample]:
-        """What a function returned, as samples that can be trained. Raises ValueError for what cannot."""
+    def _checked(self, found: Any, given: Sample) -> list[Sample]:
+        """What a function returned, as samples that can be trained. given: what it got. Raises ValueError for what
+        cannot."""
         samples = [found] if isinstance(found, Sample) else found
         if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
             raise ValueError(f"it must return a Sample, or some in a list; found {found!r:.200}")
         for sample in samples:
             ids = sample.token_ids
+            kinds = [span.kind for span in sample.spans]
+            if sample.spans[:1] != given.spans or "prompt" in kinds[1:]:
+                raise ValueError(f"a sample must begin with the prompt's own span, and it alone; its spans are {kinds}")
             if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
                 raise ValueError("a sample was returned that no turn added to")
             if len(ids) > self._context or sample.num_sampled > self._longest:
