@@ -50,8 +50,8 @@ class WritingSampler:
 class Lengths(FakePool):
     """The reward of an answer is how long it is."""
 
-    def submit(self, prompt, completion):
-        return super().submit(prompt, str(len(completion)))
+    def _score(self, completion):
+        return super()._score(str(len(completion)))
 
 
 def generator(sampler: WritingSampler, **values) -> Generator:
