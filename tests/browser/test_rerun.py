@@ -16,6 +16,7 @@ def wait_for_end(project, run, flow_run):
     wait_until(
         lambda: project.record(run).get("flow_run") == flow_run and project.record(run)["state"] != "running",
         timeout_s=400,
+        every_s=0.1,
     )
     return project.record(run)
 
@@ -26,6 +27,7 @@ def wait_for_retry(project, before):
     wait_until(
         lambda: project.record(run)["started"] > before["started"] and project.record(run)["state"] != "running",
         timeout_s=400,
+        every_s=0.1,
     )
     return project.record(run)
 
@@ -143,7 +145,7 @@ def test_a_run_whose_every_process_was_killed_is_marked_crashed_and_retry_goes_o
     page = ui()
     page.open_run(running["flow_run"])
     page.shoot("killed")
-    wait_until(lambda: api.run_state(running["flow_run"])["type"] == "CRASHED", timeout_s=120)
+    wait_until(lambda: api.run_state(running["flow_run"])["type"] == "CRASHED", timeout_s=120, every_s=0.5)
     print(f"Crashed after {time.monotonic() - killed:.0f} s")
     page.wait_for_state("Crashed")
     page.shoot("crashed")

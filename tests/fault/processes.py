@@ -7,12 +7,12 @@ from pathlib import Path
 import psutil
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Return once the condition holds; AssertionError after timeout_s."""
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, every_s: float = 0.02) -> None:
+    """Return once the condition holds, asked every_s; AssertionError after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def is_running(pid: int) -> bool:
