@@ -35,4 +35,5 @@ def ui(chrome, project, tmp_path):
     """The UI's pages; screenshots lie in the test's output folder."""
     from tests.browser.ui import Ui
 
-    return lambda: Ui(chrome, f"http://127.0.0.1:{project.server()['port']}", tmp_path / "screenshots")
+    yield lambda: Ui(chrome, f"http://127.0.0.1:{project.server()['port']}", tmp_path / "screenshots")
+    chrome.get("about:blank")  # an open page goes on drawing, which takes most of a core
