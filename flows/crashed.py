@@ -19,7 +19,11 @@ ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def register(client: SyncPrefectClient) -> None:
-    """Have the server watch over every flow run, once, however often it is asked to."""
+    """Have the server watch over every flow run, once, however often it is asked to.
+
+    What is there already is left alone: the server forgets whom it has heard of when an automation changes, and this is
+    called anew just when a run's process may have gone together with what serves the flows.
+    """
     automation = AutomationCore(
         name=NAME,
         description=f"A flow run that is not heard of for {WITHIN.seconds} s has lost its process.",
@@ -42,6 +46,7 @@ def register(client: SyncPrefectClient) -> None:
     )
     found = client.read_automations_by_name(NAME)
     for one in found[:1]:
-        client.update_automation(one.id, automation)
+        if any(getattr(one, name) != getattr(automation, name) for name in ("description", "enabled", "trigger")):
+            client.update_automation(one.id, automation)
     if not found:
         client.create_automation(automation)

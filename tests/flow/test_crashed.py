@@ -1,5 +1,7 @@
 """The automation that marks dead runs, as the server keeps it. That it does so is tested in tests/browser."""
 
+from datetime import timedelta
+
 import pytest
 from prefect.client.orchestration import get_client
 
@@ -9,13 +11,19 @@ from nanodag.server import HEARTBEAT_S
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def test_it_is_registered_once_however_often_the_serving_process_starts():
+def test_it_is_registered_once_however_often_the_serving_process_starts(monkeypatch):
+    changed = []
     with get_client(sync_client=True) as client:
+        monkeypatch.setattr(client, "update_automation", lambda *given: changed.append(given))
         for _ in range(2):
             crashed.register(client)
         found = client.read_automations_by_name(crashed.NAME)
+        assert changed == [], "a change has the server forget whose heartbeats it waits for"
+        monkeypatch.setattr(crashed, "WITHIN", timedelta(seconds=60))
+        crashed.register(client)
+    assert [automation.trigger.within for _, automation in changed] == [timedelta(seconds=60)]
     assert len(found) == 1 and found[0].enabled
-    assert found[0].trigger.within == crashed.WITHIN
+    assert found[0].trigger.within == timedelta(seconds=90)
     assert [action.state.value for action in found[0].actions] == ["CRASHED"]
 
 
