@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanodag.config.schema import OptimizerConfig, RLStage
+from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.build import load
-from nanodag.model.decoder import Decoder, Layer
+from nanodag.model.decoder import Decoder
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.group_attention import group_attention
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums
-from nanodag.rl.policy import Row
-from nanodag.train.engine import Engine
+from nanodag.rl.policy import Row, engine_of
 
 FOLDER = "critic"
 
@@ -60,20 +59,7 @@ class Critic:
     def __init__(self, config: RLStage, folder: Path, *, device: str) -> None:
         self._own = config.critic
         decoder = load(folder, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
-        self.engine = Engine(
-            ValueModel(decoder),
-            optimizer=OptimizerConfig(
-                name="adamw",
-                learning_rate=self._own.learning_rate,
-                betas=config.betas,
-                weight_decay=config.weight_decay,
-            ),
-            zero_stage=config.zero_stage,
-            precision=config.precision,
-            gradient_clipping=config.gradient_clipping,
-            device=device,
-            leaf_modules=(Layer,),
-        )
+        self.engine = engine_of(ValueModel(decoder), config, learning_rate=self._own.learning_rate, device=device)
 
     def step(
         self,

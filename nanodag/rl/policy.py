@@ -6,13 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import ConfigError
 from nanodag.model.build import load
-from nanodag.model.decoder import Decoder
+from nanodag.model.decoder import Decoder, Layer
 from nanodag.rl.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.packing import MicroBatch
 from nanodag.sampler.architecture import read_checkpoint
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,21 @@ def load_policy(folder: Path, *, temperature: float, compiled: bool = False, che
     """The policy in a Hugging Face directory, in float32 on CPU."""
     decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
     return Policy(decoder, temperature=temperature)
+
+
+def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> Engine:
+    """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
+    return Engine(
+        model,
+        optimizer=OptimizerConfig(
+            name="adamw", learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        ),
+        zero_stage=config.zero_stage,
+        precision=config.precision,
+        gradient_clipping=config.gradient_clipping,
+        device=device,
+        leaf_modules=(Layer,),
+    )
 
 
 def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:

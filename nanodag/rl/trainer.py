@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.config.schema import OptimizerConfig, RLStage
+from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.model.decoder import Layer
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.broadcast import Broadcaster
 from nanodag.rl.children import ignore_stop_signals
@@ -40,13 +39,13 @@ from nanodag.rl.link import ControllerLink
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.metrics import Sums
 from nanodag.rl.packing import pack
-from nanodag.rl.policy import Row, load_policy, to_row
+from nanodag.rl.policy import Row, engine_of, load_policy, to_row
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.scores import Scores, write_scores
 from nanodag.rl.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.train.engine import DTYPES, Engine, leave
+from nanodag.train.engine import DTYPES, leave
 from nanodag.train.peak import matmul_peak
 from nanodag.worker import Job, read_job
 
@@ -74,20 +73,7 @@ class Trainer:
         )
         if config.lora_rank:
             add_lora(policy, rank=config.lora_rank, alpha=config.lora_alpha, seed=int(config.seed))
-        self.engine = Engine(
-            policy,
-            optimizer=OptimizerConfig(
-                name="adamw",
-                learning_rate=config.learning_rate,
-                betas=config.betas,
-                weight_decay=config.weight_decay,
-            ),
-            zero_stage=config.zero_stage,
-            precision=config.precision,
-            gradient_clipping=config.gradient_clipping,
-            device=device,
-            leaf_modules=(Layer,),
-        )
+        self.engine = engine_of(policy, config, learning_rate=config.learning_rate, device=device)
         self._reference: Reference | None = None
         if config.kl_coefficient > 0:
             self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
