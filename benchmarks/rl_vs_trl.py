@@ -1,9 +1,10 @@
 """One GRPO step here and in TRL: the same model, prompts, samples and rewards; CPU-seconds by PROTOCOL.md.
 
     python benchmarks/rl_vs_trl.py --trl-python /path/to/an/environment/with/trl/bin/python [--rounds 3] [--threads 1]
+        [--model /path/to/a/hugging-face/model]
 
-The model is a Qwen2 of 6.17 million parameters with random weights and a vocabulary of 4,096; a step is 8 prompts of 31
-tokens x 8 samples x 64 new tokens. The reward is a hash of the completion, so every group has spread. Ours is the whole
+The model is a Qwen2 of 6.17 million parameters with random weights and a vocabulary of 4,096, or the one that --model
+names; a step is 8 prompts of 31 tokens x 8 samples x 64 new tokens. The reward is a hash of the completion, so every group has spread. Ours is the whole
 stage (`python -m nanodag.rl`: controller, ZeRO-3 trainer, embedded sampler over HTTP, reward process, weight sync each
 step); TRL's is GRPOTrainer with Hugging Face generation. CPU-seconds are of all processes of a side.
 """
@@ -30,13 +31,37 @@ TICK = os.sysconf("SC_CLK_TCK")
 COLUMNS = ("generation", "training", "rest", "all", "wall", "cold")  # cold: from start to the end of the first step
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, model: Path | None) -> None:
     """Write the model with its tokenizer, and prompts of exactly PROMPT_TOKENS tokens."""
+    from nanodag.tokenizer.chat import load_renderer
+
+    text = list(pydoc_data.topics.topics.values())
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    if model is None:
+        write_random_model(folder / "model", text)
+    else:
+        copy_model(model, folder / "model")
+    renderer, words, chosen = load_renderer(folder / "model"), " ".join(text).split(), []
+    draw = random.Random(0)
+    while len(chosen) < 64:
+        start = draw.randrange(len(words) - 40)
+        question = " ".join(words[start : start + draw.randrange(3, 28)])
+        if len(renderer.prompt([{"role": "user", "content": question}])) == PROMPT_TOKENS:
+            chosen.append(question)
+    rows = [{"prompt": question, "answer": "", "prompt_id": str(n)} for n, question in enumerate(chosen)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "hash_reward.py").write_text(
+        "import hashlib\n\n\ndef of(prompt, completion):\n"
+        "    return hashlib.blake2b(completion.encode(), digest_size=4).digest()[0] / 255\n"
+    )
+
+
+def write_random_model(folder: Path, text: list[str]) -> None:
+    """The Qwen2 with random weights, and a tokenizer fitted on the text."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
-    from nanodag.tokenizer.chat import load_renderer
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -49,22 +74,19 @@ def prepare(folder: Path) -> None:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    text = list(pydoc_data.topics.topics.values())
-    save_tokenizer(train_bpe(iter(text), VOCABULARY), folder / "model")
-    renderer, words, chosen = load_renderer(folder / "model"), " ".join(text).split(), []
-    draw = random.Random(0)
-    while len(chosen) < 64:
-        start = draw.randrange(len(words) - 40)
-        question = " ".join(words[start : start + draw.randrange(8, 28)])
-        if len(renderer.prompt([{"role": "user", "content": question}])) == PROMPT_TOKENS:
-            chosen.append(question)
-    rows = [{"prompt": question, "answer": "", "prompt_id": str(n)} for n, question in enumerate(chosen)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "hash_reward.py").write_text(
-        "import hashlib\n\n\ndef of(prompt, completion):\n"
-        "    return hashlib.blake2b(completion.encode(), digest_size=4).digest()[0] / 255\n"
-    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(train_bpe(iter(text), VOCABULARY), folder)
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """A Hugging Face model as it is; one without a chat template gets a plain one, which both sides need."""
+    folder.mkdir()
+    for path in source.iterdir():
+        shutil.copyfile(path, folder / path.name)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if "chat_template" not in settings and not (folder / "chat_template.jinja").exists():
+        plain = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        (folder / "chat_template.jinja").write_text(plain)
 
 
 # Ours
@@ -217,17 +239,20 @@ def trl(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
 # Both
 
 
-def flops() -> tuple[float, float]:
+def flops(folder: Path) -> tuple[float, float]:
     """GFLOP of a step's training with each prompt computed once, and of its generation; attention included."""
-    layer = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER
-    head = VOCABULARY * WIDTH
+    config = json.loads((folder / "model" / "config.json").read_text())
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    kept = config["num_key_value_heads"] / config["num_attention_heads"]
+    layer = 2 * (1 + kept) * width * width + 3 * width * config["intermediate_size"]
+    head = config["vocab_size"] * width
     rows = PROMPTS * (PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1))
     scored = PROMPTS * SAMPLES * NEW_TOKENS
     own = NEW_TOKENS * (NEW_TOKENS - 1) / 2
     pairs = PROMPTS * (PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 + SAMPLES * (own + (NEW_TOKENS - 1) * PROMPT_TOKENS))
-    attention = 2 * 2 * WIDTH * pairs * LAYERS
-    training = 3 * (2 * (rows * LAYERS * layer + scored * head) + attention)
-    generation = 2 * (rows * LAYERS * layer + scored * head) + attention
+    attention = 2 * 2 * width * pairs * layers
+    training = 3 * (2 * (rows * layers * layer + scored * head) + attention)
+    generation = 2 * (rows * layers * layer + scored * head) + attention
     return training / 1e9, generation / 1e9
 
 
@@ -267,6 +292,7 @@ def median_of(steps: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", help="a Python that has trl; without it only our side runs")
+    parser.add_argument("--model", type=Path, help="a folder with a Hugging Face model, in place of the random one")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/nanodag-rl-vs-trl"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -280,7 +306,7 @@ def main() -> None:
         return
     sys.path.insert(0, str(ROOT))
     args.folder.mkdir(parents=True, exist_ok=True)
-    prepare(args.folder)
+    prepare(args.folder, args.model)
     plans = [("ours", precision) for precision in args.precisions]
     if args.trl_python:
         plans += [("trl", p) for p in args.precisions] + (
@@ -293,11 +319,11 @@ def main() -> None:
             steps = in_child(python, side, args.folder, setting, args.threads)
             found[side, setting].append(median_of(steps))
             print(f"round {number + 1} {side} {setting}: {found[side, setting][-1]}", flush=True)
-    report(found, args.threads)
+    report(found, args.folder, args.threads)
 
 
-def report(found: dict[tuple[str, str], list[dict[str, float]]], threads: int) -> None:
-    training, generation = flops()
+def report(found: dict[tuple[str, str], list[dict[str, float]]], folder: Path, threads: int) -> None:
+    training, generation = flops(folder)
     print(
         f"\none step, CPU-seconds of all processes, {threads} threads, median of rounds (each the median of {MEASURED})"
     )
