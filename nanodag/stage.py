@@ -140,14 +140,15 @@ def sources_in(value: Any) -> list[SourceConfig]:
 
 
 def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after `group:`."""
+    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
     rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
     named = [("reward", name) for name in rewards if name != "auto"]
     named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
     named += [("filter", one.name) for one in stage.filters]
     if not stage.generate.is_one_turn:
         named.append(("generate", stage.generate.name))
-    return [name for kind, name in named if name.startswith("group:") or entries.import_path(kind, name) == name]
+    prefixes = entries.FUNCTION_PREFIXES
+    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
 
 
 def code_identity(function: str) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    module = function.removeprefix("group:").partition(":")[0]
+    module = entries.without_prefix(function).partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)
     except ImportError as error:

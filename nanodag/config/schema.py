@@ -349,6 +349,7 @@ class TeacherConfig(Section):
 
 # Advantages that compare the samples of a prompt with one another.
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+BY_STEP = ("grpo", "gae")  # advantages that are defined where a reward scores the steps of a response
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
@@ -380,8 +381,8 @@ class RLStage(StageBase):
     sync_mode: what becomes of requests under way: `finish`, they are waited for. sync_check_every: the first sync and
     every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae. teacher: of
-    on-policy distillation, on top of any advantage.
+    reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
+    critic: of the advantage gae. teacher: of on-policy distillation, on top of any advantage.
     clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
     ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
     each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
@@ -598,10 +599,40 @@ class RLStage(StageBase):
         for name in weights:
             if name != "auto":
                 entries.import_path("reward", name)
+        self._check_process_reward()
         if "code" in weights and self.reward_timeout_s < CODE_REWARD_S:
             raise ValueError(
                 f"reward_timeout_s {self.reward_timeout_s:g} is below {CODE_REWARD_S:g}, what the reward code takes, "
                 "so a program that hangs would fail instead of being wrong; raise it"
+            )
+
+    @property
+    def has_process_reward(self) -> bool:
+        """Whether the reward scores single steps of a response."""
+        return isinstance(self.reward, str) and self.reward.startswith("process:")
+
+    def _check_process_reward(self) -> None:
+        if isinstance(self.reward, dict) and (found := [name for name in self.reward if name.startswith("process:")]):
+            raise ValueError(
+                f"reward {found[0]} scores steps, which cannot be added to other rewards; name it alone, without a "
+                "weight, and let it score what the others would as steps"
+            )
+        if not self.has_process_reward:
+            return
+        if self.advantage not in BY_STEP:
+            raise ValueError(
+                f"advantage {self.advantage} is of whole responses, and the reward {self.reward} scores their steps; "
+                f"use {' or '.join(BY_STEP)}"
+            )
+        if self.overlong_buffer:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} takes off a response's reward, and with {self.reward} its "
+                "steps are trained; set it to 0, and let the function score the length as a step"
+            )
+        if self.kl_in == "reward" and self.advantage == "grpo":
+            raise ValueError(
+                f"kl_in: reward takes a sum off a response's reward, and with {self.reward} its steps are trained; use "
+                "kl_in: loss, or advantage gae"
             )
 
     def _check_off_policy(self) -> None:
