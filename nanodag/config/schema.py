@@ -330,20 +330,25 @@ class CriticConfig(Section):
 
 class TeacherConfig(Section):
     """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
-    Face directory; with the same tokenizer. coefficient: by which each token's log-probability there, less the
-    policy's, is added to its advantage."""
+    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.teacher_server), or `none`.
+    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
 
     model: str = "none"
+    url: str = later("none")
     coefficient: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
     def _model_is_a_folder(self) -> "TeacherConfig":
         if self.model.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.model {self.model}: a server cannot be the teacher yet; name a folder")
+            raise ValueError(f"teacher.model {self.model} is a folder's setting; name a server as teacher.url")
         if self.model not in ("none", "input") and not self.model.startswith("/"):
             raise ValueError(f"teacher.model {self.model!r} is neither none, input nor the absolute path of a folder")
-        if self.model == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
-            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model")
+        if self.url != "none" and self.model != "none":
+            raise ValueError(f"teacher.model {self.model} and teacher.url {self.url} are two teachers; leave one out")
+        if self.url != "none" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.url {self.url!r} must begin with http:// or https://, or be none")
+        if self.model == self.url == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
+            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model or .url")
         return self
 
 
@@ -537,6 +542,11 @@ class RLStage(StageBase):
         for label, model in (("critic", self.critic.model), ("teacher", self.teacher.model)):
             if (model == "input") != (label in self.inputs):
                 raise ValueError(f"{label}.model {model!r} and the inputs {list(self.inputs)} do not fit together")
+        if self.teacher.url != "none" and self.temperature != 1.0:
+            raise ValueError(
+                f"teacher.url with temperature {self.temperature}: servers score a prompt at temperature 1; set it to "
+                "1.0, or use teacher.model"
+            )
         if self.advantage == "gae":
             if self.critic.warmup_steps >= self.num_steps:
                 raise ValueError(

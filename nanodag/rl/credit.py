@@ -18,6 +18,7 @@ from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row, check_beside
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of
+from nanodag.rl.teacher_server import TeacherServer
 from nanodag.rl.update import Objective, Scored
 from nanodag.train.engine import Engine
 
@@ -40,11 +41,13 @@ class Credit:
             folder = Path(own or config.critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device)
-        self.teacher: Reference | None = None
-        if config.teacher.model != "none":
+        self._teacher: Reference | TeacherServer | None = None
+        if config.teacher.url != "none":
+            self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)
+        elif config.teacher.model != "none":
             folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
-            self.teacher = Reference(folder, temperature=config.temperature, engine=engine)
+            self._teacher = Reference(folder, temperature=config.temperature, engine=engine)
 
     def is_policy_trained(self, step: int) -> bool:
         """False while a critic warms up."""
@@ -68,6 +71,14 @@ class Credit:
         if self._config.has_process_reward:
             return self._by_step(parts, rows), {}
         return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
+
+    @torch.no_grad()
+    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow | None:
+        """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
+        if isinstance(self._teacher, Reference):
+            policy = self._teacher.policy
+            return [[policy(row)[0] for row in part] for part in rows]
+        return None if self._teacher is None else self._teacher.logprobs(parts, rows)
 
     def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
         """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
