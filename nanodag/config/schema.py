@@ -44,7 +44,9 @@ class Section(BaseModel):
 class Resources(Section):
     """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
     nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said.
-    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow."""
+    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow.
+    offload_optimizer: master weights and optimizer state stay in the host's memory, and are updated there (DeepSpeed's
+    ZeRO-Offload); offload_param: weights at rest, too."""
 
     num_ranks: Positive | Auto = "auto"
     threads: Positive | Auto = "auto"
@@ -52,6 +54,23 @@ class Resources(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)
     work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
+
+    def check_offload(self, *, zero_stage: int, optimizer: str) -> None:
+        """Raise ValueError for an offload that ZeRO's stage or the optimizer does not have."""
+        if self.offload_optimizer != "none" and zero_stage == 0:
+            raise ValueError("resources.offload_optimizer: cpu needs zero_stage 1, 2 or 3; found 0")
+        if self.offload_optimizer != "none" and optimizer == "muon":
+            raise ValueError(
+                "resources.offload_optimizer: cpu with Muon would orthogonalise every matrix on the CPU; use "
+                "optimizer.name: adamw"
+            )
+        if self.offload_param != "none" and (zero_stage != 3 or self.offload_optimizer == "none"):
+            raise ValueError(
+                f"resources.offload_param: cpu needs zero_stage 3 and offload_optimizer: cpu; found {zero_stage} and "
+                f"{self.offload_optimizer}"
+            )
 
     @model_validator(mode="after")
     def _ranks_fit_nodes(self) -> "Resources":
@@ -172,6 +191,11 @@ class SupervisedStage(StageBase):
     keep_checkpoints: int = operational(2, ge=1)
     log_every: int = operational(10, ge=1)
     sample_prompts: tuple[str, ...] = operational(())
+
+    @model_validator(mode="after")
+    def _can_be_offloaded(self) -> "SupervisedStage":
+        self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
+        return self
 
 
 class PretrainStage(SupervisedStage):
@@ -503,6 +527,7 @@ class RLStage(StageBase):
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
         self.check_device()
+        self.resources.check_offload(zero_stage=self.zero_stage, optimizer="adamw")
         if self.curriculum_skip and self.samples_per_prompt == 1:
             raise ValueError(
                 f"curriculum_skip {self.curriculum_skip} compares a prompt's samples, and samples_per_prompt is 1; "
@@ -728,7 +753,7 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-NODES_KINDS = ("pretrain", "midtrain", "sft", "rl")
+TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
 
 
 class ClusterConfig(Section):
@@ -856,8 +881,10 @@ class Pipeline(Section):
                 f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
                 f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
+        if stage.resources.offload_optimizer != "none" and stage.kind not in TRAINING_KINDS:
+            raise ValueError(f"stages.{name}.resources.offload_optimizer: a stage of kind {stage.kind} trains nothing")
         nodes = stage.resources.nodes
-        if nodes > 1 and stage.kind not in NODES_KINDS:
+        if nodes > 1 and stage.kind not in TRAINING_KINDS:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
         if nodes > 1 and stage.kind == "rl" and stage.sync == "distributed":
             raise ValueError(

@@ -74,6 +74,7 @@ def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device
         gradient_clipping=config.gradient_clipping,
         device=device,
         leaf_modules=(Layer,),
+        offload=config.resources,
     )
 
 

@@ -10,7 +10,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     end     leave
 
 It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
-offload, a reference model spread over ranks (each holds all of it).
+a reference model spread over ranks (each holds all of it).
 """
 
 import logging
