@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from pydantic import BaseModel
 
 from nanodag.config import AnyStage, Pipeline, result_config
@@ -30,6 +31,7 @@ from nanodag.worker import Job
 log = logging.getLogger(__name__)
 
 WAIT_FOR_PLACE_S = 24 * 3600.0
+SERVER_TIMEOUT_S = 20.0  # of a teacher's server, to say what it serves
 
 Inputs = Mapping[str, StageResult]
 
@@ -116,6 +118,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources |= {name: code_identity(name) for name in functions_in(stage)}
         folders = [model for model in (stage.teacher.model, stage.critic.model) if model.startswith("/")]
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
+        if (url := stage.teacher.url) != "none":
+            sources[url] = server_identity(url)
     if stage.kind == "import":
         sources[stage.model] = model_identity(stage.model, mirror)
     key = stage_key(
@@ -140,14 +144,15 @@ def sources_in(value: Any) -> list[SourceConfig]:
 
 
 def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after `group:`."""
+    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
     rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
     named = [("reward", name) for name in rewards if name != "auto"]
     named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
     named += [("filter", one.name) for one in stage.filters]
     if not stage.generate.is_one_turn:
         named.append(("generate", stage.generate.name))
-    return [name for kind, name in named if name.startswith("group:") or entries.import_path(kind, name) == name]
+    prefixes = entries.FUNCTION_PREFIXES
+    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
 
 
 def code_identity(function: str) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    module = function.removeprefix("group:").partition(":")[0]
+    module = entries.without_prefix(function).partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)
     except ImportError as error:
@@ -163,6 +168,23 @@ def code_identity(function: str) -> dict[str, Any]:
     if spec is None or spec.origin is None:
         raise ConfigError(f"{function!r}: there is no module {module} beside the pipeline file or on Python's path.")
     return {"kind": "code", "name": function, "sha256": file_sha256(Path(spec.origin))}
+
+
+def server_identity(url: str) -> dict[str, Any]:
+    """What names a teacher's server in a key: its URL, and the model that it says it serves, with its version.
+
+    Raises ConfigError when it does not answer.
+    """
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/model_info", timeout=SERVER_TIMEOUT_S, trust_env=False)
+        answer.raise_for_status()
+        found = answer.json()
+        return {"kind": "server", "url": url, "model": found["model_path"], "version": str(found["weight_version"])}
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"teacher.url {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "
+            "first: the stage's key knows its model."
+        ) from error
 
 
 def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:

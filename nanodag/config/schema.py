@@ -44,7 +44,9 @@ class Section(BaseModel):
 class Resources(Section):
     """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
     nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said.
-    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow."""
+    work_pool: Prefect's, whose worker carries the stage out; `none` for the machine of the run's flow.
+    offload_optimizer: master weights and optimizer state stay in the host's memory, and are updated there (DeepSpeed's
+    ZeRO-Offload); offload_param: weights at rest, too."""
 
     num_ranks: Positive | Auto = "auto"
     threads: Positive | Auto = "auto"
@@ -52,6 +54,23 @@ class Resources(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)
     work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
+
+    def check_offload(self, *, zero_stage: int, optimizer: str) -> None:
+        """Raise ValueError for an offload that ZeRO's stage or the optimizer does not have."""
+        if self.offload_optimizer != "none" and zero_stage == 0:
+            raise ValueError("resources.offload_optimizer: cpu needs zero_stage 1, 2 or 3; found 0")
+        if self.offload_optimizer != "none" and optimizer == "muon":
+            raise ValueError(
+                "resources.offload_optimizer: cpu with Muon would orthogonalise every matrix on the CPU; use "
+                "optimizer.name: adamw"
+            )
+        if self.offload_param != "none" and (zero_stage != 3 or self.offload_optimizer == "none"):
+            raise ValueError(
+                f"resources.offload_param: cpu needs zero_stage 3 and offload_optimizer: cpu; found {zero_stage} and "
+                f"{self.offload_optimizer}"
+            )
 
     @model_validator(mode="after")
     def _ranks_fit_nodes(self) -> "Resources":
@@ -172,6 +191,11 @@ class SupervisedStage(StageBase):
     keep_checkpoints: int = operational(2, ge=1)
     log_every: int = operational(10, ge=1)
     sample_prompts: tuple[str, ...] = operational(())
+
+    @model_validator(mode="after")
+    def _can_be_offloaded(self) -> "SupervisedStage":
+        self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
+        return self
 
 
 class PretrainStage(SupervisedStage):
@@ -330,25 +354,31 @@ class CriticConfig(Section):
 
 class TeacherConfig(Section):
     """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
-    Face directory; with the same tokenizer. coefficient: by which each token's log-probability there, less the
-    policy's, is added to its advantage."""
+    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.teacher_server), or `none`.
+    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
 
     model: str = "none"
+    url: str = later("none")
     coefficient: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
     def _model_is_a_folder(self) -> "TeacherConfig":
         if self.model.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.model {self.model}: a server cannot be the teacher yet; name a folder")
+            raise ValueError(f"teacher.model {self.model} is a folder's setting; name a server as teacher.url")
         if self.model not in ("none", "input") and not self.model.startswith("/"):
             raise ValueError(f"teacher.model {self.model!r} is neither none, input nor the absolute path of a folder")
-        if self.model == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
-            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model")
+        if self.url != "none" and self.model != "none":
+            raise ValueError(f"teacher.model {self.model} and teacher.url {self.url} are two teachers; leave one out")
+        if self.url != "none" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.url {self.url!r} must begin with http:// or https://, or be none")
+        if self.model == self.url == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
+            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model or .url")
         return self
 
 
 # Advantages that compare the samples of a prompt with one another.
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+BY_STEP = ("grpo", "gae")  # advantages that are defined where a reward scores the steps of a response
 CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
@@ -380,8 +410,8 @@ class RLStage(StageBase):
     sync_mode: what becomes of requests under way: `finish`, they are waited for. sync_check_every: the first sync and
     every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed. critic: of the advantage gae. teacher: of
-    on-policy distillation, on top of any advantage.
+    reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
+    critic: of the advantage gae. teacher: of on-policy distillation, on top of any advantage.
     clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
     ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
     each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
@@ -497,6 +527,7 @@ class RLStage(StageBase):
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
         self.check_device()
+        self.resources.check_offload(zero_stage=self.zero_stage, optimizer="adamw")
         if self.curriculum_skip and self.samples_per_prompt == 1:
             raise ValueError(
                 f"curriculum_skip {self.curriculum_skip} compares a prompt's samples, and samples_per_prompt is 1; "
@@ -536,6 +567,11 @@ class RLStage(StageBase):
         for label, model in (("critic", self.critic.model), ("teacher", self.teacher.model)):
             if (model == "input") != (label in self.inputs):
                 raise ValueError(f"{label}.model {model!r} and the inputs {list(self.inputs)} do not fit together")
+        if self.teacher.url != "none" and self.temperature != 1.0:
+            raise ValueError(
+                f"teacher.url with temperature {self.temperature}: servers score a prompt at temperature 1; set it to "
+                "1.0, or use teacher.model"
+            )
         if self.advantage == "gae":
             if self.critic.warmup_steps >= self.num_steps:
                 raise ValueError(
@@ -598,10 +634,40 @@ class RLStage(StageBase):
         for name in weights:
             if name != "auto":
                 entries.import_path("reward", name)
+        self._check_process_reward()
         if "code" in weights and self.reward_timeout_s < CODE_REWARD_S:
             raise ValueError(
                 f"reward_timeout_s {self.reward_timeout_s:g} is below {CODE_REWARD_S:g}, what the reward code takes, "
                 "so a program that hangs would fail instead of being wrong; raise it"
+            )
+
+    @property
+    def has_process_reward(self) -> bool:
+        """Whether the reward scores single steps of a response."""
+        return isinstance(self.reward, str) and self.reward.startswith("process:")
+
+    def _check_process_reward(self) -> None:
+        if isinstance(self.reward, dict) and (found := [name for name in self.reward if name.startswith("process:")]):
+            raise ValueError(
+                f"reward {found[0]} scores steps, which cannot be added to other rewards; name it alone, without a "
+                "weight, and let it score what the others would as steps"
+            )
+        if not self.has_process_reward:
+            return
+        if self.advantage not in BY_STEP:
+            raise ValueError(
+                f"advantage {self.advantage} is of whole responses, and the reward {self.reward} scores their steps; "
+                f"use {' or '.join(BY_STEP)}"
+            )
+        if self.overlong_buffer:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} takes off a response's reward, and with {self.reward} its "
+                "steps are trained; set it to 0, and let the function score the length as a step"
+            )
+        if self.kl_in == "reward" and self.advantage == "grpo":
+            raise ValueError(
+                f"kl_in: reward takes a sum off a response's reward, and with {self.reward} its steps are trained; use "
+                "kl_in: loss, or advantage gae"
             )
 
     def _check_off_policy(self) -> None:
@@ -687,7 +753,7 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-NODES_KINDS = ("pretrain", "midtrain", "sft", "rl")
+TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
 
 
 class ClusterConfig(Section):
@@ -815,8 +881,10 @@ class Pipeline(Section):
                 f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
                 f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
+        if stage.resources.offload_optimizer != "none" and stage.kind not in TRAINING_KINDS:
+            raise ValueError(f"stages.{name}.resources.offload_optimizer: a stage of kind {stage.kind} trains nothing")
         nodes = stage.resources.nodes
-        if nodes > 1 and stage.kind not in NODES_KINDS:
+        if nodes > 1 and stage.kind not in TRAINING_KINDS:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
         if nodes > 1 and stage.kind == "rl" and stage.sync == "distributed":
             raise ValueError(

@@ -11,11 +11,14 @@ from torch import Tensor
 from nanodag.config.schema import RLStage
 from nanodag.rl import entries
 from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.advantages.gae import reward_of_last
+from nanodag.rl.advantages.process import process_grpo, step_rewards
 from nanodag.rl.critic import Critic
 from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row, check_beside
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of
+from nanodag.rl.teacher_server import TeacherServer
 from nanodag.rl.update import Objective, Scored
 from nanodag.train.engine import Engine
 
@@ -38,11 +41,13 @@ class Credit:
             folder = Path(own or config.critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device)
-        self.teacher: Reference | None = None
-        if config.teacher.model != "none":
+        self._teacher: Reference | TeacherServer | None = None
+        if config.teacher.url != "none":
+            self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)
+        elif config.teacher.model != "none":
             folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
-            self.teacher = Reference(folder, temperature=config.temperature, engine=engine)
+            self._teacher = Reference(folder, temperature=config.temperature, engine=engine)
 
     def is_policy_trained(self, step: int) -> bool:
         """False while a critic warms up."""
@@ -60,10 +65,20 @@ class Credit:
         the critic, which learns from the step. old, reference: logprobs, needed with `kl_in: reward`. Every rank must
         call it."""
         rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
-        if self.critic is None:
-            return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
-        counts = [sum(map(num_trained, part)) for part in parts]
-        return self.critic.step(step, rows, rewards, self._kl_of_tokens(old, reference), counts)
+        if self.critic is not None:
+            counts = [sum(map(num_trained, part)) for part in parts]
+            return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, old, reference), counts)
+        if self._config.has_process_reward:
+            return self._by_step(parts, rows), {}
+        return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
+
+    @torch.no_grad()
+    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow | None:
+        """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
+        if isinstance(self._teacher, Reference):
+            policy = self._teacher.policy
+            return [[policy(row)[0] for row in part] for part in rows]
+        return None if self._teacher is None else self._teacher.logprobs(parts, rows)
 
     def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
         """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
@@ -77,22 +92,50 @@ class Credit:
         self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
     ) -> ByRow:
         rollouts = [rollout for part in parts for rollout in part]
-        number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
-        group_ids = torch.tensor([number[rollout.group_id] for rollout in rollouts])
+        group_ids = _numbered_groups(rollouts)
         counts = torch.tensor(list(map(num_trained, rollouts)))
         advantages = self._advantage(torch.cat(list(rewards)), group_ids, counts).to(self._engine.device)
         by_part = advantages.split([len(part) for part in parts])
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
-    def _kl_of_tokens(self, old: ByRow | None, reference: ByRow | None) -> ByRow | None:
-        """What KL takes off the reward of each token; None where it takes nothing."""
-        if self._config.kl_in != "reward":
-            return None
-        assert old is not None and reference is not None
+    def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow:
+        """By the scores of steps. A row's tokens are those of its rollouts, one after the other."""
+        rollouts = [rollout for part in parts for rollout in part]
+        steps = [rollout.steps or () for rollout in rollouts]
+        sizes = [len(rollout.response_token_ids) for rollout in rollouts]
+        found = iter(process_grpo(steps, _numbered_groups(rollouts), sizes))
+        by_part = [[next(found) for _ in part] for part in parts]
         return [
-            [self._config.kl_coefficient * self._objective.kl(*pair) for pair in zip(*of_part, strict=True)]
-            for of_part in zip(old, reference, strict=True)
+            [torch.cat([own[index] for index in row.rollouts.tolist()]).to(self._engine.device) for row in part]
+            for own, part in zip(by_part, rows, strict=True)
         ]
+
+    def _token_rewards(
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: Sequence[Sequence[Row]],
+        rewards: Sequence[Tensor],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> ByRow:
+        """The reward of each token, (N,) float64: its response's at the last trained one, or those of steps, less its
+        KL with `kl_in: reward`."""
+        found: ByRow = []
+        for number, part in enumerate(rows):
+            own = rewards[number].double().to(self._engine.device)
+            found.append([])
+            for place, row in enumerate(part):
+                if self._config.has_process_reward:
+                    steps = [parts[number][index].steps or () for index in row.rollouts.tolist()]
+                    of_tokens = step_rewards(steps, row.mask, row.sequence_ids)
+                else:
+                    of_tokens = reward_of_last(own[row.rollouts], row.mask, row.sequence_ids)
+                if self._config.kl_in == "reward":
+                    assert old is not None and reference is not None
+                    kl = self._objective.kl(old[number][place], reference[number][place])
+                    of_tokens = of_tokens - self._config.kl_coefficient * kl
+                found[-1].append(of_tokens)
+        return found
 
     def _less_kl(
         self,
@@ -116,6 +159,12 @@ class Credit:
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
             found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
         return self._config.kl_coefficient * torch.tensor(self._engine.summed(*found.tolist()), dtype=torch.float32)
+
+
+def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:
+    """(B,) int64: the number of each rollout's group."""
+    number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
+    return torch.tensor([number[rollout.group_id] for rollout in rollouts])
 
 
 def num_trained(rollout: Rollout) -> int:

@@ -16,7 +16,7 @@ from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
-from nanodag.rl.advantages.gae import gae, reward_of_last
+from nanodag.rl.advantages.gae import gae
 from nanodag.rl.group_attention import group_attention
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums
@@ -65,25 +65,23 @@ class Critic:
         self,
         step: int,
         rows: Sequence[Sequence[Row]],
-        rewards: Sequence[Tensor],
-        kl: Sequence[Sequence[Tensor]] | None,
+        rewards: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
     ) -> tuple[list[list[Tensor]], dict[str, Any]]:
         """Advantages of the tokens of each row, (N,) float32, by the critic as it is at the start of a step, from which
         it then learns; and what is reported of that.
 
-        By part of the step: rows; rewards (B,), of its rollouts; kl (N,), what is taken off each token's reward;
-        num_tokens: trained ones on all ranks. Every rank must call it.
+        By part of the step: rows; rewards (N,) float64, of each token; num_tokens: trained ones on all ranks.
+        Every rank must call it.
         """
         values = self._values(rows)
         advantages: list[list[Tensor]] = []
         returns: list[list[Tensor]] = []
         for number, part in enumerate(rows):
-            own = rewards[number].to(self.engine.device)
-            taken = [None] * len(part) if kl is None else kl[number]
+            gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
             found = [
-                self._estimate(row, before, own[row.rollouts], less)
-                for row, before, less in zip(part, values[number], taken, strict=True)
+                gae(own, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
+                for row, before, own in zip(part, values[number], rewards[number], strict=True)
             ]
             advantages.append([advantage for advantage, _ in found])
             returns.append([wanted for _, wanted in found])
@@ -93,14 +91,6 @@ class Critic:
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
         return [[self.engine(row) for row in part] for part in rows]
-
-    def _estimate(self, row: Row, values: Tensor, rewards: Tensor, kl: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Advantages, not yet whitened, and returns of the tokens of a row, (N,) float64. rewards: (R,)."""
-        token_rewards = reward_of_last(rewards.double(), row.mask, row.sequence_ids)
-        if kl is not None:
-            token_rewards = token_rewards - kl
-        gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
-        return gae(token_rewards, values, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
 
     def _learn(
         self,

@@ -75,8 +75,11 @@ WITH_ARGUMENT: dict[str, dict[str, str]] = {
         "remote": "nanodag.rl.rewards.remote:Remote",
         "model": "nanodag.rl.rewards.model:Model",
         "group": "nanodag.rl.rewards.group:Group",
+        "process": "nanodag.rl.rewards.steps:Steps",
     },
 }
+
+FUNCTION_PREFIXES = ("group:", "process:")  # whose argument is a user's function
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -98,6 +101,13 @@ def import_path(kind: str, name: str) -> str:
         f"There is no {kind.replace('_', ' ')} named {name!r}. Choose one of {', '.join(ENTRIES[kind])}, or name a "
         "function of your own as package.module:function."
     )
+
+
+def without_prefix(name: str) -> str:
+    """`module:function` of a user's function that may be named after a prefix."""
+    for prefix in FUNCTION_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _is_path(name: str) -> bool:
@@ -123,8 +133,8 @@ def load(kind: str, name: str) -> Callable[..., Any]:
 def _check_argument(prefix: str, argument: str) -> None:
     if prefix == "remote" and not argument.startswith(("http://", "https://")):
         raise ConfigError(f"The reward remote:{argument} needs a URL that begins with http:// or https://.")
-    if prefix == "group" and not _is_path(argument):
-        raise ConfigError(f"The reward group:{argument} needs a function as group:package.module:function.")
+    if f"{prefix}:" in FUNCTION_PREFIXES and not _is_path(argument):
+        raise ConfigError(f"The reward {prefix}:{argument} needs a function as {prefix}:package.module:function.")
     if prefix == "model" and not argument.startswith("/"):
         raise ConfigError(f"The reward model:{argument} needs the absolute path of a Hugging Face directory.")
 

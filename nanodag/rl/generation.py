@@ -19,6 +19,7 @@ from nanodag.rl import entries
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool, Score
+from nanodag.rl.rewards.steps import token_places
 from nanodag.rl.rollout import Rollout, reward_spread
 from nanodag.rl.segments import group_seed, is_unfinished, requests_for, rollouts_from
 from nanodag.rl.shaping import shaped
@@ -182,10 +183,12 @@ class Generator:
         if any(map(is_unfinished, rollouts)):
             return rollouts
         whole = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
-        futures = self._pool.submit_group(group.prompt.record, [self._answer(rollout) for rollout in whole])
+        answers = [self._answer(rollout) for rollout in whole]
+        futures = self._pool.submit_group(group.prompt.record, answers)
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
-        found = {id(rollout): _with_score(rollout, score) for rollout, score in zip(whole, scores, strict=True)}
+        scored = map(self._with_score, whole, answers, scores)
+        found = {id(before): after for before, after in zip(whole, scored, strict=True)}
         return [found.get(id(rollout), rollout) for rollout in rollouts]
 
     async def _responses(self, group: "_Group") -> list[Rollout]:
@@ -200,9 +203,21 @@ class Generator:
         special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
         if (said := rollout.metadata.get(ANSWER)) is not None:
             return said
-        last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
-        ids = [token for span in reversed(list(last)) for token in span.token_ids]
+        ids = _last_words(rollout)
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
+
+    def _with_score(self, rollout: Rollout, answer: str, score: Score) -> Rollout:
+        reason = {"reward_error": score.error} if score.error else {}
+        if score.steps is None:
+            return rollout.with_reward(score.value, score.components, **reason)
+        if ANSWER in rollout.metadata:
+            reason = {"reward_error": "the steps of an answer that a function says have no place in the tokens"}
+            return rollout.with_reward(None, {}, **reason)
+        ids = _last_words(rollout)
+        before = len(rollout.response_token_ids) - len(ids)
+        places = token_places(score.steps, ids, text=answer, decode=self._encoding.decode)
+        steps = tuple((before + place, value) for place, value in places)
+        return replace(rollout.with_reward(score.value, score.components), steps=steps)
 
 
 class _Group:
@@ -223,9 +238,10 @@ class _Group:
         return answers
 
 
-def _with_score(rollout: Rollout, score: Score) -> Rollout:
-    reason = {"reward_error": score.error} if score.error else {}
-    return rollout.with_reward(score.value, score.components, **reason)
+def _last_words(rollout: Rollout) -> list[int]:
+    """What was sampled after the last tool tokens."""
+    last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
+    return [token for span in reversed(list(last)) for token in span.token_ids]
 
 
 def _refuse_when_all_failed(rollouts: Sequence[Rollout]) -> None:

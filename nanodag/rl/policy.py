@@ -1,5 +1,6 @@
 """The policy that is trained: a decoder that scores packed rollouts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,19 +74,25 @@ def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device
         gradient_clipping=config.gradient_clipping,
         device=device,
         leaf_modules=(Layer,),
+        offload=config.resources,
     )
+
+
+def check_tokens(what: str, tokens: Mapping[str, int], policys: Mapping[str, int]) -> None:
+    """Raise ConfigError when two vocabularies differ. what: the setting and its value."""
+    if tokens != policys:
+        differing = sorted({token for token, _ in tokens.items() ^ policys.items()})
+        raise ConfigError(
+            f"{what} has another tokenizer than the policy: {len(differing)} tokens differ, the first is "
+            f"{differing[0]!r}."
+        )
 
 
 def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:
     """Raise ConfigError when a model cannot read the policy's rollouts. what: the setting that names its folder."""
     own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
-    tokens, policys = (Encoding(one).token_ids() for one in (folder, policy))
-    if tokens != policys:
-        differing = sorted({token for token, _ in tokens.items() ^ policys.items()})
-        raise ConfigError(
-            f"{what} {folder} has another tokenizer than the policy: {len(differing)} tokens differ, the first is "
-            f"{differing[0]!r}."
-        )
+    tokens = Encoding(folder).token_ids()
+    check_tokens(f"{what} {folder}", tokens, Encoding(policy).token_ids())
     if own.vocab_size <= max(tokens.values()):
         raise ConfigError(f"{what} {folder} has {own.vocab_size} embeddings for {max(tokens.values()) + 1} token ids.")
     if own.max_positions < min(context, others.max_positions):

@@ -14,7 +14,8 @@ One line, spelled out (format 1):
                {"kind": "tool", "token_ids": [8]}],
      "reward": 1.0, "reward_components": {"exact": 1.0}, "finish_reason": "stop", "metadata": {}, "media": []}
 
-`mask` and `versions` are runs `[value, count]`: nearly always one run.
+`mask` and `versions` are runs `[value, count]`: nearly always one run. With a process reward there is `"steps": [[1,
+0.5]]` too: the place of a token after the prompt, counted from 0, and the score of the step that it ends.
 """
 
 import json
@@ -89,6 +90,8 @@ class Rollout:
     group_id: rollouts that are compared with one another; groups may differ in size. reward: None until it is known,
     or where computing it failed (`metadata["reward_error"]` then says why). finish_reason: `stop` (a stop token, which
     is the last sampled id), `length` (cut off), `abort`, `error`. media: room for images and the like, as JSON objects.
+    steps: of a process reward, else None: for each step the place in response_token_ids of the token that ends it, and
+    its score.
     """
 
     group_id: str
@@ -100,6 +103,7 @@ class Rollout:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Mapping[str, Any], ...] = ()
+    steps: tuple[tuple[int, float], ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].kind != "prompt" or not self.spans[0].token_ids:
@@ -108,6 +112,9 @@ class Rollout:
             raise ValueError(f"finish_reason {self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}")
         if self.reward is not None and self.reward != self.reward:
             raise ValueError("reward is NaN")
+        size = sum(len(span.token_ids) for span in self.spans[1:])
+        if beyond := [place for place, _ in self.steps or () if not 0 <= place < size]:
+            raise ValueError(f"a step ends at token {beyond[0]} of a response of {size}")
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -179,8 +186,11 @@ def groups_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def reward_spread(group: Sequence[Rollout]) -> float:
-    """Largest minus smallest reward of the members that have one; 0.0 when fewer than two have."""
+    """Largest minus smallest reward of the members that have one; 0.0 when fewer than two have. With a process reward
+    of the scores of all their steps, which advantages are then made of."""
     rewards = [member.reward for member in group if member.reward is not None]
+    if any(member.steps is not None for member in group):
+        rewards = [score for member in group for _, score in member.steps or ()]
     return max(rewards) - min(rewards) if len(rewards) > 1 else 0.0
 
 
@@ -201,6 +211,8 @@ def to_json(rollout: Rollout) -> str:
         "metadata": dict(rollout.metadata),
         "media": list(rollout.media),
     }
+    if rollout.steps is not None:
+        record["steps"] = rollout.steps
     return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -223,6 +235,7 @@ def from_json(line: str) -> Rollout:
             finish_reason=record["finish_reason"],
             metadata=record["metadata"],
             media=tuple(record["media"]),
+            steps=tuple((place, score) for place, score in record["steps"]) if "steps" in record else None,
         )
     except KeyError as error:
         raise ValueError(f"the key {error.args[0]!r} is missing") from error

@@ -10,7 +10,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     end     leave
 
 It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
-offload, a reference model spread over ranks (each holds all of it).
+a reference model spread over ranks (each holds all of it).
 """
 
 import logging
@@ -104,8 +104,7 @@ class Trainer:
         is_old_needed = num_parts > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
-        of_teacher = self._credit.teacher
-        teacher = None if of_teacher is None else self._scores(of_teacher.policy, rows)
+        teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.is_policy_trained(step)
         total, norms = Sums({}, {}), []

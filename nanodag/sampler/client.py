@@ -80,6 +80,8 @@ class SamplerClient:
             "sampling_params": [params_to_wire(request.params) for request in requests],
             "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
         }
+        if any(request.score_prompt for request in requests):
+            body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
         if any(request.rid is not None for request in requests):
             body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
         answers = (await self._call("POST", "/generate", body)).json()
@@ -91,6 +93,12 @@ class SamplerClient:
             raise SamplerError(f"{self.url} answered {len(completions)} samples where {expected} were asked for")
         remaining = iter(completions)
         return [[next(remaining) for _ in range(request.params.n)] for request in requests]
+
+    async def prompt_ids(self, text: str) -> list[int]:
+        """What the sampler's own tokenizer makes of a text."""
+        params = params_to_wire(SamplingParams(max_new_tokens=1))
+        body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        return list(completion_from_wire((await self._call("POST", "/generate", body)).json()).prompt_ids)
 
     async def stream(self, request: Request) -> AsyncIterator[Completion]:
         """One sample, as it grows: each item holds all of it so far, the last has a finish reason. n must be 1."""

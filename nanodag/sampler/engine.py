@@ -113,6 +113,8 @@ class Engine:
     def submit(self, request: Request, listener: Listener, *, stream: bool = False) -> Running:
         """Queue a request; ``listener`` is called from ``step`` when a sample ends, and at every token if streaming.
 
+        A prompt that is to be scored is scored here and now, and the listener of a request for nothing else is called.
+
         Raises BadRequest as ``validate`` does.
         """
         self.validate(request)
@@ -129,7 +131,17 @@ class Engine:
             listener=listener,
             wants_stream=stream,
         )
-        self.waiting.extend(Sample(running=running, index=index) for index in range(params.n))
+        if running.is_scored:
+            running.prompt_logprobs = self.model.prompt_logprobs(running.prompt)
+        samples = [Sample(running=running, index=index) for index in range(params.n)]
+        if np.isnan(running.prompt_logprobs).any():
+            for sample in samples:
+                self._end(sample, self._not_finite())
+        elif running.max_new_tokens == 0:
+            for sample in samples:
+                self._end(sample, FinishReason(type="length"))
+        else:
+            self.waiting.extend(samples)
         return running
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -343,15 +355,18 @@ class Engine:
         sample.running.listener(sample.index, completion(sample, reason, self.weight_version, text))
 
     def _end_broken(self, rows: np.ndarray) -> None:
-        reason = FinishReason(
-            type="abort",
-            message=f"the model's scores are not finite (weights {self.weight_version}, {self.checkpoint.path})",
-            status_code=500,
-        )
+        reason = self._not_finite()
         for row in rows.tolist():
             self._forget_row(row)
             self.model.clear(row)
             self._end(self.table.empty(row), reason)
+
+    def _not_finite(self) -> FinishReason:
+        return FinishReason(
+            type="abort",
+            message=f"the model's scores are not finite (weights {self.weight_version}, {self.checkpoint.path})",
+            status_code=500,
+        )
 
     def _text_of(self, sample: Sample, reason: FinishReason | None) -> str | None:
         if self.text is None:

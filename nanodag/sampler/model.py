@@ -31,6 +31,7 @@ from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
 
+LOGIT_ROWS = 256  # scored at once: the whole prompt's logits would be large
 NUM_CACHED_VIEWS = 128
 
 
@@ -82,9 +83,7 @@ class Model:
                 ]
             if index == a.num_layers - 1:
                 x, attended = x[last], attended[last]
-            x += _multiply(attended, layer.output, layer.output_bias)
-            gate, up = _multiply(_normalised(x, a.norm_eps), layer.gate_up).chunk(2, dim=-1)
-            x += _multiply(functional.silu(gate).mul_(up), layer.down)
+            self._add_rest(layer, x, attended)
         self.buffers.prompt_hidden[slot_index] = x[source_index]
         for p, targets in enumerate(slots):
             for slot in targets:
@@ -108,6 +107,27 @@ class Model:
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=group > 1)
         return attended.transpose(1, 2).reshape(num_prompts * length, -1), key, value
+
+    def _add_rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
+        """What follows a layer's attention, added to x (N, H)."""
+        x += _multiply(attended, layer.output, layer.output_bias)
+        gate, up = _multiply(_normalised(x, self.architecture.norm_eps), layer.gate_up).chunk(2, dim=-1)
+        x += _multiply(functional.silu(gate).mul_(up), layer.down)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompt: np.ndarray) -> list[float]:
+        """log_softmax(logits) of each token of a prompt (T,) int64 but the first: T - 1 of them. Touches no slot."""
+        a, ids = self.architecture, torch.from_numpy(prompt).to(self.device)
+        x = self.weights.embed(ids)
+        for layer in self.weights.layers:
+            attended, _, _ = self._prefill_attention(layer, x, 1, len(prompt))
+            self._add_rest(layer, x, attended)
+        found: list[float] = []
+        for before, targets in zip(x[:-1].split(LOGIT_ROWS), ids[1:].split(LOGIT_ROWS), strict=True):
+            hidden = _normalised(before, a.norm_eps).mul_(self.weights.norm)
+            logits = _multiply(hidden, self.weights.head)[:, : a.vocab_size]
+            found += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+        return found
 
     @torch.inference_mode()
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:

@@ -23,8 +23,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 # Fields that SGLang honours and the embedded sampler does not: named in the refusal, so that nobody hunts for a typo.
 SGLANG_ONLY = frozenset({
     "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "json_schema", "regex",
-    "ebnf", "structural_tag", "stop_regex", "logit_bias", "custom_params", "stream_interval", "logprob_start_len",
-    "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs", "return_hidden_states", "input_embeds",
+    "ebnf", "structural_tag", "stop_regex", "logit_bias", "custom_params", "stream_interval", "top_logprobs_num",
+    "token_ids_logprob", "return_text_in_logprobs", "return_hidden_states", "input_embeds",
     "image_data", "audio_data", "video_data", "lora_path", "session_params", "custom_logit_processor", "priority",
 })  # fmt: skip
 
@@ -68,8 +68,8 @@ def _ids(value: Any) -> Any:
 class SamplingParams(Wire):
     """How a prompt is continued. Defaults are SGLang's."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = 128
-    """None: as many as the context has room for."""
+    max_new_tokens: Annotated[int, Field(ge=0)] | None = 128
+    """None: as many as the context has room for. 0: the prompt is scored, and nothing is sampled."""
     temperature: Annotated[float, Field(ge=0.0), AfterValidator(_finite)] = 1.0
     """0 takes the likeliest token and reports its logprob at temperature 1."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_finite)] = 1.0
@@ -86,12 +86,16 @@ class SamplingParams(Wire):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, to be continued ``params.n`` times. ``rid`` names it for abort; None lets the sampler choose."""
+    """One prompt, to be continued ``params.n`` times. ``rid`` names it for abort; None lets the sampler choose.
+
+    ``score_prompt``: return the logprobs of the prompt's own tokens, too (SGLang's ``logprob_start_len: 0``).
+    """
 
     input_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     rid: str | None = None
     return_logprob: bool = True
+    score_prompt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,9 @@ class Completion:
     """One sample of one prompt. A stop token is part of ``output_ids`` and has its logprob.
 
     ``logprobs``: log_softmax(logits / temperature) of each output token, before top-p and top-k; empty if not asked.
-    ``weight_version``: the weights at the end. ``finish_reason`` is None for a part of a stream.
+    ``prompt_ids``, ``prompt_logprobs``: of a scored prompt, log_softmax(logits) at temperature 1, as in SGLang, None
+    for the first token; empty if not asked. ``weight_version``: the weights at the end. ``finish_reason`` is None for a
+    part of a stream.
     """
 
     rid: str
@@ -133,6 +139,8 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     text: str | None = None
+    prompt_logprobs: Sequence[float | None] = ()
+    prompt_ids: Sequence[int] = ()
 
     def token_versions(self) -> list[str]:
         """The version of the weights behind each output token."""
@@ -156,9 +164,15 @@ def check_request(request: Request, *, vocab_size: int, context_length: int) -> 
             f"a prompt of {len(ids)} tokens and {wanted} new ones do not fit the context of {context_length}: "
             "shorten the prompt, lower max_new_tokens, or start the sampler with a larger context"
         )
+    if wanted == 0 and not (request.score_prompt and request.return_logprob):
+        raise BadRequest("max_new_tokens 0 leaves nothing to do: set return_logprob and logprob_start_len 0 with it")
     wrong_stops = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
     if wrong_stops:
         raise BadRequest(f"stop_token_ids {wrong_stops[:5]} are outside the vocabulary of {vocab_size}")
+
+
+LogprobStart = Literal[-1, 0]
+"""Where the logprobs of the prompt begin: nowhere, or at its first token. Other places are not built."""
 
 
 class GenerateBody(Wire):
@@ -169,6 +183,7 @@ class GenerateBody(Wire):
     sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
+    logprob_start_len: LogprobStart | list[LogprobStart] = -1
     stream: bool = False
 
     @model_validator(mode="after")
@@ -179,7 +194,7 @@ class GenerateBody(Wire):
             _check_ids(self.input_ids)
         elif not self.text or (isinstance(self.text, list) and not all(self.text)):
             raise ValueError("text is empty")
-        for name in ("sampling_params", "rid", "return_logprob"):
+        for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len"):
             value = getattr(self, name)
             if isinstance(value, list) and (not self.is_batch or len(value) != self.num_prompts):
                 raise ValueError(f"{name} is a list of {len(value)} for {self.num_prompts} prompts")
@@ -285,7 +300,8 @@ def completion_to_wire(completion: Completion, *, return_logprob: bool) -> dict[
     }
     if return_logprob:
         pairs = zip(completion.logprobs, completion.output_ids, strict=True)
-        meta["input_token_logprobs"] = []
+        scored = zip(completion.prompt_logprobs, completion.prompt_ids, strict=True)
+        meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in scored]
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
     answer: dict[str, Any] = {"output_ids": completion.output_ids, "meta_info": meta}
     return answer if completion.text is None else {"text": completion.text, **answer}
@@ -314,6 +330,8 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         rid=meta["id"],
         output_ids=output_ids,
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+        prompt_logprobs=[entry[0] for entry in meta.get("input_token_logprobs") or ()],
+        prompt_ids=[entry[1] for entry in meta.get("input_token_logprobs") or ()],
         finish_reason=None
         if finish is None
         else FinishReason(

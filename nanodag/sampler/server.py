@@ -110,6 +110,7 @@ class SamplerServer:
                     params=body.of_prompt("sampling_params", index),
                     rid=rid if rid is not None else f"embedded-{next(self._numbers)}",
                     return_logprob=body.of_prompt("return_logprob", index),
+                    score_prompt=body.of_prompt("logprob_start_len", index) == 0,
                 )
             )
         return requests

@@ -29,6 +29,12 @@ class Running:
     seed: int
     listener: Listener
     wants_stream: bool
+    prompt_logprobs: list[float] = field(default_factory=list)  # (T - 1,), empty if not asked
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logprobs of the prompt are asked for."""
+        return self.request.score_prompt and self.request.return_logprob
 
 
 @dataclass(eq=False, kw_only=True)
@@ -189,4 +195,6 @@ def completion(
         num_prompt_tokens=len(running.prompt),
         num_cached_tokens=sample.num_cached_tokens,
         text=text,
+        prompt_logprobs=[None, *running.prompt_logprobs] if running.is_scored else [],
+        prompt_ids=running.prompt.tolist() if running.is_scored else [],
     )

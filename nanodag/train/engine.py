@@ -9,7 +9,7 @@
     leave()
 
 What is passed to `backward` is summed over micro-batches and over ranks, so a denominator must be the count over all of
-them. Not covered: offload to CPU or disk, tensor, sequence and pipeline parallelism.
+them. Not covered: offload to disk, tensor, sequence and pipeline parallelism.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from nanodag.config.schema import OptimizerConfig, Precision
+from nanodag.config.schema import OptimizerConfig, Precision, Resources
 from nanodag.errors import CorruptArtifact, TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
@@ -92,6 +92,7 @@ class Engine:
         gradient_clipping: float,
         device: str = "cpu",
         leaf_modules: tuple[type[nn.Module], ...] = (),
+        offload: Resources | None = None,
     ) -> None:
         self.device = start_ranks(device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -111,13 +112,13 @@ class Engine:
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._updates,
-                config=_deepspeed_config(zero_stage, precision),
+                config=_deepspeed_config(zero_stage, precision, device, offload),
                 dist_init_required=False,
             )
         self.model = model
         self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
-        self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype)
+        self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -362,12 +363,16 @@ def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
     raise AssertionError("a parameter is not a view into DeepSpeed's flat buffers")
 
 
-def _deepspeed_config(zero_stage: int, precision: Precision) -> dict[str, Any]:
+def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False}
+    for name in ("offload_optimizer", "offload_param"):
+        if offload is not None and getattr(offload, name) != "none":
+            zero[name] = {"device": "cpu", "pin_memory": device == "cuda"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on a CPU
         "zero_optimization": zero,
         "gradient_clipping": 0.0,  # SegmentedOptimizer clips
         "steps_per_print": 1 << 40,

@@ -94,14 +94,22 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self.segments: list[Segment] = []
         self._rates = (0.0, 0.0)
 
-    def attach(self, masters: list[Tensor], segments: list[Segment], *, sharded: bool, dtype: torch.dtype) -> None:
+    def attach(
+        self,
+        masters: list[Tensor],
+        segments: list[Segment],
+        *,
+        sharded: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Say where the parameters lie, and make the optimizer's state.
 
         masters: float32 tensors that `step` finds gradients on. sharded: other ranks hold other elements. dtype: in
-        which matrices are orthogonalised and exchanged.
+        which matrices are orthogonalised and exchanged. device: on which ranks talk; masters may be offloaded.
         """
         self.masters, self.segments = masters, segments
-        self._sharded, self._dtype = sharded, dtype
+        self._sharded, self._dtype, self._device = sharded, dtype, device
         self._first = [torch.zeros_like(master, requires_grad=False).view(-1) for master in masters]
         self._runs = []
         for kind, flat, where in _merged(segments, self.kinds):
@@ -131,10 +139,9 @@ class SegmentedOptimizer(torch.optim.Optimizer):
 
     def _norm(self, pieces: list[Tensor]) -> float:
         # float64: a sum of squares of 1e9 elements keeps its digits, and the number of ranks does not show.
-        device = self.masters[0].device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         if pieces:
-            total += torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+            total += torch.stack(torch._foreach_norm(pieces)).double().square().sum().to(self._device)
         if self._sharded:
             dist.all_reduce(total)
         return math.sqrt(float(total))

@@ -96,6 +96,7 @@ def prepare(job: Job) -> Stage:
         gradient_clipping=config.gradient_clipping,
         device=str(config.resources.device),
         leaf_modules=(Layer,),
+        offload=config.resources,
     )
     torch.manual_seed(int(config.seed) * 1000 + engine.rank)
     data = _Data(job, tokenizer_path, engine)

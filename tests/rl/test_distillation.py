@@ -76,9 +76,9 @@ def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "http://127.0.0.1:1"}, "a server cannot be the teacher yet"),
+        ({"model": "http://127.0.0.1:1"}, "name a server as teacher.url"),
         ({"model": "teacher"}, "neither none, input nor the absolute path"),
-        ({"coefficient": 0.5}, "means nothing without teacher.model"),
+        ({"coefficient": 0.5}, "means nothing without teacher.model or .url"),
     ],
 )
 def test_a_teacher_that_cannot_be_asked_is_refused(values, message):

@@ -14,6 +14,7 @@ from tests.rl.models import save_tiny_model
 
 STEPS = """
 import json, sys, warnings
+from dataclasses import replace
 from pathlib import Path
 warnings.simplefilter("ignore")
 from safetensors.torch import save_file
@@ -31,14 +32,16 @@ ALGORITHMS = {
     "gae": dict(advantage="gae", critic=dict(learning_rate=1e-2, epochs=2, value_clip=0.05, gae_lambda=0.9),
                 kl_coefficient=0.1, kl_in="reward", kl_kind="k1", correction="tis",
                 teacher=dict(model=sys.argv[1] + "/teacher", coefficient=0.5)),
+    "steps": dict(advantage="grpo", reward="process:my:f"),
     "sapo": dict(advantage="rloo", policy_loss="sapo", aggregation="constant", correction="tis_sequence",
                  entropy_coefficient=0.01),
 }
 folder, name = Path(sys.argv[1]), sys.argv[2]
 model = save_tiny_model(folder / f"model-{name}")
 rollouts = [
-    rollout(f"g{g}", i, [1 + g, 2, 3][: g + 1], [4 + i, 5, 6 + g, 7, 8, 9][: 2 + (g + i) % 5],
-            reward=float((g + i) % 3), logprob=-3.0 - 0.1 * i)
+    replace(rollout(f"g{g}", i, [1 + g, 2, 3][: g + 1], [4 + i, 5, 6 + g, 7, 8, 9][: 2 + (g + i) % 5],
+            reward=float((g + i) % 3), logprob=-3.0 - 0.1 * i),
+            steps=((1, float(g - i)), (0, 0.5 * i)))
     for g in range(4) for i in range(3)
 ]
 for algorithm, values in ALGORITHMS.items():
@@ -71,7 +74,7 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
     for process in started:
         output, _ = process.communicate(timeout=550)
         assert process.returncode == 0, output[-3000:]
-    for algorithm in ("gspo", "cispo", "gae", "sapo"):
+    for algorithm in ("gspo", "cispo", "gae", "steps", "sapo"):
         check_numbers(tmp_path, algorithm)
         whole = load_file(tmp_path / f"one-{algorithm}-1000.safetensors")
         for other in (f"one-{algorithm}-16", f"two-0-{algorithm}-1000"):

@@ -106,6 +106,17 @@ def test_a_sample_is_ids_with_the_logprobs_of_transformers(sampler, temperature)
     assert close(found, sampler.first, (1, 2, 3), temperature)
 
 
+def test_a_prompt_is_scored_at_temperature_1_and_nothing_need_be_sampled(sampler):
+    prompts = [(1, 2, 3, 4), (9, 8, 7)]
+    params = SamplingParams(max_new_tokens=0, temperature=0.0)
+    wanted = [Request(input_ids=list(prompt), params=params, score_prompt=True) for prompt in prompts]
+    found = sampler.ask(lambda client: client.generate(wanted))
+    for (one,), prompt in zip(found, prompts, strict=True):
+        assert list(one.prompt_ids) == list(prompt) and one.output_ids == [] and one.prompt_logprobs[0] is None
+        expected = expected_logprobs(sampler.first, prompt[:1], prompt[1:]).tolist()
+        assert one.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+
+
 def test_samples_come_grouped_by_prompt(sampler):
     wanted = [request((1, 2), n=3, max_new_tokens=4), request((9, 8, 7, 6), n=3, max_new_tokens=6)]
     found = sampler.ask(lambda client: client.generate(wanted))

@@ -14,7 +14,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from nanodag.config.dial import Shape  # noqa: E402
-from nanodag.config.schema import OptimizerConfig  # noqa: E402
+from nanodag.config.schema import OptimizerConfig, Resources  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
@@ -37,6 +37,7 @@ def engine_of(case: dict[str, Any]) -> Engine:
         precision=case.get("precision", "fp32"),
         gradient_clipping=0.5,
         leaf_modules=(Layer,),
+        offload=Resources(**{name: "cpu" for name in case.get("offload", [])}),
     )
 
 
@@ -85,6 +86,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             found["error"] = str(error)
         after = engine.full_state_dict()
         found["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
+    zero = engine._zero  # DeepSpeed's own word for what it does: `cpu_offload` at stages 1 and 2
+    does = {"offload_optimizer": ("offload_optimizer", "cpu_offload"), "offload_param": ("offload_param",)}
+    found["offloads"] = [name for name, words in does.items() if any(getattr(zero, word, False) for word in words)]
     weights = engine.full_state_dict()
     found["weights"] = {name: tensor.double().flatten().tolist() for name, tensor in weights.items()}
     return found

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanodag.config import result_config
+from nanodag.config.schema import Pipeline, RLStage, SFTStage
 from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY
 
 
@@ -23,6 +25,11 @@ def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
 
 FP32 = [{"stage": stage} for stage in range(4)]
 LORA = [{"stage": stage, "lora": True, "optimizer": "adamw"} for stage in (1, 3)]
+ADAMW = [{"stage": stage, "optimizer": "adamw"} for stage in (1, 2, 3)]
+OFFLOADED = [
+    *({**case, "offload": ["offload_optimizer"]} for case in ADAMW),
+    {**ADAMW[2], "offload": ["offload_optimizer", "offload_param"]},
+]
 BF16 = [{"stage": stage, "precision": "bf16"} for stage in range(4)]
 
 
@@ -42,6 +49,7 @@ def one_rank(folder):
         *({**case, "steps": 1, "poison": True} for case in (FP32[0], FP32[3], BF16[0], BF16[1])),
         *LORA,
         {**LORA[0], "steps": 2, "save": str(folder / "lora")},
+        {**ADAMW[0], "steps": 2, "save": str(folder / "adamw")},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "one.json", cases, num_ranks=1), strict=True))
 
@@ -55,6 +63,9 @@ def two_ranks(folder, one_rank):
         {"stage": 3, "load": str(folder / "two"), "first": 2},
         *LORA,
         {**LORA[1], "load": str(folder / "lora"), "first": 2},
+        *ADAMW,
+        *OFFLOADED,
+        {**OFFLOADED[-1], "load": str(folder / "adamw"), "first": 2},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "two.json", cases, num_ranks=2), strict=True))
 
@@ -148,6 +159,43 @@ def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks(one
     wanted = one_rank[str(LORA[0])]
     for found in (one_rank[str(LORA[1])], two_ranks[str(LORA[0])], two_ranks[str(LORA[1])]):
         assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+def test_offload_to_the_cpu_comes_to_the_same_losses_and_weights(two_ranks, case):
+    plain = two_ranks[str({"stage": case["stage"], "optimizer": "adamw"})]
+    assert_same(two_ranks[str(case)], plain, atol=1e-6)
+    assert (two_ranks[str(case)]["offloads"], plain["offloads"]) == (case["offload"], [])
+
+
+def test_an_offloaded_engine_goes_on_from_a_checkpoint_of_one_that_was_not(two_ranks, folder):
+    found = two_ranks[str({**OFFLOADED[-1], "load": str(folder / "adamw"), "first": 2})]
+    assert_same(found, two_ranks[str(ADAMW[2])], first=2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_stage": 0}, "needs zero_stage 1, 2 or 3; found 0"),
+        ({"optimizer": {"name": "muon"}}, "would orthogonalise every matrix on the CPU"),
+        ({"resources": {"offload_param": "cpu"}, "zero_stage": 3}, "needs zero_stage 3 and offload_optimizer: cpu"),
+        ({"resources": {"offload_optimizer": "cpu", "offload_param": "cpu"}}, "needs zero_stage 3"),
+    ],
+)
+def test_an_offload_that_there_is_not_is_refused(values, message):
+    values = {"resources": {"offload_optimizer": "cpu"}, "optimizer": {"name": "adamw"}, **values}
+    with pytest.raises(ValueError, match=message):
+        SFTStage(kind="sft", data=["file:x"], inputs={"model": "a"}, **values)
+
+
+def test_only_what_trains_can_be_offloaded_and_the_key_does_not_know_it():
+    offload = {"offload_optimizer": "cpu"}
+    stage = {"kind": "eval", "benchmarks": [{"name": "a"}], "inputs": {"model": "m"}, "resources": offload}
+    model = {"kind": "import", "model": "file:/m"}
+    with pytest.raises(ValueError, match="a stage of kind eval trains nothing"):
+        Pipeline(preset="p", stages={"m": model, "e": stage})
+    values = {"kind": "rl", "data": ["file:x"]}
+    assert result_config(RLStage(**values, resources=offload)) == result_config(RLStage(**values))
 
 
 def test_with_adapters_only_they_change(one_rank, folder):

@@ -35,7 +35,7 @@ def flat_optimizer(config: OptimizerConfig, *, clip: float = 0.0) -> tuple[Segme
         size = math.prod(SHAPES[name])
         segments.append(Segment(name=name, shape=SHAPES[name], flat=0, start=start, offset=0, length=size))
         start += size
-    optimizer.attach([flat], segments, sharded=False, dtype=torch.float32)
+    optimizer.attach([flat], segments, sharded=False, dtype=torch.float32, device=flat.device)
     return optimizer, flat
 
 

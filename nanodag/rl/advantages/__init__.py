@@ -9,5 +9,6 @@ Entries that look at one group at a time (`grpo`, `dr_grpo`, `rloo`) give exactl
 equal, one of a single member included: it carries no signal. Those that normalise over the batch
 (`reinforce_pp`, `reinforce_pp_baseline`) do not.
 
-`gae` has a contract of its own, a number a token: it stands in its file.
+`gae` has a contract of its own, a number a token: it stands in its file. So has `grpo` over a process reward, which
+scores single steps of a response (process.py).
 """

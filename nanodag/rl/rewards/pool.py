@@ -28,11 +28,13 @@ MOST_TOGETHER = 32
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one sample. value None: it failed, and `error` says why."""
+    """The reward of one sample. value None: it failed, and `error` says why. steps: as nanodag.rl.rewards.steps has
+    them, None where the reward is of another kind."""
 
     value: float | None
     components: Mapping[str, float]
     error: str = ""
+    steps: Sequence[tuple[int, float]] | None = None
 
 
 class RewardPool:
@@ -75,6 +77,11 @@ class RewardPool:
         for name, weight in self._weights.items():
             own = prompt["reward"] if name == "auto" else name
             entries.import_path("reward", own)
+            if name == "auto" and own.startswith("process:"):
+                raise ConfigError(
+                    f"A prompt asks for the reward {own}, which scores steps, and others may not: name it as the "
+                    "stage's `reward`."
+                )
             weights[own] = weights.get(own, 0.0) + weight
         samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
         for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
@@ -205,7 +212,10 @@ class _Process:
             self._loaded.add(name)
         question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
-        return [Score(one.get("value"), one.get("components", {}), one.get("error", "")) for one in answers]
+        return [
+            Score(one.get("value"), one.get("components", {}), one.get("error", ""), one.get("steps"))
+            for one in answers
+        ]
 
     def end(self) -> None:
         """Close the pipes; a process that does not end by itself is killed."""

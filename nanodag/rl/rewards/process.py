@@ -4,7 +4,7 @@
 
 Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
 `{"load": name}` -> `{}` or `{"error"}`; `{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list
-of `{"value", "components"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
+of `{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
 """
 
 import json
@@ -67,7 +67,11 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
         reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
     except ValueError as error:  # not finite
         return {"error": str(error)}
-    return {"value": float(reward.value), "components": {k: float(v) for k, v in reward.components.items()}}
+    return {
+        "value": float(reward.value),
+        "components": {k: float(v) for k, v in reward.components.items()},
+        "steps": reward.steps,
+    }
 
 
 def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:

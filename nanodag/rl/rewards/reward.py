@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -13,13 +13,16 @@ MAX_NUMBER_CHARACTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """value: what is trained on. components: named parts, each logged by itself."""
+    """value: what is trained on. components: named parts, each logged by itself. steps: of a process reward
+    (nanodag.rl.rewards.steps): the end of each step, in characters of the completion, and its score."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    steps: Sequence[tuple[int, float]] | None = None
 
     def __post_init__(self) -> None:
-        for name, number in {"value": self.value, **self.components}.items():
+        of_steps = {f"step that ends at {end}": score for end, score in self.steps or ()}
+        for name, number in {"value": self.value, **self.components, **of_steps}.items():
             if not math.isfinite(number):
                 raise ValueError(f"the reward's {name} is {number}; it must be finite")
 
