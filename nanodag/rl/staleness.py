@@ -5,9 +5,9 @@ and before step k began. With `updates_per_step` above 1 a step makes several ve
 that trained nothing made none and does not count.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from nanodag.errors import StageFailed
 from nanodag.rl.harvest import Dropped, Harvest
@@ -64,14 +64,16 @@ def _without(harvest: Harvest, is_old: Callable[[int], bool]) -> Harvest:
 def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> dict[str, float]:
     """Over the tokens that are trained: mean and largest staleness, in steps. masked_tokens: sampled tokens that are
     not."""
-    pairs = [
-        pair for rollout in rollouts for span in rollout.spans for pair in zip(span.versions, span.mask, strict=True)
-    ]
-    found = [staleness_of(version, versions) for version, mask in pairs if mask]
+    num_tokens = Counter[tuple[int, int]]()  # by version and mask: of these there are few
+    for rollout in rollouts:
+        for span in rollout.spans:
+            num_tokens.update(zip(span.versions, span.mask, strict=True))
+    found = [(staleness_of(version, versions), count) for (version, mask), count in num_tokens.items() if mask]
+    num_trained = sum(count for _, count in found)
     return {
-        "staleness": fmean(found) if found else 0.0,
-        "staleness_largest": float(max(found, default=0)),
-        "masked_tokens": float(len(pairs) - len(found)),
+        "staleness": sum(steps * count for steps, count in found) / max(num_trained, 1),
+        "staleness_largest": float(max((steps for steps, _ in found), default=0)),
+        "masked_tokens": float(num_tokens.total() - num_trained),
     }
 
 

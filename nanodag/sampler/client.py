@@ -7,13 +7,14 @@ Errors: BadRequest (the sampler refuses, and will refuse again), SamplerLost (it
 same request may succeed after a restart), SamplerError (it failed at this request and lives).
 """
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-import httpx
+import aiohttp
+from pydantic_core import from_json
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.sampler.protocol import (
@@ -28,6 +29,8 @@ from nanodag.sampler.weight_bodies import Bucket
 
 # Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
 KEEPALIVE_EXPIRY_S = 2.0
+OK = HTTPStatus.OK
+_LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class SamplerClient:
@@ -49,13 +52,8 @@ class SamplerClient:
         """
         self.url = url.rstrip("/")
         self._limits = None if vocab_size is None or context_length is None else (vocab_size, context_length)
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(request_timeout_s, connect=connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
-            trust_env=False,  # a proxy of the environment is not meant for this
-            verify=self.url.startswith("https"),  # reading the certificates takes longer than a short request
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=request_timeout_s)
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "SamplerClient":
         return self
@@ -66,7 +64,19 @@ class SamplerClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._session is not None and self._session.closed
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
+            self._session = aiohttp.ClientSession(self.url, connector=connector, timeout=self._timeout)
+        return self._session
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """For each request its n completions. All are sent at once, and answered when the last is done."""
@@ -84,7 +94,7 @@ class SamplerClient:
             body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
         if any(request.rid is not None for request in requests):
             body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-        answers = (await self._call("POST", "/generate", body)).json()
+        answers = from_json(await self._call("POST", "/generate", body))
         completions = [completion_from_wire(answer) for answer in answers]
         for completion in completions:
             _raise_failure(completion)
@@ -114,19 +124,18 @@ class SamplerClient:
         if request.rid is not None:
             body["rid"] = request.rid
         try:
-            async with self._http.stream("POST", "/generate", json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
-                    self._raise_for(response)
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        event = json.loads(line.removeprefix("data: "))
+            async with self._http.post("/generate", json=body) as response:
+                if response.status != OK:
+                    self._raise_for("/generate", response.status, await response.read())
+                async for line in _lines(response.content):
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        event = from_json(line.removeprefix(b"data: "))
                         if "error" in event:
                             raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
                         completion = completion_from_wire(event)
                         _raise_failure(completion)
                         yield completion
-        except httpx.TransportError as error:
+        except _LOST as error:
             raise self._lost("/generate", error) from error
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
@@ -160,7 +169,7 @@ class SamplerClient:
 
     async def fingerprints(self) -> list[dict[str, str]]:
         """Of the weights that it holds, by tensor name; one dict for each of its ranks. See ``fingerprints.py``."""
-        answer = (await self._call("POST", "/weights_checker", {"action": "checksum"})).json()
+        answer = from_json(await self._call("POST", "/weights_checker", {"action": "checksum"}))
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def flush_cache(self) -> None:
@@ -181,34 +190,34 @@ class SamplerClient:
     async def health(self) -> bool:
         """True: it serves. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
         try:
-            response = await self._http.get("/health")
-        except httpx.TransportError as error:
+            async with self._http.get("/health") as response:
+                return response.status == OK
+        except _LOST as error:
             raise self._lost("/health", error) from error
-        return response.status_code == httpx.codes.OK
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""
-        return (await self._call("GET", "/model_info")).json()
+        return from_json(await self._call("GET", "/model_info"))
 
     def _check(self, request: Request) -> None:
         if self._limits is not None:
             check_request(request, vocab_size=self._limits[0], context_length=self._limits[1])
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            response = await self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
+            async with self._http.request(method, path, json=body) as response:
+                content = await response.read()
+        except _LOST as error:
             raise self._lost(path, error) from error
-        self._raise_for(response)
-        return response
+        if response.status != OK:
+            self._raise_for(path, response.status, content)
+        return content
 
-    def _raise_for(self, response: httpx.Response) -> None:
-        if response.status_code == httpx.codes.OK:
-            return
-        message = f"{response.request.url.path} of {self.url} answered {response.status_code}: {_reason(response)}"
-        raise BadRequest(message) if response.status_code in (400, 422) else SamplerError(message)
+    def _raise_for(self, path: str, status: int, content: bytes) -> NoReturn:
+        message = f"{path} of {self.url} answered {status}: {_reason(content)}"
+        raise BadRequest(message) if status in (400, 422) else SamplerError(message)
 
-    def _lost(self, path: str, error: httpx.TransportError) -> SamplerLost:
+    def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
 
 
@@ -227,14 +236,23 @@ def _raise_failure(completion: Completion) -> None:
     if reason is None or reason.status_code is None:
         return
     message = f"the sampler failed at {completion.rid}: {reason.message}"
-    raise BadRequest(message) if reason.status_code == httpx.codes.BAD_REQUEST else SamplerError(message)
+    raise BadRequest(message) if reason.status_code == HTTPStatus.BAD_REQUEST else SamplerError(message)
 
 
-def _reason(response: httpx.Response) -> str:
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The stream's own lines may not be longer than its buffer."""
+    rest = b""
+    async for block in stream.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+
+
+def _reason(answer: bytes) -> str:
     try:
-        content = response.json()
+        content = from_json(answer)
     except ValueError:
-        return response.text[:500]
+        return answer.decode(errors="replace")[:500]
     if isinstance(content, dict):
         error = content.get("error", content.get("message", content))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -27,8 +27,9 @@ from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import Model
 from nanodag.sampler.protocol import Completion, FinishReason, Request, check_request
-from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, read_length, row_sizes
+from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import Listener, Running, Sample, SlotTable, completion
+from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, build_weights, load_weights
 
@@ -94,6 +95,8 @@ class Engine:
         self.num_slots = self.row_sizes[-1]
         self.text = Text.of_checkpoint(Path(model_path))
         self.table = SlotTable(self.num_slots, self.context_length)
+        kernel = self.model.kernel
+        self.steps = TorchSteps(self.model, self.table) if kernel is None else CompiledSteps(kernel, self.table)
         self.waiting: deque[Sample] = deque()
         self.weight_version = weight_version
         self.num_generated_tokens = 0
@@ -216,7 +219,7 @@ class Engine:
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:
         """Sample every token from here on with ``weights``. Running samples go on with the cache they have."""
-        self.model.weights.copy_from(weights)
+        self.model.use(weights)
         self.checkpoint = replace(self.checkpoint, path=path)
         self.forget_prompts()
         if version is not None:
@@ -235,22 +238,14 @@ class Engine:
         """Decode, admit, draw one token for every sample that then runs, and report to the listeners."""
         table = self.table
         if table.num_rows:
-            rows, active = self._num_rows(), table.active_rows
-            longest = int(table.positions[active].max()) + 1
-            length = read_length(longest, self.model.capacity, in_chunks=self.model.deterministic)
-            self.model.decode(table.tokens[:rows], table.positions[:rows], length)
-            table.positions[active] += 1
+            self.steps.decode(self._num_rows())
         if self.waiting:
             self._admit()
-        rows, active = self._num_rows(), table.active_rows
-        settings = table.draw_settings(rows)
-        scores = self.model.logits(rows, settings.inverse_temperature)
-        tokens, logprobs = self.model.draw(scores, settings, table.counts[:rows])
-        if np.isnan(logprobs[active]).any():
-            self._end_broken(active[np.isnan(logprobs[active])])
-            active = table.active_rows
-        ended = table.record(active, tokens[active], logprobs[active])
-        self.num_generated_tokens += len(active)
+        num_active = len(table.active_rows)
+        ended, broken = self.steps.draw(self._num_rows())
+        self.num_generated_tokens += num_active - len(broken)
+        if len(broken):
+            self._end_broken(broken)
         if table.watched:
             ended = self._report_watched(ended)
         for row in ended.tolist():
@@ -299,6 +294,8 @@ class Engine:
 
     def _prefill_batches(self, prompts: list[tuple[np.ndarray, list[int]]]) -> list[list[tuple[np.ndarray, list[int]]]]:
         """Split prompts into batches of similar length, so that little is padded; one by one in deterministic mode."""
+        if self.model.kernel is not None:  # takes them one after another, without padding
+            return [prompts] if prompts else []
         batches: list[list[tuple[np.ndarray, list[int]]]] = []
         for prompt in sorted(prompts, key=lambda entry: len(entry[0])):
             length = len(prompt[0])

@@ -82,6 +82,14 @@ class Fingerprints:
         return dict(self._found)
 
 
+def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of every tensor, in the layout of a checkpoint."""
+    found = Fingerprints("checkpoint")
+    for name, tensor in tensors.items():
+        found.add(name, tensor)
+    return found.all()
+
+
 def overall(fingerprints: Mapping[str, str]) -> str:
     """One for the whole model, as SGLang computes it."""
     digest = hashlib.sha256()

@@ -1,9 +1,10 @@
-/* One decode step of a decoder in float32 on one CPU core: what model.py's `decode` and `logits` and drawing.py's `draw`
-compute, each in one call.
+/* Prompts and decode steps of a decoder in float32 on one CPU core: what model.py's `prefill`, `decode` and `logits`,
+drawing.py's `draw` and slots.py's `record` do, each in one call.
 
 Every sum has one order, whatever the number of rows: an element of a matrix product is a chain of fused multiply-adds
 over ascending k, and rows are blocked so that a weight that was read is used for all rows of a block. So a row has the
-same bits alone and among others, which deterministic mode needs, by construction.
+same bits alone and among others, and a token the same in a prompt and decoded, by construction. Deterministic mode
+needs that.
 
 Letters as in model.py: R rows, H hidden, K key/value heads, G query heads of each, D head, F intermediate, C capacity.
 Widths are multiples of LANES; kernel.py sees to that. */
@@ -48,6 +49,24 @@ typedef struct {
     const Layer *layers;
     float *hidden, *normed, *qkv, *attended, *gate_up, *activated, *logits, *scratch; /* scratch: max(C, V / BLOCK) */
 } Model;
+
+/* The arrays of slots.py's SlotTable, and what this step drew: (B,), but for output_ids and logprobs (B, C) and stop_ids
+(B, stop_width). */
+typedef struct {
+    int64_t capacity, stop_width;
+    const uint8_t *active, *greedy;
+    const float *temperature;
+    const double *top_p;
+    const int64_t *top_k, *limits, *stop_ids;
+    const uint64_t *keys;
+    int64_t *tokens, *positions, *counts, *output_ids;
+    double *logprobs;
+    int64_t *drawn_tokens;
+    double *drawn_logprobs;
+    uint8_t *outcomes;
+} Table;
+
+enum { GOES_ON, ENDED, BROKEN };
 
 INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec value) { *(vec *)to = value; }
@@ -271,8 +290,9 @@ static void add_bias(float *y, const float *bias, int64_t width) {
     for (int64_t i = 0; bias && i < width; i += LANES) store(y + i, load(y + i) + load(bias + i));
 }
 
-/* tokens, positions: (R,). Leaves the last layer's output in hidden. */
-void decode(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *positions) {
+/* Run one token a row and leave the last layer's output in hidden. tokens, positions, slots: (R,), slots NULL where row
+r is that of slot r. A row sees what rows before it have put into the same slot. */
+void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *positions, const int64_t *slots) {
     const int64_t H = m->hidden_size, K = m->num_kv_heads, G = m->heads_per_kv, D = m->head_dim, F = m->intermediate_size;
     const int64_t qkv_width = K * (G + 2) * D;
     for (int64_t r = 0; r < rows; r++) embed(m, r, tokens[r]);
@@ -283,9 +303,10 @@ void decode(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *
             add_bias(m->qkv + r * qkv_width, layer->qkv_bias, qkv_width);
             for (int64_t k = 0; k < K; k++) {
                 float *heads = m->qkv + r * qkv_width + k * (G + 2) * D;
-                place(m, layer, heads, r * K + k, positions[r]);
+                int64_t of_cache = (slots ? slots[r] : r) * K + k;
+                place(m, layer, heads, of_cache, positions[r]);
                 for (int64_t g = 0; g < G; g++)
-                    attend(m, layer, heads + g * D, r * K + k, positions[r] + 1,
+                    attend(m, layer, heads + g * D, of_cache, positions[r] + 1,
                            m->attended + ((r * K + k) * G + g) * D);
             }
         }
@@ -306,9 +327,15 @@ void decode(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *
     }
 }
 
-/* Scores of the first rows over the temperature, in logits; inverse_temperature: (R,), or NULL where all are 1. */
-void logits(const Model *m, int64_t rows, const float *inverse_temperature) {
-    for (int64_t r = 0; r < rows; r++) normalise(m, r, inverse_temperature ? inverse_temperature[r] : 1, m->norm);
+/* One token of each of the first rows, whose cache grows by it where the row is active. */
+void decode(const Model *m, const Table *t, int64_t rows) {
+    forward(m, rows, t->tokens, t->positions, 0);
+    for (int64_t r = 0; r < rows; r++) t->positions[r] += t->active[r];
+}
+
+/* Scores of the first rows over the temperature, in logits. */
+void logits(const Model *m, const Table *t, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) normalise(m, r, 1 / t->temperature[r], m->norm);
     product(rows, m->hidden_size, m->normed, m->hidden_size, m->head, m->vocab_width, m->logits, m->vocab_width, 0);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = m->vocab_size; v < m->vocab_width; v++) m->logits[r * m->vocab_width + v] = -INFINITY;
@@ -343,31 +370,52 @@ static double exponentials(float *scores, int64_t width, float *sums) {
     return total;
 }
 
-/* One token a row and its log-probability. is_greedy: the likeliest, else where a uniform number falls, which follows
-from the row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
-void draw(const Model *m, int64_t rows, const uint8_t *is_greedy, const uint64_t *keys, const int64_t *counts,
-          int64_t *tokens, double *logprobs) {
+/* A token and its log-probability. is_greedy: the likeliest, else where a uniform number falls, which follows from the
+row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
+static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *logprob) {
     const int64_t width = m->vocab_width;
-    for (int64_t r = 0; r < rows; r++) {
-        float *scores = m->logits + r * width, *sums = m->scratch;
-        double total = exponentials(scores, width, sums), before = 0;
-        int64_t token = 0;
-        if (is_greedy[r]) { /* the likeliest has exp(0) = 1 */
-            while (token < width - 1 && scores[token] != 1.0f) token++;
-        } else {
-            double uniform = (mix(keys[r] + (uint64_t)(counts[r] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
-            double target = fmin(uniform, 1 - 0x1p-52) * total;
-            int64_t block = 0;
-            while (block < width / BLOCK - 1 && !(before + sums[block] > target)) before += sums[block++];
-            token = block * BLOCK;
-            /* The block's sum was rounded to float: what its elements add up to may be a little less. */
-            int64_t last = token;
-            for (int64_t v = token; v < token + BLOCK; v++)
-                if (scores[v] > 0) last = v;
-            while (token < last && !(before + scores[token] > target)) before += scores[token++];
-        }
-        double probability = scores[token] / total;
-        tokens[r] = token;
-        logprobs[r] = log(probability > 1 ? 1 : probability); /* NaN stays NaN */
+    float *scores = m->logits + row * width, *sums = m->scratch;
+    double total = exponentials(scores, width, sums), before = 0;
+    int64_t token = 0;
+    if (t->greedy[row]) { /* the likeliest has exp(0) = 1 */
+        while (token < width - 1 && scores[token] != 1.0f) token++;
+    } else {
+        double uniform = (mix(t->keys[row] + (uint64_t)(t->counts[row] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
+        double target = fmin(uniform, 1 - 0x1p-52) * total;
+        int64_t block = 0;
+        while (block < width / BLOCK - 1 && !(before + sums[block] > target)) before += sums[block++];
+        token = block * BLOCK;
+        /* The block's sum was rounded to float: what its elements add up to may be a little less. */
+        int64_t last = token;
+        for (int64_t v = token; v < token + BLOCK; v++)
+            if (scores[v] > 0) last = v;
+        while (token < last && !(before + scores[token] > target)) before += scores[token++];
     }
+    double probability = scores[token] / total;
+    *logprob = log(probability > 1 ? 1 : probability); /* NaN stays NaN */
+    return token;
+}
+
+/* Append what was drawn to a row; whether it ends with it. */
+static uint8_t record(const Table *t, int64_t row) {
+    int64_t token = t->drawn_tokens[row], count = t->counts[row]++;
+    t->output_ids[row * t->capacity + count] = t->tokens[row] = token;
+    t->logprobs[row * t->capacity + count] = t->drawn_logprobs[row];
+    for (int64_t s = 0; s < t->stop_width; s++)
+        if (t->stop_ids[row * t->stop_width + s] == token) return ENDED;
+    return count + 1 >= t->limits[row] ? ENDED : GOES_ON;
+}
+
+/* Draw for the active rows from logits, which is overwritten, and record; a row with top-p or top-k was drawn already.
+A row whose log-probability is NaN is broken and left as it is. Returns how many do not go on. */
+int64_t draw(const Model *m, const Table *t, int64_t rows) {
+    int64_t num_done = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        t->outcomes[r] = GOES_ON;
+        if (!t->active[r]) continue;
+        if (!(t->top_p[r] < 1 || t->top_k[r] > 0)) t->drawn_tokens[r] = draw_one(m, t, r, t->drawn_logprobs + r);
+        t->outcomes[r] = isnan(t->drawn_logprobs[r]) ? BROKEN : record(t, r);
+        num_done += t->outcomes[r] != GOES_ON;
+    }
+    return num_done;
 }

@@ -1,4 +1,4 @@
-"""Builds and calls `kernel.c`: a decode step of a float32 model on one CPU core in one call instead of hundreds.
+"""Builds and calls `kernel.c`: prompts and steps of a float32 model on one CPU core in one call instead of hundreds.
 
 The C compiler of the machine is asked once for each kind of processor; what it makes is kept in the user's cache folder
 (`NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`). Where there is no compiler, or a model is not
@@ -13,9 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 log = logging.getLogger(__name__)
 
 LANES = 16  # widths must be multiples of it
+PROMPT_ROWS = 96  # tokens of prompts that are run together: activations of more would not fit a core's cache
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120.0
@@ -70,7 +73,8 @@ class Kernel:
         self._logits = buffers.logits
         # The structures hold bare addresses: these keep what they point to.
         scratch = torch.zeros(max(buffers.capacity, buffers.logits.shape[1] // VOCABULARY_BLOCK))
-        self._kept = (weights, buffers, rotations, scratch)
+        self._kept = (weights, rotations, scratch)
+        self._buffers, self._capacity = buffers, buffers.capacity
         self._layers = (_Layer * a.num_layers)()
         for index, layer in enumerate(weights.layers):
             for name in ("qkv", "qkv_bias", "qk_gain", "output", "output_bias", "gate_up", "down"):
@@ -104,26 +108,51 @@ class Kernel:
             scratch=_address(scratch),
         )
         self._reference = ctypes.byref(self._model)
+        self._prompt_hidden = torch.zeros(PROMPT_ROWS, buffers.hidden.stride(0))
+        self._prompt_model = self._for_prompts(a)
 
-    def decode(self, tokens: np.ndarray, positions: np.ndarray) -> None:
-        """As Model.decode; each row reads as much of the cache as it has. tokens, positions: (R,) int64."""
-        self._library.decode(self._reference, len(tokens), tokens.ctypes.data, positions.ctypes.data)
+    def _for_prompts(self, a: Architecture) -> _Model:
+        """The same model with activations of its own, so that prompts leave those of running samples alone."""
+        widths = {
+            "normed": a.hidden_size, "qkv": a.qkv_width, "attended": a.num_heads * a.head_dim,
+            "gate_up": 2 * a.intermediate_size, "activated": a.intermediate_size,
+        }  # fmt: skip
+        self._prompt_buffers = {name: torch.zeros(PROMPT_ROWS, width) for name, width in widths.items()}
+        model = _Model.from_buffer_copy(self._model)
+        for name, buffer in (*self._prompt_buffers.items(), ("hidden", self._prompt_hidden)):
+            setattr(model, name, buffer.data_ptr())
+        return model
 
-    def logits(self, rows: int, inverse_temperature: Tensor | None) -> Tensor:
-        """As Model.logits."""
-        self._library.logits(self._reference, rows, _address(inverse_temperature))
+    def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[int]) -> None:
+        """Run each prompt (T,) int64 and write its keys, values and last hidden state to its slot."""
+        lengths = [len(prompt) for prompt in prompts]
+        assert max(lengths) <= self._capacity, lengths
+        tokens, ends = np.concatenate(prompts), np.cumsum(lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        of_slots = np.repeat(np.array(slots, dtype=np.int64), lengths)
+        for start in range(0, len(tokens), PROMPT_ROWS):
+            arrays = [array[start : start + PROMPT_ROWS] for array in (tokens, positions, of_slots)]
+            rows = len(arrays[0])
+            self._library.forward(ctypes.byref(self._prompt_model), rows, *(array.ctypes.data for array in arrays))
+            for prompt in range(*np.searchsorted(ends, (start + 1, start + rows + 1))):
+                last = self._prompt_hidden[ends[prompt] - 1 - start]
+                self._buffers.prompt_hidden[slots[prompt]] = last[: self._model.hidden_size]
+
+    def decode(self, table: Any, rows: int) -> None:
+        """Run one token for each of the first rows; each reads as much of the cache as it has.
+
+        table: a pointer to steps.py's addresses of the slot table.
+        """
+        self._library.decode(self._reference, table, rows)
+
+    def logits(self, table: Any, rows: int) -> Tensor:
+        """As Model.logits, over the table's temperatures."""
+        self._library.logits(self._reference, table, rows)
         return self._logits[:rows]
 
-    def draw(self, greedy: np.ndarray, keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Draw from what ``logits`` left, and overwrite it. As drawing.draw without top-p and top-k.
-
-        greedy: (R,) bool. keys: (R,) uint64. counts: (R,) int64. Returns tokens (R,) int64, log-probabilities (R,)
-        float64.
-        """
-        tokens, logprobs = np.empty(len(keys), dtype=np.int64), np.empty(len(keys))
-        arrays = (greedy, keys, counts, tokens, logprobs)
-        self._library.draw(self._reference, len(keys), *(array.ctypes.data for array in arrays))
-        return tokens, logprobs
+    def draw(self, table: Any, rows: int) -> int:
+        """Draw from what ``logits`` left, overwrite it, and record. How many rows do not go on."""
+        return self._library.draw(self._reference, table, rows)
 
 
 def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor) -> Kernel | None:
@@ -150,10 +179,10 @@ def _library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or error
         log.warning("The decode kernel could not be built with %s; torch decodes instead. %s", compiler, detail)
         return None
-    library.decode.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
-    library.logits.argtypes = [c_void_p, c_int64, c_void_p]
-    library.draw.argtypes = [c_void_p, c_int64, *[c_void_p] * 5]
-    library.decode.restype = library.logits.restype = library.draw.restype = None
+    library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
+    library.decode.argtypes = library.logits.argtypes = library.draw.argtypes = [c_void_p, c_void_p, c_int64]
+    library.forward.restype = library.decode.restype = library.logits.restype = None
+    library.draw.restype = c_int64
     return library
 
 

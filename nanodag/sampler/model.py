@@ -4,8 +4,9 @@
 ``logits`` turns what either left in ``hidden`` into scores. Decoding makes no views and allocates next to nothing: for
 each pair (rows, length) the views of all buffers are made once and kept (``decode_views.py``).
 
-In float32 on one CPU thread a step is one call of compiled code (``kernel.py``) where the machine has a C compiler; the
-torch path below is for every other device, dtype and shape, and what the compiled one is checked against.
+In float32 on one CPU thread prompts and steps are calls of compiled code (``kernel.py``, ``steps.py``) where the
+machine has a C compiler; the torch path below is for every other device, dtype and shape, and what the compiled one is
+checked against.
 
 Deterministic mode. The compiled code sums in one order whatever runs beside. In torch, the bits for one slot must not
 depend on which other slots are busy, on its own number, or on how far the cache is read for a longer neighbour. So
@@ -26,7 +27,6 @@ from torch.nn import functional
 
 from nanodag.sampler.architecture import Architecture, Rope
 from nanodag.sampler.decode_views import Buffers, DecodeViews
-from nanodag.sampler.drawing import DrawSettings, draw
 from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
@@ -59,6 +59,13 @@ class Model:
         self._views: dict[tuple[int, int], DecodeViews] = {}
         self._score_scale = architecture.head_dim**-0.5
 
+    def use(self, weights: Weights) -> None:
+        """Compute with these from now on; they belong to the model then."""
+        if self.kernel is None:
+            self.weights = weights
+        else:  # it knows addresses
+            self.weights.copy_from(weights)
+
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
         """Run each prompt once and write its keys, values and last hidden state to each of its slots.
@@ -66,6 +73,15 @@ class Model:
         prompts: P arrays (T_p,) int64, padded here to the longest; padding lies to the right, where causal attention
         does not see it. slots: for each prompt, the slots that start from it.
         """
+        if self.kernel is not None:
+            self.kernel.prefill(prompts, [targets[0] for targets in slots])
+        else:
+            self._prefill(prompts, slots)
+        for prompt, targets in zip(prompts, slots, strict=True):
+            for slot in targets:
+                self.start_from_prompt(slot, len(prompt), targets[0] if self.kernel is not None else None)
+
+    def _prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
         a, longest = self.architecture, max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -85,9 +101,6 @@ class Model:
                 x, attended = x[last], attended[last]
             self._add_rest(layer, x, attended)
         self.buffers.prompt_hidden[slot_index] = x[source_index]
-        for p, targets in enumerate(slots):
-            for slot in targets:
-                self.start_from_prompt(slot, len(prompts[p]))
 
     def _prefill_attention(
         self, layer: LayerWeights, x: Tensor, num_prompts: int, length: int
@@ -174,9 +187,6 @@ class Model:
         the cache that is read; all of a slot's tokens lie below it. Slots that are free are computed too: what they
         write lies behind their prompt and is masked.
         """
-        if self.kernel is not None:
-            self.kernel.decode(tokens, positions)
-            return
         v = self._views_of(len(tokens), length)
         v.tokens.copy_(torch.from_numpy(tokens))
         v.positions.copy_(torch.from_numpy(positions))
@@ -244,8 +254,6 @@ class Model:
 
         inverse_temperature: (R, 1) float32, None where all are 1. The result is a buffer that the next call overwrites.
         """
-        if self.kernel is not None:
-            return self.kernel.logits(rows, inverse_temperature)
         v = self._views_of(rows, ATTENTION_CHUNK)
         self._normalise(v, inverse_temperature)
         v.normed.mul_(self.weights.norm)
@@ -253,17 +261,6 @@ class Model:
         if v.logits_padding is not None:
             v.logits_padding.fill_(-torch.inf)
         return v.logits
-
-    def draw(self, scores: Tensor, settings: DrawSettings, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """drawing.draw from what ``logits`` returned."""
-        if self.kernel is None:
-            return draw(scores, settings, counts)
-        rows, of_rows = settings.cut_off
-        redrawn = None if of_rows is None else draw(scores[torch.from_numpy(rows)], of_rows, counts[rows])
-        tokens, logprobs = self.kernel.draw(settings.greedy, settings.keys, counts)
-        if redrawn is not None:
-            tokens[rows], logprobs[rows] = redrawn
-        return tokens, logprobs
 
     def _views_of(self, rows: int, length: int) -> DecodeViews:
         views = self._views.get((rows, length))

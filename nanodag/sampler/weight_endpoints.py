@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.fingerprints import Fingerprints, overall
+from nanodag.sampler.fingerprints import fingerprints_of, overall
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_bodies import (
     BeginUpdateBody,
@@ -41,16 +41,16 @@ class _Session:
     """Between begin and end. failure: of the first broadcast that was not received."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    fingerprints: Fingerprints = field(default_factory=lambda: Fingerprints("checkpoint"))
     version: str | None = None
     failure: str = ""
 
 
 @dataclass(frozen=True)
 class _Received:
-    """Of the weights in memory, when they came by broadcast. sums: of the engine's own tensors, when they were made."""
+    """Of the weights in memory, when they came by broadcast. fingerprints: of what came, made beside whatever else is
+    done. sums: of the engine's own tensors, when they were made."""
 
-    fingerprints: dict[str, str]
+    fingerprints: "asyncio.Future[dict[str, str]]"
     sums: list[int]
 
 
@@ -174,15 +174,17 @@ class WeightEndpoints:
             if not session.tensors:
                 return _answer(True, "Success")
             try:
-                weights, received = await asyncio.to_thread(self._made_of, session)
+                weights, sums = await asyncio.to_thread(self._made_of, session)
             except BadRequest as error:
                 return _answer(False, f"The old weights are kept: {error}")
+            fingerprints = asyncio.ensure_future(asyncio.to_thread(fingerprints_of, session.tensors))
+            received = _Received(fingerprints, sums)
             await self._change(weights, self.engine.checkpoint.path, session.version, received)
         return _answer(True, "Success")
 
-    def _made_of(self, session: _Session) -> tuple[Weights, _Received]:
+    def _made_of(self, session: _Session) -> tuple[Weights, list[int]]:
         weights = self.engine.weights_of(session.tensors, "what was broadcast")
-        return weights, _Received(session.fingerprints.all(), weights.sums())
+        return weights, weights.sums()
 
     async def _change(self, weights: Weights, path: Path, version: str | None, received: _Received | None) -> None:
         async with self.traffic.standing():
@@ -193,7 +195,7 @@ class WeightEndpoints:
         found = await self.traffic.in_loop(self.engine.model.weights.sums)
         if found != received.sums:
             raise SamplerError("the weights in memory are not those that were broadcast")
-        return received.fingerprints
+        return await received.fingerprints
 
     async def _check_folder(self, path: Path) -> dict[str, str]:
         weights = await asyncio.to_thread(self.engine.load, path)
@@ -220,8 +222,6 @@ def _receive(group: WeightGroup, body: ReceiveWeightsBody, session: _Session) ->
         }
         for tensor in tensors.values():
             group.broadcast(tensor)
-    for name, tensor in tensors.items():
-        session.fingerprints.add(name, tensor)
     session.tensors |= tensors
 
 

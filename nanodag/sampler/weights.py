@@ -17,7 +17,8 @@ D head, F intermediate.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,11 +28,13 @@ from torch import Tensor
 
 from nanodag.errors import BadRequest
 from nanodag.sampler.architecture import Architecture
-from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.fingerprints import fingerprints_of
 
 VOCABULARY_BLOCK = 64
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.
 MIN_BFLOAT16_ELEMENTS = 1 << 16
+TURNED_ELEMENTS = 1 << 17
+"""Of a matrix that are put into the layout at once: half a MiB of float32."""
 
 
 @dataclass(kw_only=True)
@@ -123,25 +126,21 @@ def build_weights(
     a = architecture
     layers = [_layer(take, f"model.layers.{index}.", a) for index in range(a.num_layers)]
     padding = -a.vocab_size % VOCABULARY_BLOCK
-    embedding = take("model.embed_tokens.weight", (a.vocab_size, a.hidden_size))
+    embedding, shape = "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
     norm = take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
-    head = embedding if a.tied else take("lm_head.weight", (a.vocab_size, a.hidden_size))
-    take.refuse_leftovers(ignored=("lm_head.weight",) if a.tied else ())
-    padded = torch.nn.functional.pad(head, (0, 0, 0, padding))
-    return Weights(
-        embedding=None if a.tied else _stored(embedding, dtype),
+    weights = Weights(
+        embedding=None if a.tied else _stored(take(embedding, shape), dtype),
         layers=layers,
         norm=norm,
-        head=_stored(padded.t(), dtype),
+        head=take.turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
     )
+    take.refuse_leftovers(ignored=("lm_head.weight",) if a.tied else ())
+    return weights
 
 
 def fingerprint_checkpoint(path: Path) -> dict[str, str]:
     """The fingerprint of every tensor of the checkpoint in ``path``. Raises BadRequest if it cannot be read."""
-    found = Fingerprints("checkpoint")
-    for name, tensor in _read_tensors(path).items():
-        found.add(name, tensor)
-    return found.all()
+    return fingerprints_of(_read_tensors(path))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -172,6 +171,33 @@ class _Taker:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, rounded to dtype, in float32."""
+        # A copy, never a view of the mapped file: its owner may replace or delete it.
+        return self._rounded(name, self._raw(name, shape)).clone()
+
+    def turned(
+        self, names: Sequence[str], shape: tuple[int, int], *, gain: Tensor | None = None, padding: int = 0
+    ) -> Tensor:
+        """Matrices (out, in) of one shape, one under the other and then `padding` rows of zeros, as (in, all of out)
+        in the dtype that it is multiplied in; with the gain (in,) of the norm before it folded in.
+
+        Block by block, so that a model of gigabytes is read and written once: what lies between stays in the cache.
+        """
+        rows, depth = shape
+        out = torch.zeros if padding else torch.empty
+        width = len(names) * rows + padding
+        whole = out(depth, width, dtype=_kept_dtype(depth * width, self.dtype), device=self.device)
+        size = max(TURNED_ELEMENTS // depth // 64, 1) * 64
+        for place, name in enumerate(names):
+            raw = self._raw(name, shape)
+            for begin in range(0, rows, size):
+                block = self._rounded(name, raw[begin : begin + size])
+                if gain is not None:
+                    block = (block * (gain * depth**0.5)).to(self.dtype)
+                at = place * rows + begin
+                whole[:, at : at + len(block)] = block.to(whole.dtype).t().contiguous()
+        return whole
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.raw:
             raise BadRequest(f"{self.source} has no tensor {name!r}")
         tensor = self.raw[name]
@@ -180,10 +206,13 @@ class _Taker:
                 f"{name!r} in {self.source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
             )
         self.taken.add(name)
-        # A copy, never a view of the mapped file: its owner may replace or delete it.
-        tensor = tensor.to(device=self.device, dtype=self.dtype).to(torch.float32, copy=True)
-        # One reduction instead of isfinite().all(): NaN and infinity both make the sum of zeros not zero.
-        if (tensor * 0).sum().item() != 0.0:
+        return tensor
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """Rounded to dtype, in float32; may be the tensor itself."""
+        tensor = tensor.to(device=self.device, dtype=self.dtype).to(torch.float32)
+        # Their sum is finite unless one is not, or they are huge.
+        if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
             raise BadRequest(f"{name!r} in {self.source} holds NaN or infinity")
         return tensor
 
@@ -205,19 +234,17 @@ def _layer(take: _Taker, prefix: str, a: Architecture) -> LayerWeights:
     projections = [take(f"{attention}{n}_proj.weight", (width, a.hidden_size)) for n, width in widths.items()]
     has_bias = attention + "q_proj.bias" in take.raw
     biases = [take(f"{attention}{n}_proj.bias", (width,)) for n, width in widths.items()] if has_bias else None
-    gate_and_up = [take(f"{mlp}{n}_proj.weight", (a.intermediate_size, a.hidden_size)) for n in ("gate", "up")]
     norm = take(prefix + "input_layernorm.weight", (a.hidden_size,))
     mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
-    output = take(attention + "o_proj.weight", (a.hidden_size, q_width))
-    down = take(mlp + "down_proj.weight", (a.hidden_size, a.intermediate_size))
+    gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
     return LayerWeights(
         qkv=_stored(_fold_gain(norm, _fuse_heads(*projections, a)), take.dtype),
         qkv_bias=_fuse_heads(*biases, a) if biases else None,
         qk_gain=_qk_gain(take, attention, a) if a.qk_norm else None,
-        output=_stored(output.t(), take.dtype),
+        output=take.turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
         output_bias=take.optional(attention + "o_proj.bias", (a.hidden_size,)),
-        gate_up=_stored(_fold_gain(mlp_norm, torch.cat(gate_and_up)), take.dtype),
-        down=_stored(down.t(), take.dtype),
+        gate_up=take.turned(gate_and_up, (a.intermediate_size, a.hidden_size), gain=mlp_norm),
+        down=take.turned([mlp + "down_proj.weight"], (a.hidden_size, a.intermediate_size)),
     )
 
 
@@ -231,9 +258,11 @@ def _qk_gain(take: _Taker, attention: str, a: Architecture) -> Tensor:
 
 def _stored(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """(in, out) float32 -> contiguous, in the dtype that it will be multiplied in."""
-    is_small = matrix.numel() < MIN_BFLOAT16_ELEMENTS
-    rounded = matrix.to(dtype).to(torch.float32 if is_small else dtype)
-    return rounded.contiguous()
+    return matrix.to(dtype).to(_kept_dtype(matrix.numel(), dtype)).contiguous()
+
+
+def _kept_dtype(num_elements: int, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if num_elements < MIN_BFLOAT16_ELEMENTS else dtype
 
 
 def _fold_gain(gain: Tensor, matrix: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import threading
@@ -40,7 +41,7 @@ async def answers(samplers, count):
 
 async def until_busy(url):
     async with SamplerClient(url) as client:
-        while (await client._call("GET", "/get_server_info")).json()["num_running_samples"] == 0:
+        while json.loads(await client._call("GET", "/get_server_info"))["num_running_samples"] == 0:
             await asyncio.sleep(0.01)
 
 
@@ -97,7 +98,7 @@ def test_what_was_asked_of_a_sampler_that_is_started_again_can_be_given_up(model
         step = asyncio.ensure_future(answers(samplers, 1))
         await until_busy(servers[0].url)
         os.kill(servers[0].pid, signal.SIGKILL)
-        while samplers._replicas[0].is_up or not samplers._replicas[0].client._http.is_closed:
+        while samplers._replicas[0].is_up or not samplers._replicas[0].client.is_closed:
             await asyncio.sleep(0.01)
         step.cancel()
         await samplers.abort("r0")

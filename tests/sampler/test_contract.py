@@ -24,7 +24,8 @@ from nanodag.sampler.sglang_install import find_python
 from nanodag.sampler.sglang_process import SGLangProcess
 from tests.sampler.group import Trainer
 
-CONTEXT = 256
+CONTEXT = 1024
+LONG = 1000  # tokens: under way long enough that something can be done meanwhile
 VOCABULARY = 150
 
 
@@ -75,7 +76,7 @@ def start(engine: str, folder: Path, log_path: Path):
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])
 def sampler(request, make_checkpoint, tmp_path_factory) -> Iterator[Sampler]:
-    first, second = make_checkpoint("qwen3"), make_checkpoint("qwen3", seed=1)
+    first, second = (make_checkpoint("qwen3", seed=seed, max_position_embeddings=CONTEXT) for seed in (0, 1))
     with start(request.param, first, tmp_path_factory.mktemp("log") / "log") as server:
         yield Sampler(request.param, server.url, first, second)
 
@@ -195,8 +196,8 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(sampler):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(sampler, mode):
     async def work(client):
-        others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=240)]))
-        chunks = client.stream(request(max_new_tokens=240))
+        others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=LONG)]))
+        chunks = client.stream(request(max_new_tokens=LONG))
         await anext(chunks)
         await client.pause(mode)
         late = asyncio.create_task(client.generate([request((4, 5))]))
@@ -212,7 +213,7 @@ def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(s
 
     last, second = sampler.ask(work)
     old, new = last.weight_versions
-    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", 240)
+    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", LONG)
     assert old.end == new.start
     assert second.token_versions() == ["7"] * 12
     wanted_old = expected_logprobs(sampler.first, (1, 2, 3), last.output_ids)[: old.end]
@@ -245,7 +246,7 @@ def test_what_is_paused_goes_on_with_broadcast_weights_and_says_from_which_token
     trainer = Trainer(f"paused-{mode}")
 
     async def work(client):
-        chunks = client.stream(request(max_new_tokens=240))
+        chunks = client.stream(request(max_new_tokens=LONG))
         await anext(chunks)
         await client.pause(mode)
         buckets = trainer.broadcast(sampler.second)
@@ -254,8 +255,7 @@ def test_what_is_paused_goes_on_with_broadcast_weights_and_says_from_which_token
         for bucket in buckets:  # a cache that something uses cannot be flushed
             body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "weight_version": "7"}
             body |= {"group_name": trainer.name, "load_format": "flattened_bucket", "flush_cache": mode == "retract"}
-            answer = await client._http.post("/update_weights_from_distributed", json=body)
-            assert answer.status_code == 200, answer.text
+            await client._call("POST", "/update_weights_from_distributed", body)
         await client.end_weight_update()
         await client.resume()
         last = [chunk async for chunk in chunks][-1]
@@ -265,7 +265,7 @@ def test_what_is_paused_goes_on_with_broadcast_weights_and_says_from_which_token
 
     last = sampler.ask(work)
     old, new = last.weight_versions
-    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", 240)
+    assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", LONG)
     assert old.end == new.start
     wanted_old = expected_logprobs(sampler.first, (1, 2, 3), last.output_ids)[: old.end]
     assert torch.allclose(torch.tensor(last.logprobs)[: old.end], wanted_old, atol=1e-4)
@@ -320,8 +320,8 @@ def test_a_trainer_that_goes_away_in_mid_broadcast_is_answered_400_and_the_disk_
 
 def test_an_aborted_request_ends_with_what_it_has(sampler):
     async def work(client):
-        others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=240)]))
-        chunks = client.stream(request(rid="mine", max_new_tokens=240))
+        others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=LONG)]))
+        chunks = client.stream(request(rid="mine", max_new_tokens=LONG))
         await anext(chunks)
         await client.abort("mine")
         one = [chunk async for chunk in chunks][-1]
@@ -330,7 +330,7 @@ def test_an_aborted_request_ends_with_what_it_has(sampler):
         return one, other
 
     one, other = sampler.ask(work)
-    assert one.finish_reason.type == "abort" and 0 < len(one.output_ids) < 240
+    assert one.finish_reason.type == "abort" and 0 < len(one.output_ids) < LONG
     assert len(one.output_ids) == len(one.logprobs)
     assert other.finish_reason.type == "length"
 

@@ -1,5 +1,7 @@
 """Deterministic mode: the same bits for a request, whoever runs beside it, and after a restart."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -121,6 +123,19 @@ def test_weights_reloaded_from_disk_give_the_same_bits(folder, make_checkpoint):
     assert bits(changed) != bits(before)
     assert bits(after) == bits(before)
     assert bits(changed) == bits(Engine(other, deterministic=True).generate([subject()])[0])
+
+
+def test_a_retracted_sample_goes_on_with_the_same_bits_where_prompts_are_compiled(folder):
+    (alone,) = Engine(folder, deterministic=True).generate([subject()])
+    engine, found = Engine(folder, deterministic=True), {}
+    engine.submit(subject(), found.__setitem__)
+    for step in itertools.count():
+        if step in (1, 40):
+            engine.retract()
+        if not engine.has_work:
+            break
+        engine.step()
+    assert bits([found[0], found[1]]) == bits(alone)
 
 
 class UnevenModel(Model):

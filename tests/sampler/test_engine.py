@@ -147,13 +147,13 @@ def test_logprobs_are_left_out_when_not_asked_for(engine):
 def test_samples_that_end_make_room_and_steps_shrink(folder):
     engine = Engine(folder, max_batch=64)
     widths = []
-    original = engine.model.decode
+    original = engine.steps.decode
 
-    def decode(tokens, positions, length):
-        widths.append(len(tokens))
-        original(tokens, positions, length)
+    def decode(rows):
+        widths.append(rows)
+        original(rows)
 
-    engine.model.decode = decode
+    engine.steps.decode = decode
     long = submit(engine, request((4, 4), max_new_tokens=100, ignore_eos=True, sampling_seed=5))
     engine.generate([request((index,), max_new_tokens=5, ignore_eos=True) for index in range(63)])
     assert max(widths) == 64

@@ -8,7 +8,10 @@ import torch
 
 from nanodag.sampler import kernel, model
 from nanodag.sampler.engine import Engine
+from nanodag.sampler.kernel import PROMPT_ROWS
 from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.sampler.slots import SlotTable
+from nanodag.sampler.steps import CompiledSteps
 
 # SplitMix64's finalizer makes the largest number of this key at count 0: uniforms() is 1 - 2^-53.
 KEY_OF_THE_LARGEST = 0x31628AF67B2131AB
@@ -55,13 +58,14 @@ def test_it_draws_what_torch_draws(make_checkpoint, torch_engine, kind, tied):
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, head_dim):
     engine = Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype="float32", max_batch=20)
-    decoder, prompt = engine.model, np.arange(37)
+    decoder, prompt, table = engine.model, np.arange(37), SlotTable(20, 64)
+    steps = CompiledSteps(decoder.kernel, table)
     seen = []
     for rows in range(1, 21):
         decoder.prefill([prompt], [list(range(20))])
-        positions = np.full(rows, len(prompt))
-        decoder.decode(np.full(rows, 11), positions, 0)
-        scores = decoder.logits(rows, None).clone()
+        table.positions[:], table.tokens[:] = len(prompt), 11
+        steps.decode(rows)
+        scores = steps.score(rows).clone()
         assert torch.equal(scores, scores[:1].expand_as(scores)), rows
         seen.append((decoder.buffers.hidden[0].clone(), scores[0]))
     for hidden, scores in seen[1:]:
@@ -69,30 +73,57 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, head_
         assert torch.equal(scores, seen[0][1])
 
 
-def test_scores_that_are_not_finite_have_a_logprob_of_nan(make_checkpoint):
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=2)
-    engine.model.buffers.logits.zero_()
-    engine.model.buffers.logits[1, 5] = float("nan")
-    keys, counts = np.array([1, 2], dtype=np.uint64), np.zeros(2, dtype=np.int64)
+@pytest.mark.parametrize("head_dim", [32, 48])
+@pytest.mark.parametrize("length", [1, PROMPT_ROWS, PROMPT_ROWS + 1, 200])
+def test_a_prompt_leaves_the_bits_that_decoding_it_token_by_token_leaves(make_checkpoint, head_dim, length):
+    engine = Engine(make_checkpoint("qwen2", **SHAPE, head_dim=head_dim), dtype="float32", max_batch=3)
+    decoder, table = engine.model, SlotTable(3, 256)
+    steps, buffers = CompiledSteps(decoder.kernel, table), decoder.buffers
+    prompts = [np.random.default_rng(seed).integers(0, 150, size=size) for seed, size in ((0, 5), (1, length))]
+    decoder.prefill(prompts, [[2], [1]])
+    table.active[0] = True
+    for token in prompts[1]:
+        table.tokens[0] = token
+        steps.decode(1)
+    num_kv = engine.checkpoint.architecture.num_kv_heads
+    for cache in (*buffers.keys, *buffers.values):
+        slots = cache.view(3, num_kv, *cache.shape[1:])
+        assert torch.equal(slots[1, :, :length], slots[0, :, :length])
+    assert torch.equal(buffers.prompt_hidden[1], buffers.hidden[0])
+
+
+def drawing_from(engine, *, greedy, key):
+    """The kernel's draw for a table with one row, which nothing was drawn for yet."""
+    table = SlotTable(1, 4)
+    table.active[:], table.greedy[:], table.keys[:], table.limits[:] = True, greedy, key, 4
+    steps = CompiledSteps(engine.model.kernel, table)
+    return table, lambda: engine.model.kernel.draw(steps._reference, 1)
+
+
+def test_scores_that_are_not_finite_break_a_row_and_nothing_is_recorded_for_it(make_checkpoint):
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
     for greedy in (False, True):
-        tokens, logprobs = engine.model.kernel.draw(np.array([greedy] * 2), keys, counts)
-        assert np.isfinite(logprobs[0])
-        assert np.isnan(logprobs[1])
-        assert (tokens < 192).all()
-        engine.model.buffers.logits[0] = 0.0
+        table, draw = drawing_from(engine, greedy=greedy, key=2)
+        engine.model.buffers.logits.zero_()
+        assert draw() == 0
+        assert table.counts[0] == 1
+        assert np.isfinite(table.logprobs[0, 0])
+        engine.model.buffers.logits[0, 5] = float("nan")
+        assert draw() == 1
+        assert table.counts[0] == 1
 
 
 def test_a_token_without_probability_is_never_drawn(make_checkpoint):
     """The sum of a block is rounded: a number that falls beyond what its elements add up to must not take the next."""
     engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
-    kernel, scores = engine.model.kernel, engine.model.buffers.logits
-    keys = np.array([KEY_OF_THE_LARGEST], dtype=np.uint64)
-    possible = [130, 131, 149]
+    scores, possible = engine.model.buffers.logits, [130, 131, 149]
+    table, draw = drawing_from(engine, greedy=False, key=KEY_OF_THE_LARGEST)
     for small in np.linspace(-18.0, -0.1, 400):
         scores.fill_(-torch.inf)
         scores[0, possible] = torch.tensor([0.0, small, small], dtype=torch.float32)
-        tokens, _ = kernel.draw(np.zeros(1, dtype=bool), keys, np.zeros(1, dtype=np.int64))
-        assert tokens[0] in possible
+        table.counts[0] = 0
+        draw()
+        assert table.tokens[0] in possible
         assert np.flatnonzero(scores[0].numpy()).tolist() == possible
 
 

@@ -1,0 +1,106 @@
+"""A step of all running samples, in torch or in one compiled call after another.
+
+Both move the slot table on: ``decode`` by the tokens that were drawn last, ``draw`` by one new token a sample.
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+
+import numpy as np
+import torch
+
+from nanodag.sampler.drawing import draw
+from nanodag.sampler.kernel import Kernel
+from nanodag.sampler.model import Model
+from nanodag.sampler.sizes import read_length
+from nanodag.sampler.slots import SlotTable
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+_ENDED, _BROKEN = 1, 2
+
+
+class TorchSteps:
+    """Steps for every device and dtype."""
+
+    def __init__(self, model: Model, table: SlotTable) -> None:
+        self._model, self._table = model, table
+
+    def decode(self, rows: int) -> None:
+        """Run the last token of the samples in the first ``rows`` rows."""
+        table, active = self._table, self._table.active_rows
+        longest = int(table.positions[active].max()) + 1
+        length = read_length(longest, self._model.capacity, in_chunks=self._model.deterministic)
+        self._model.decode(table.tokens[:rows], table.positions[:rows], length)
+        table.positions[active] += 1
+
+    def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw and record a token for each sample in the first ``rows`` rows.
+
+        Returns the rows that end with it, and those whose scores are not finite, for which nothing was recorded:
+        int64, ascending.
+        """
+        table, active = self._table, self._table.active_rows
+        settings = table.draw_settings(rows)
+        scores = self._model.logits(rows, settings.inverse_temperature)
+        tokens, logprobs = draw(scores, settings, table.counts[:rows])
+        broken = active[np.isnan(logprobs[active])]
+        if len(broken):
+            active = np.setdiff1d(active, broken)
+        return table.record(active, tokens[active], logprobs[active]), broken
+
+
+class _Table(Structure):
+    _fields_ = [
+        ("capacity", c_int64),
+        ("stop_width", c_int64),
+        *(
+            (name, c_void_p)
+            for name in (
+                "active", "greedy", "temperature", "top_p", "top_k", "limits", "stop_ids", "keys", "tokens",
+                "positions", "counts", "output_ids", "logprobs", "drawn_tokens", "drawn_logprobs", "outcomes",
+            )
+        ),
+    ]  # fmt: skip
+
+
+class CompiledSteps:
+    """As TorchSteps, in compiled code: arrays of the table are handed over once, not at every token."""
+
+    def __init__(self, kernel: Kernel, table: SlotTable) -> None:
+        self._kernel, self._table = kernel, table
+        self._drawn_tokens = np.zeros(table.num_slots, dtype=np.int64)
+        self._drawn_logprobs = np.zeros(table.num_slots)
+        self._outcomes = np.zeros(table.num_slots, dtype=np.uint8)
+        own = {"drawn_tokens": self._drawn_tokens, "drawn_logprobs": self._drawn_logprobs, "outcomes": self._outcomes}
+        kept = [name for name, _ in _Table._fields_ if name not in own and hasattr(table, name)]
+        self._arrays = {name: getattr(table, name) for name in kept} | own
+        self._stop_ids = table.stop_ids
+        self._addresses = _Table(
+            capacity=table.output_ids.shape[1],
+            stop_width=table.stop_ids.shape[1],
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
+        self._reference = ctypes.byref(self._addresses)
+
+    def decode(self, rows: int) -> None:
+        self._kernel.decode(self._reference, rows)
+
+    def score(self, rows: int) -> torch.Tensor:
+        """Model.logits of the first ``rows`` rows over their temperatures."""
+        return self._kernel.logits(self._reference, rows)
+
+    def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        table = self._table
+        if table.stop_ids is not self._stop_ids:  # a request came with more of them than any before
+            self._stop_ids = table.stop_ids
+            self._addresses.stop_ids = table.stop_ids.ctypes.data
+            self._addresses.stop_width = table.stop_ids.shape[1]
+        scores = self.score(rows)
+        cut_off, settings = table.draw_settings(rows).cut_off
+        if settings is not None:
+            drawn = draw(scores[torch.from_numpy(cut_off)], settings, table.counts[cut_off])
+            self._drawn_tokens[cut_off], self._drawn_logprobs[cut_off] = drawn
+        if not self._kernel.draw(self._reference, rows):
+            return NO_ROWS, NO_ROWS
+        outcomes = self._outcomes[:rows]
+        return np.flatnonzero(outcomes == _ENDED), np.flatnonzero(outcomes == _BROKEN)
