@@ -64,7 +64,8 @@ class SamplerClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.close()
+        if self._session is not None:
+            await self._session.close()
 
     @property
     def is_closed(self) -> bool:
