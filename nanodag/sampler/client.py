@@ -74,15 +74,9 @@ class SamplerClient:
             return []
         for request in requests:
             self._check(request)
-        wanted = [request.return_logprob for request in requests]
-        body: dict[str, Any] = {
-            "input_ids": [list(request.input_ids) for request in requests],
-            "sampling_params": [params_to_wire(request.params) for request in requests],
-            "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
-        }
-        if any(request.rid is not None for request in requests):
-            body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-        answers = (await self._call("POST", "/generate", body)).json()
+        answers = (await self._call("POST", "/generate", _body_of(requests))).json()
+        if isinstance(answers, dict):  # of one sample
+            answers = [answers]
         completions = [completion_from_wire(answer) for answer in answers]
         for completion in completions:
             _raise_failure(completion)
@@ -97,14 +91,7 @@ class SamplerClient:
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self._check(request)
-        body = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": params_to_wire(request.params),
-            "return_logprob": request.return_logprob,
-            "stream": True,
-        }
-        if request.rid is not None:
-            body["rid"] = request.rid
+        body = {**_body_of([request]), "stream": True}
         try:
             async with self._http.stream("POST", "/generate", json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -202,6 +189,27 @@ class SamplerClient:
 
     def _lost(self, path: str, error: httpx.TransportError) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+
+
+def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
+    """One prompt stands by itself, several as lists: a router takes no lists."""
+    if len(requests) == 1:
+        (request,) = requests
+        body: dict[str, Any] = {
+            "input_ids": list(request.input_ids),
+            "sampling_params": params_to_wire(request.params),
+            "return_logprob": request.return_logprob,
+        }
+        return body if request.rid is None else {**body, "rid": request.rid}
+    wanted = [request.return_logprob for request in requests]
+    body = {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [params_to_wire(request.params) for request in requests],
+        "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
+    }
+    if any(request.rid is not None for request in requests):
+        body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
+    return body
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
