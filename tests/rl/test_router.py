@@ -211,26 +211,6 @@ def test_a_router_that_cannot_start_says_why(tmp_path, python):
         RouterProcess.start(python, log_path=tmp_path / "log", request_timeout_s=60, options={"policy": "fastest"})
 
 
-def test_the_real_router_before_embedded_samplers_outlives_kills_and_shares_prompts_out(model, tmp_path, python):
-    def launch_router():
-        return RouterProcess.start(python, log_path=tmp_path / "router.log", request_timeout_s=60)
-
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 6)
-        first, second = await counts(servers)
-        assert first == second > 0  # alike prompts, as many to each
-        for victim in (servers[1], router._server):
-            step = asyncio.ensure_future(answers(samplers, 6))
-            await until_busy(servers[0].url)
-            os.kill(victim.pid, signal.SIGKILL)
-            assert await step == undisturbed
-        members = await samplers.members()
-        assert set(await router._client.servers()) == {member.server.url for member in members}
-        assert samplers.num_restarts == 1 and router.num_restarts == 1
-
-    with_router(model, launch_embedded(tmp_path), launch_router, work)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
 def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_weights(model, tmp_path, python):
