@@ -30,6 +30,7 @@ import psutil
 
 from nanodag.config.schema import ClusterConfig, Resources
 from nanodag.errors import ConfigError, NodeLost
+from nanodag.ports import free_port
 from nanodag.worker import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class Nodes:
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
         self.address = seen_address(self._hosts[1].name)
-        self._port = _free_port()
+        self._port = free_port("")
         self._token = secrets.token_hex(8)
         self._others: dict[str, Process] = {}
 
@@ -268,12 +269,6 @@ class Nodes:
 
     def _up_path(self, number: int) -> Path:
         return self._workspace / f"node-{number}.up"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_all(processes: Mapping[str, Process]) -> int:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
 from nanodag.rl import entries
-from nanodag.sampler.options import check_options
+from nanodag.sampler.options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
@@ -238,7 +238,8 @@ class SamplerConfig(Section):
 
     engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
     alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
-    memory_fraction: of a device's memory, for weights and cache; options: any other option of its server, by name.
+    memory_fraction: of a device's memory, for weights and cache; options: any other option of its server, by name;
+    router: put sglang-router before several servers, router_options: any option of its, by name, as `policy`.
     """
 
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -255,6 +256,8 @@ class SamplerConfig(Section):
     tensor_parallel: int = operational(1, ge=1)
     memory_fraction: float = operational(0.3, gt=0, lt=1)
     options: dict[str, bool | int | float | str] = {}
+    router: bool = operational(True)
+    router_options: dict[str, bool | int | float | str] = operational({})
 
     @model_validator(mode="before")
     @classmethod
@@ -271,11 +274,13 @@ class SamplerConfig(Section):
                     "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
                     "them. Set it to false, or leave it out"
                 )
-            check_options(self.options)
+            check_options("options", self.options, OWN_OPTIONS)
+            check_options("router_options", self.router_options, ROUTERS_OWN_OPTIONS)
+            if self.router_options and not self.router:
+                raise ValueError("sampler.router_options mean nothing with sampler.router: false; leave them out")
             return self
-        given = {"python": "auto", "tensor_parallel": 1, "memory_fraction": 0.3, "options": {}}
-        for name, default in given.items():
-            if getattr(self, name) != default:
+        for name in ("python", "tensor_parallel", "memory_fraction", "options", "router", "router_options"):
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
         return self
 

@@ -9,43 +9,22 @@ A stage's loop may stop between two calls: the samplers then go on, and what hap
 
 import asyncio
 import logging
-import math
-import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from nanodag.errors import SamplerLost
+from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.rl.router import Router, in_thread
+from nanodag.rl.watch import Server, Watch
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.protocol import Completion, Request
 
 log = logging.getLogger(__name__)
+MOMENT_S = 0.25  # for a server that ended to be seen to have ended; doubled at each attempt
 T = TypeVar("T")
-
-
-class Server(Protocol):
-    """A sampler's server as a child process."""
-
-    url: str
-
-    @property
-    def pid(self) -> int: ...
-
-    def last_log_lines(self) -> str:
-        """The end of its log."""
-        ...
-
-    def stop(self) -> None:
-        """Ask it to end, then make it."""
-        ...
-
-    def kill(self) -> None:
-        """Make it end at once."""
-        ...
 
 
 Launch = Callable[[int, Path, int], Server]
@@ -68,17 +47,16 @@ class Replica:
     between.
     """
 
-    def __init__(self, number: int, server: Server, client: SamplerClient, folder: Path) -> None:
+    server: Server
+    client: SamplerClient
+    watch: Watch
+    folder: Path
+
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.server = server
-        self.client = client
-        self.folder = folder
         self.load = 0
-        self.takes_weights = False
         self.lost_in_a_row = 0
-        self.restart: asyncio.Task[None] | None = None
-        self.num_calls = 0
-        self.monitor: asyncio.Task[None] | None = None
+        self.restart: asyncio.Future[None] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -92,6 +70,8 @@ class Samplers:
     it. is_stopping: true once a stop was asked for; then nothing is started again. health_every_s, health_timeout_s:
     how often a sampler that has something under way is asked for its health, and how long it may take to answer.
     most_losses: so many times in a row may one be lost, and may one prompt lose its sampler.
+
+    router: shares prompts out in this one's place.
 
     before_launch: awaited with the folder that one is about to be started with.
     """
@@ -108,6 +88,7 @@ class Samplers:
         health_every_s: float = 5.0,
         health_timeout_s: float = 60.0,
         most_losses: int = 3,
+        router: Router | None = None,
     ) -> None:
         self._launch = launch
         self._connect = connect
@@ -115,7 +96,13 @@ class Samplers:
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
         self._most_losses = most_losses
         self._model, self._version = model, version
-        self._replicas = [Replica(n, server, connect(server.url), model) for n, server in enumerate(servers)]
+        self._replicas = [Replica(number) for number in range(len(servers))]
+        for replica, server in zip(self._replicas, servers, strict=True):
+            self._take_up(replica, server, model)
+        self._router = router
+        if router is not None:
+            router.urls = lambda: [r.server.url for r in self._replicas if r.is_up and r.server.is_alive]
+        self._replacing: set[asyncio.Task[None]] = set()
         self._holder: dict[str, Replica] = {}
         self._is_closed = False
         self.before_launch: Callable[[Path], Awaitable[None]] = _nothing
@@ -123,6 +110,8 @@ class Samplers:
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """For each prompt its `params.n` completions."""
+        if self._router is not None:
+            return await self._through(self._router, requests)
         load = sum(request.params.n for request in requests)
         rids = [request.rid for request in requests if request.rid is not None]
         for attempt in range(self._most_losses + 1):
@@ -143,13 +132,37 @@ class Samplers:
                 replica.load -= load
         raise AssertionError("unreachable")
 
+    async def _through(self, router: Router, requests: Sequence[Request]) -> list[list[Completion]]:
+        """What the samplers answer by way of the router. What falls through is sent again."""
+        for attempt in range(self._most_losses + 1):
+            await self._choose()  # waits until one is up
+            work: Awaitable[list[list[Completion]]] = router.generate(requests)
+            for replica in self._replicas:
+                if replica.is_up:
+                    work = self._watched(replica, work)
+            try:
+                return await work
+            except BadRequest:
+                raise
+            except SamplerError as error:
+                failure = error
+            await asyncio.sleep(MOMENT_S * 2**attempt)
+            for replica in self._replicas:
+                if not replica.server.is_alive:
+                    self._noticed(replica, replica.server, SamplerLost(str(failure)))
+            router.disarrange()
+        raise SamplerLost(
+            f"A prompt failed {self._most_losses + 1} times behind the router, the last time: {failure}. The end of "
+            f"the router's log:\n{router.last_log_lines()}"
+        ) from failure
+
     async def abort(self, rid: str) -> None:
         """End a request, if it is under way."""
-        replica = self._holder.get(rid)
-        if replica is None or not replica.is_up:  # it ended with its sampler
-            return
-        with suppress(SamplerLost):  # then it has ended
-            await self._watched(replica, replica.client.abort(rid))
+        holders = self._replicas if self._router is not None else filter(None, [self._holder.get(rid)])
+        for replica in holders:
+            if replica.is_up:  # else it ended with its sampler
+                with suppress(SamplerLost):  # then it has ended
+                    await self._watched(replica, replica.client.abort(rid))
 
     async def members(self) -> list[Member]:
         """All of them, when all have answered."""
@@ -175,15 +188,17 @@ class Samplers:
         self._holder.clear()
 
         async def take(replica: Replica, client: SamplerClient) -> None:
-            if replica.folder != folder:  # one that was lost meanwhile has been started with it
+            if replica.folder == folder:  # one that was lost meanwhile has been started with it
+                return
+            watch = replica.watch
+            watch.is_excused = True
+            try:
                 await client.update_weights_from_disk(path, version)
+            finally:
+                watch.is_excused = False
 
         async def bring_up_to_date(replica: Replica) -> None:
-            replica.takes_weights = True
-            try:
-                await self._on(replica, lambda client: take(replica, client))
-            finally:
-                replica.takes_weights = False
+            await self._on(replica, lambda client: take(replica, client))
             replica.folder = folder
 
         await asyncio.gather(*map(bring_up_to_date, self._replicas))
@@ -205,12 +220,17 @@ class Samplers:
     def close(self) -> None:
         """End them all; none is started again."""
         self._is_closed = True
+        if self._router is not None:
+            self._router.close()
         for replica in self._replicas:
             replica.server.stop()
 
     async def disconnect(self) -> None:
         """Close the connections to all of them; the samplers go on."""
+        await asyncio.gather(*(replica.watch.leave() for replica in self._replicas))
         await asyncio.gather(*(replica.client.close() for replica in self._replicas))
+        if self._router is not None:
+            await self._router.disconnect()
 
     async def _on(self, replica: Replica, call: Callable[[SamplerClient], Awaitable[T]]) -> T:
         """Call it on one sampler; again on the one that takes its place, when it is lost."""
@@ -235,9 +255,8 @@ class Samplers:
 
     async def _up(self, replica: Replica) -> None:
         """Wait until it is up. Raises SamplerLost when it cannot be started again."""
-        if replica.restart is not None:
+        while replica.restart is not None:
             await asyncio.shield(replica.restart)
-            replica.restart = None
 
     def _lost(self, replica: Replica, server: Server, error: SamplerLost) -> None:
         """Begin to replace a server that was lost, unless that has begun. Raises when it is lost too often."""
@@ -247,8 +266,19 @@ class Samplers:
             raise error
         self._count_loss(replica, error)
         log.warning("%s was lost and is started again: %s", self.describe(replica.number), error)
-        replica.restart = asyncio.ensure_future(self._replace(replica))
-        replica.restart.add_done_callback(_retrieved)
+        replica.restart = replacing = asyncio.ensure_future(self._replace(replica))
+        self._replacing.add(replacing)  # asyncio keeps no task by itself
+        replacing.add_done_callback(self._replacing.discard)
+        replacing.add_done_callback(_retrieved)
+
+    def _noticed(self, replica: Replica, server: Server, error: SamplerLost) -> None:
+        """The same for who has nobody to raise to: whoever needs the sampler next meets the error."""
+        try:
+            self._lost(replica, server, error)
+        except SamplerLost as final:
+            replica.restart = asyncio.get_running_loop().create_future()
+            replica.restart.set_exception(final)
+            replica.restart.exception()  # asyncio is not to complain if nobody does
 
     def _count_loss(self, replica: Replica, error: SamplerLost) -> None:
         replica.lost_in_a_row += 1
@@ -260,14 +290,15 @@ class Samplers:
 
     async def _replace(self, replica: Replica) -> None:
         """Start a server in a lost one's place, with the current weights."""
-        self._end_monitor(replica)
+        await replica.watch.leave()
         replica.server.kill()
         await replica.client.close()
+        await self._rearrange()
         while True:
             model, version = self._model, self._version
             await self.before_launch(model)
             try:
-                server = await _in_thread(partial(self._launch, replica.number, model, version))
+                server = await in_thread(partial(self._launch, replica.number, model, version))
             except SamplerLost as error:
                 self._count_loss(replica, error)
                 continue
@@ -275,73 +306,38 @@ class Samplers:
         if self._is_closed:
             server.stop()
             return
-        replica.server, replica.client, replica.folder = server, self._connect(server.url), model
+        self._take_up(replica, server, model)
         self.num_restarts += 1
         log.info("%s is up again, with weights %d", self.describe(replica.number), version)
+        replica.restart = None
+        await self._rearrange()
+
+    async def _rearrange(self) -> None:
+        if self._router is not None:
+            self._router.disarrange()
+            with suppress(SamplerLost):  # whoever generates next meets it
+                await self._router.arrange()
 
     async def _watched(self, replica: Replica, work: Awaitable[T]) -> T:
         """The result of a call; as long as one is under way the sampler's health is looked at."""
-        replica.num_calls += 1
-        if replica.monitor is None or replica.monitor.done():  # done: it has killed the server
-            replica.monitor = asyncio.ensure_future(self._monitor(replica))
-        try:
-            result = await work
-            replica.lost_in_a_row = 0
-            return result
-        finally:
-            replica.num_calls -= 1
-            if replica.num_calls == 0:
-                self._end_monitor(replica)
+        result = await replica.watch.over(work)
+        replica.lost_in_a_row = 0
+        return result
 
-    def _end_monitor(self, replica: Replica) -> None:
-        if replica.monitor is not None:
-            replica.monitor.cancel()
-            replica.monitor = None
-
-    async def _monitor(self, replica: Replica) -> None:
-        """Kill a server that does not answer, or says for as long that it cannot serve: what is under way there then
-        fails at once. SGLang says so when its scheduler hangs; one that is paused to take weights may say so, too."""
-        server, client, well = replica.server, replica.client, time.monotonic()
-        while True:
-            await asyncio.sleep(self._health_every_s)
-            try:
-                is_well = await asyncio.wait_for(client.health(), self._health_timeout_s)
-            except SamplerLost:  # of this one question: what is under way may go on
-                is_well = False
-            except TimeoutError:
-                is_well, well = False, -math.inf
-            if is_well or replica.takes_weights:
-                well = time.monotonic()
-            elif time.monotonic() - well > self._health_timeout_s:
-                log.warning("%s has not been well for %g s: killed", server.url, self._health_timeout_s)
-                server.kill()
-                return
+    def _take_up(self, replica: Replica, server: Server, folder: Path) -> None:
+        """Note that a server, which has a folder's weights, is this sampler's."""
+        replica.server, replica.client, replica.folder = server, self._connect(server.url), folder
+        replica.watch = Watch(
+            server,
+            replica.client,
+            every_s=self._health_every_s,
+            timeout_s=self._health_timeout_s,
+            on_end=partial(self._noticed, replica, server),
+        )
 
 
 async def _nothing(folder: Path) -> None:
     pass
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except BaseException as found:  # noqa: BLE001 - the caller gets it
-            error = found
-        with suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
 
 
 def _retrieved(task: "asyncio.Task[None]") -> None:

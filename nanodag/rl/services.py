@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import shutil
-import socket
 import struct
 import sys
 import threading
@@ -17,14 +16,18 @@ from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
 from nanodag.nodes import Nodes
+from nanodag.ports import free_port
 from nanodag.rl.broadcast_sync import DistributedSync
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
 from nanodag.rl.rewards.pool import RewardPool
-from nanodag.rl.samplers import Samplers, Server
+from nanodag.rl.router import Router
+from nanodag.rl.samplers import Samplers
 from nanodag.rl.sync import DiskSync, WeightSync
+from nanodag.rl.watch import Server
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.router_process import RouterClient, RouterProcess
 from nanodag.sampler.sglang_install import Device, find_python
 from nanodag.sampler.sglang_process import SGLangProcess
 from nanodag.worker import Job, stop_requested
@@ -56,6 +59,7 @@ class Services:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
         self._servers: list[Server] = []
+        self._router: Router | None = None
         self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
         self.link = RankLink(int(self._config.resources.num_ranks), host=host)
@@ -78,6 +82,7 @@ class Services:
         self._start_trainer()
         model = self._job.inputs["model"]
         starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
+        router = _Background(self._launch_router) if self._has_router else None
         self.pool = RewardPool(
             self._config.reward,
             num_processes=self._config.reward_processes,
@@ -87,6 +92,7 @@ class Services:
         self.link.receive()
         for one in starting:
             self._servers.append(one.result())
+        self._router = None if router is None else self._make_router(router.result())
         self.samplers = Samplers(
             self._servers,
             model=self._job.inputs["model"],
@@ -96,6 +102,7 @@ class Services:
             is_stopping=stop_requested,
             health_timeout_s=self._config.sampler.health_timeout_s,
             most_losses=self._config.sampler.most_losses,
+            router=self._router,
         )
         self.sync = self._make_sync()
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
@@ -120,6 +127,8 @@ class Services:
             self.samplers.close()
         for server in self._servers:
             server.stop()
+        if self._router is not None:
+            self._router.close()
         self.link.close()
         self.children.end()
         if self._nodes is not None:
@@ -137,7 +146,7 @@ class Services:
                 self.children.add(f"Trainer ranks on {name}", process)
             return
         if num_ranks > 1:  # one rank alone opens no port
-            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         for rank in range(num_ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer", str(self._job.workspace / "job.json")]
@@ -158,6 +167,34 @@ class Services:
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
+        )
+
+    @property
+    def _has_router(self) -> bool:
+        """Whether sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
+        return self._config.sampler.engine == "sglang" and self._config.sampler.router and self.num_samplers > 1
+
+    def _make_router(self, server: Server) -> Router:
+        return Router(
+            server,
+            launch=self._launch_router,
+            connect=lambda url: RouterClient(
+                url,
+                request_timeout_s=self._config.sampler.request_timeout_s,
+                vocab_size=self.model.vocab_size,
+                context_length=self.context,
+            ),
+            timeout_s=self._config.sampler.health_timeout_s,
+        )
+
+    def _launch_router(self) -> Server:
+        config = self._config.sampler
+        return RouterProcess.start(
+            self._sglang_python,
+            log_path=self._job.workspace / "router.log",
+            request_timeout_s=config.request_timeout_s,
+            options=config.router_options,
+            start_timeout_s=config.start_timeout_s,
         )
 
     def _launch(self, number: int, model: Path, version: int) -> Server:
@@ -192,7 +229,7 @@ class Services:
             weight_version=version,
             memory_fraction=config.memory_fraction,
             tensor_parallel=config.tensor_parallel,
-            first_gpu=number * config.tensor_parallel,
+            first_gpu=number * config.tensor_parallel if self._device == "cuda" else 0,  # else a NUMA node
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
             options=config.options,
@@ -274,8 +311,3 @@ def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:
     if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
         return SHARED_MEMORY / name
     return workspace / "sync"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -76,7 +76,7 @@ class SamplerClient:
         """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
-            self._session = aiohttp.ClientSession(self.url, connector=connector, timeout=self._timeout)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self._session
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -85,17 +85,9 @@ class SamplerClient:
             return []
         for request in requests:
             self._check(request)
-        wanted = [request.return_logprob for request in requests]
-        body: dict[str, Any] = {
-            "input_ids": [list(request.input_ids) for request in requests],
-            "sampling_params": [params_to_wire(request.params) for request in requests],
-            "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
-        }
-        if any(request.score_prompt for request in requests):
-            body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
-        if any(request.rid is not None for request in requests):
-            body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-        answers = from_json(await self._call("POST", "/generate", body))
+        answers = from_json(await self._call("POST", "/generate", _body_of(requests)))
+        if isinstance(answers, dict):  # of one sample
+            answers = [answers]
         completions = [completion_from_wire(answer) for answer in answers]
         for completion in completions:
             _raise_failure(completion)
@@ -116,16 +108,9 @@ class SamplerClient:
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self._check(request)
-        body = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": params_to_wire(request.params),
-            "return_logprob": request.return_logprob,
-            "stream": True,
-        }
-        if request.rid is not None:
-            body["rid"] = request.rid
+        body = {**_body_of([request]), "stream": True}
         try:
-            async with self._http.post("/generate", json=body) as response:
+            async with self._http.post(f"{self.url}/generate", json=body) as response:
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
                 async for line in _lines(response.content):
@@ -191,7 +176,7 @@ class SamplerClient:
     async def health(self) -> bool:
         """True: it serves. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
         try:
-            async with self._http.get("/health") as response:
+            async with self._http.get(f"{self.url}/health") as response:
                 return response.status == OK
         except _LOST as error:
             raise self._lost("/health", error) from error
@@ -206,7 +191,7 @@ class SamplerClient:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            async with self._http.request(method, path, json=body) as response:
+            async with self._http.request(method, self.url + path, json=body) as response:
                 content = await response.read()
         except _LOST as error:
             raise self._lost(path, error) from error
@@ -220,6 +205,31 @@ class SamplerClient:
 
     def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+
+
+def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
+    """One prompt stands by itself, several as lists: a router takes no lists."""
+    if len(requests) == 1:
+        (request,) = requests
+        body: dict[str, Any] = {
+            "input_ids": list(request.input_ids),
+            "sampling_params": params_to_wire(request.params),
+            "return_logprob": request.return_logprob,
+        }
+        if request.score_prompt:
+            body["logprob_start_len"] = 0
+        return body if request.rid is None else {**body, "rid": request.rid}
+    wanted = [request.return_logprob for request in requests]
+    body = {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [params_to_wire(request.params) for request in requests],
+        "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
+    }
+    if any(request.score_prompt for request in requests):
+        body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
+    if any(request.rid is not None for request in requests):
+        body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
+    return body
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

@@ -10,13 +10,16 @@ OWN_OPTIONS = frozenset({
     "tp-size", "tensor-parallel-size", "mem-fraction-static", "random-seed", "skip-tokenizer-init", "base-gpu-id",
     "device",
 })  # fmt: skip
+ROUTERS_OWN_OPTIONS = frozenset({
+    "host", "port", "prometheus-host", "prometheus-port", "request-timeout-secs", "worker-urls",
+})  # fmt: skip
 
 
-def check_options(options: Mapping[str, Option]) -> None:
+def check_options(field: str, options: Mapping[str, Option], own: frozenset[str]) -> None:
     """Raise ValueError for an option that is not for the user to give."""
     for name in options:
-        if name.replace("_", "-") in OWN_OPTIONS:
-            raise ValueError(f"sampler.options.{name} follows from other fields of the config; leave it out")
+        if name.replace("_", "-") in own:
+            raise ValueError(f"sampler.{field}.{name} follows from other fields of the config; leave it out")
 
 
 def arguments(settings: Mapping[str, Option]) -> list[str]:

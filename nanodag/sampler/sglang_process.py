@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from nanodag.ports import free_port
 from nanodag.sampler.options import Option, arguments
 from nanodag.sampler.process import ServerProcess
 from nanodag.sampler.sglang_install import Device
@@ -61,7 +62,7 @@ class SGLangProcess(ServerProcess):
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
         """
-        port = _free_port()
+        port = free_port()
         settings: dict[str, Option] = {
             "model-path": str(model_path),
             "host": "127.0.0.1",
@@ -92,26 +93,31 @@ class SGLangProcess(ServerProcess):
             )
         server = cls(process, f"http://127.0.0.1:{port}", log_path)
         try:
-            server.wait_until(server.is_healthy, start_timeout_s)
+            server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
         except BaseException:
             server.kill()
             raise
         return server
 
-    def is_healthy(self) -> bool:
-        """Whether it answers that it serves."""
-        try:  # a client costs far more than a connection, which is refused for a minute
-            socket.create_connection(("127.0.0.1", httpx.URL(self.url).port or 0), timeout=1.0).close()
-            answer = httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False, verify=False)
-        except (OSError, httpx.TransportError):
-            return False
-        return answer.status_code == httpx.codes.OK
+
+def is_healthy(url: str) -> bool:
+    """Whether a server on this machine answers there that it serves."""
+    try:  # a client costs far more than a connection, which is refused for a minute
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=1.0).close()
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
+    except (OSError, httpx.TransportError):
+        return False
+    return answer.status_code == httpx.codes.OK
+
+
+def foreign_environment() -> dict[str, str]:
+    """This process's, without what belongs to its own Python."""
+    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in foreign}
 
 
 def _environment(device: Device, threads: int) -> dict[str, str]:
-    """This process's, without what belongs to its own Python."""
-    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in foreign}
+    environment = foreign_environment()
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
     environment.update(HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
@@ -121,8 +127,3 @@ def _environment(device: Device, threads: int) -> dict[str, str]:
     if device == "cpu":
         environment.update(SGLANG_USE_CPU_ENGINE="1", NANODAG_SGLANG_CPU="1", CUDA_VISIBLE_DEVICES="")
     return environment
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -13,6 +13,7 @@ import pytest
 
 from nanodag.errors import SamplerLost
 from nanodag.rl.samplers import Samplers
+from nanodag.rl.watch import Watch
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess
 from nanodag.sampler.protocol import Request, SamplingParams
@@ -126,16 +127,10 @@ def test_one_lost_question_after_its_health_does_not_end_the_watch_over_a_sample
             self.is_alive = False
 
     server = Killed()
-    samplers = Samplers(
-        [server],
-        model=Path(),
-        version=0,
-        launch=None,
-        connect=lambda url: Client(),
-        health_every_s=0.01,
-        health_timeout_s=0.05,
-    )
-    asyncio.run(asyncio.wait_for(samplers._monitor(samplers._replicas[0]), 30))
+    ended = []
+    watch = Watch(server, Client(), every_s=0.01, timeout_s=0.05, on_end=ended.append)
+    asyncio.run(asyncio.wait_for(watch.look(), 30))
+    assert len(ended) == 1
     assert not server.is_alive
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from nanodag.config.schema import SamplerConfig
 from nanodag.errors import MissingTool
-from nanodag.sampler.options import arguments, check_options
+from nanodag.sampler.options import OWN_OPTIONS, arguments, check_options
 from nanodag.sampler.sglang_install import default_folder, find_python, install, is_installed, requirements
 from nanodag.sampler.sglang_process import SHIM
 
@@ -77,7 +77,7 @@ def test_options_become_a_command_line():
     assert arguments(options) == ["--schedule-policy=fcfs", "--enable-metrics", "--chunked-prefill-size=0"]
     for taken in ("port", "tp_size", "weight-version"):
         with pytest.raises(ValueError, match=f"sampler.options.{taken} follows from other fields"):
-            check_options({taken: 1})
+            check_options("options", {taken: 1}, OWN_OPTIONS)
 
 
 def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sampler():
@@ -88,7 +88,12 @@ def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sam
         SamplerConfig(engine="sglang", deterministic=True)
     with pytest.raises(ValidationError, match=r"sampler\.options\.port"):
         SamplerConfig(engine="sglang", options={"port": 1})
-    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"memory_fraction": 0.5}, {"options": {"a": 1}}):
+    with pytest.raises(ValidationError, match=r"sampler\.router_options\.port"):
+        SamplerConfig(engine="sglang", router_options={"port": 1})
+    with pytest.raises(ValidationError, match=r"router_options mean nothing with sampler\.router: false"):
+        SamplerConfig(engine="sglang", router=False, router_options={"policy": "random"})
+    router = ({"router": False}, {"router_options": {"policy": "random"}})
+    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"memory_fraction": 0.5}, {"options": {"a": 1}}, *router):
         with pytest.raises(ValidationError, match="means something to engine sglang only"):
             SamplerConfig(**field)
 
