@@ -28,7 +28,7 @@ def serve(folder: Path) -> subprocess.Popen[bytes]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["nice", "-n", "19", sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = ["nice", "-n", "19", sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(port)]
     process = subprocess.Popen(command, stdout=(folder / "moto.log").open("wb"), stderr=subprocess.STDOUT)
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
@@ -47,8 +47,13 @@ def serve(folder: Path) -> subprocess.Popen[bytes]:
 
 def step_seconds(folder: Path, options: argparse.Namespace, *, seed: int, mirrored: bool) -> float:
     """Mean wall seconds of a step; seed: makes the key new, so that nothing is found."""
-    overrides = [f"{STAGE}.max_steps={options.steps}", f"{STAGE}.checkpoint_every={options.every}", f"{STAGE}.log_every=1"]
-    overrides += ["store.url=s3://bucket/store", f"store.local={folder}/local", f"{STAGE}.seed={seed}"]
+    overrides = [f"{STAGE}.max_steps={options.steps}", f"{STAGE}.checkpoint_every={options.every}"]
+    overrides += [
+        f"{STAGE}.log_every=1",
+        "store.url=s3://bucket/store",
+        f"store.local={folder}/local",
+        f"{STAGE}.seed={seed}",
+    ]
     overrides += [f"store.mirror_checkpoints={str(mirrored).lower()}", f"{STAGE}.sample_prompts=[]"]
     run = open_run(f"{'mirrored' if mirrored else 'plain'}-{seed}", file="", preset="pocket", overrides=overrides)
     tokenizer = carry_out(run, "tokenizer", {})
@@ -76,7 +81,7 @@ def main() -> None:
                     for choice in (False, True)
                 )
                 ratios.append(mirrored / plain)
-                print(f"round {number + 1}: {plain:.3f} s a step, mirrored {mirrored:.3f} s: {ratios[-1]:.3f}", flush=True)
+                print(f"round {number + 1}: {plain:.3f} s, mirrored {mirrored:.3f} s: {ratios[-1]:.3f}", flush=True)
             print(f"median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
         finally:
             server.kill()

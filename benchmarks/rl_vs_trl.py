@@ -4,9 +4,10 @@
         [--model /path/to/a/hugging-face/model]
 
 The model is a Qwen2 of 6.17 million parameters with random weights and a vocabulary of 4,096, or the one that --model
-names; a step is 8 prompts of 31 tokens x 8 samples x 64 new tokens. The reward is a hash of the completion, so every group has spread. Ours is the whole
-stage (`python -m nanodag.rl`: controller, ZeRO-3 trainer, embedded sampler over HTTP, reward process, weight sync each
-step); TRL's is GRPOTrainer with Hugging Face generation. CPU-seconds are of all processes of a side.
+names; a step is 8 prompts of 31 tokens x 8 samples x 64 new tokens. The reward is a hash of the completion, so every
+group has spread. Ours is the whole stage (`python -m nanodag.rl`: controller, ZeRO-3 trainer, embedded sampler over
+HTTP, reward process, weight sync each step); TRL's is GRPOTrainer with Hugging Face generation. CPU-seconds are of all
+processes of a side.
 """
 
 import argparse
