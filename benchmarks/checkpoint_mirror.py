@@ -2,8 +2,8 @@
 
 `pocket`'s pretraining, with a checkpoint every --every steps, in a store on an S3 server (moto's, on this host at the
 lowest priority), with and without `store.mirror_checkpoints`, in turns. Compared is the mean wall time of a step from
-the first checkpoint to the last, the checkpoints included. A machine of two cores is the worst case: the stage uses
-both.
+the first checkpoint to the last, what is written between them included. A machine of two cores is the worst case: the
+stage uses both.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from nanodag.ports import free_port
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
 
@@ -25,9 +26,7 @@ STAGE = "pretrain"
 
 def serve(folder: Path) -> subprocess.Popen[bytes]:
     """An S3 server with one bucket; this process's environment names it from here on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["nice", "-n", "19", sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(port)]
     process = subprocess.Popen(command, stdout=(folder / "moto.log").open("wb"), stderr=subprocess.STDOUT)
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -38,6 +37,7 @@ def serve(folder: Path) -> subprocess.Popen[bytes]:
                 break
         time.sleep(0.1)
     else:
+        process.kill()
         raise SystemExit("moto's server did not come up: " + (folder / "moto.log").read_text()[-2000:])
     import s3fs
 
@@ -61,8 +61,8 @@ def step_seconds(folder: Path, options: argparse.Namespace, *, seed: int, mirror
     records = run.store.records(run.store.attempt(found.key, found.attempt)) / "metrics.jsonl"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}
-    last = options.steps - 1
-    return (times[last] - times[options.every]) / (last - options.every)
+    first, last = options.every, options.steps // options.every * options.every
+    return (times[last] - times[first]) / (last - first)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS = 4096, 256, 768, 6, 4
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 31, 64
 WARM_UP, MEASURED = 3, 8
+MOST_DRAWS = 100_000
 TICK = os.sysconf("SC_CLK_TCK")
 COLUMNS = ("generation", "training", "rest", "all", "wall", "cold")  # cold: from start to the end of the first step
 
@@ -44,11 +45,15 @@ def prepare(folder: Path, model: Path | None) -> None:
         copy_model(model, folder / "model")
     renderer, words, chosen = load_renderer(folder / "model"), " ".join(text).split(), []
     draw = random.Random(0)
-    while len(chosen) < 64:
+    for _ in range(MOST_DRAWS):
         start = draw.randrange(len(words) - 40)
         question = " ".join(words[start : start + draw.randrange(3, 28)])
         if len(renderer.prompt([{"role": "user", "content": question}])) == PROMPT_TOKENS:
             chosen.append(question)
+        if len(chosen) == 64:
+            break
+    else:
+        raise SystemExit(f"{len(chosen)} of 64 prompts came to {PROMPT_TOKENS} tokens in {MOST_DRAWS} draws")
     rows = [{"prompt": question, "answer": "", "prompt_id": str(n)} for n, question in enumerate(chosen)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "hash_reward.py").write_text(
@@ -82,7 +87,7 @@ def write_random_model(folder: Path, text: list[str]) -> None:
 def copy_model(source: Path, folder: Path) -> None:
     """A Hugging Face model as it is; one without a chat template gets a plain one, which both sides need."""
     folder.mkdir()
-    for path in source.iterdir():
+    for path in filter(Path.is_file, source.iterdir()):
         shutil.copyfile(path, folder / path.name)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     if "chat_template" not in settings and not (folder / "chat_template.jinja").exists():
@@ -244,14 +249,15 @@ def flops(folder: Path) -> tuple[float, float]:
     """GFLOP of a step's training with each prompt computed once, and of its generation; attention included."""
     config = json.loads((folder / "model" / "config.json").read_text())
     width, layers = config["hidden_size"], config["num_hidden_layers"]
-    kept = config["num_key_value_heads"] / config["num_attention_heads"]
-    layer = 2 * (1 + kept) * width * width + 3 * width * config["intermediate_size"]
+    heads, kept = config["num_attention_heads"], config["num_key_value_heads"]
+    inner = heads * (config.get("head_dim") or width // heads)
+    layer = 2 * (1 + kept / heads) * width * inner + 3 * width * config["intermediate_size"]
     head = config["vocab_size"] * width
     rows = PROMPTS * (PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1))
     scored = PROMPTS * SAMPLES * NEW_TOKENS
     own = NEW_TOKENS * (NEW_TOKENS - 1) / 2
     pairs = PROMPTS * (PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 + SAMPLES * (own + (NEW_TOKENS - 1) * PROMPT_TOKENS))
-    attention = 2 * 2 * width * pairs * layers
+    attention = 2 * 2 * inner * pairs * layers
     training = 3 * (2 * (rows * layers * layer + scored * head) + attention)
     generation = 2 * (rows * layers * layer + scored * head) + attention
     return training / 1e9, generation / 1e9

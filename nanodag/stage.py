@@ -180,7 +180,7 @@ def server_identity(url: str) -> dict[str, Any]:
         answer.raise_for_status()
         found = answer.json()
         return {"kind": "server", "url": url, "model": found["model_path"], "version": str(found["weight_version"])}
-    except (httpx.HTTPError, ValueError, KeyError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"teacher.url {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "
             "first: the stage's key knows its model."

@@ -886,8 +886,9 @@ class Pipeline(Section):
                 f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
                 f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
-        if stage.resources.offload_optimizer != "none" and stage.kind not in TRAINING_KINDS:
-            raise ValueError(f"stages.{name}.resources.offload_optimizer: a stage of kind {stage.kind} trains nothing")
+        for offload in ("offload_optimizer", "offload_param"):
+            if getattr(stage.resources, offload) != "none" and stage.kind not in TRAINING_KINDS:
+                raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
         nodes = stage.resources.nodes
         if nodes > 1 and stage.kind not in TRAINING_KINDS:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")

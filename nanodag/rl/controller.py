@@ -333,6 +333,8 @@ def main() -> None:
                 Controller(job, services, runner).run()
             except NanodagError as error:
                 raise services.children.cause_of(error) from error
+            finally:
+                runner.run(services.samplers.disconnect())
     except NanodagError as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.stderr.flush()

@@ -208,7 +208,7 @@ class Generator:
 
     def _with_score(self, rollout: Rollout, answer: str, score: Score) -> Rollout:
         reason = {"reward_error": score.error} if score.error else {}
-        if score.steps is None:
+        if score.steps is None or not self._config.has_process_reward:
             return rollout.with_reward(score.value, score.components, **reason)
         if ANSWER in rollout.metadata:
             reason = {"reward_error": "the steps of an answer that a function says have no place in the tokens"}

@@ -40,6 +40,7 @@ class Router:
         self._lock = asyncio.Lock()
         self._is_arranged = False
         self._is_closed = False
+        self._restarting: asyncio.Task[None] | None = None
         self._take_up(server)
         self.urls: Callable[[], Sequence[str]] = list
         self.num_restarts = 0
@@ -65,7 +66,10 @@ class Router:
                 return
             if self._is_closed:
                 raise SamplerLost("the router was ended")
-            await self._restart()
+            # A task of its own, which goes on when who asked is cancelled: a router that was started is not lost.
+            if self._restarting is None or self._restarting.done():
+                self._restarting = asyncio.ensure_future(self._restart())
+            await asyncio.shield(self._restarting)
             if not await self._registered():
                 raise SamplerLost(f"The router ({self.describe()}) does not take the servers {list(self.urls())}")
 

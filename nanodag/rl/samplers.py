@@ -139,7 +139,7 @@ class Samplers:
             work: Awaitable[list[list[Completion]]] = router.generate(requests)
             for replica in self._replicas:
                 if replica.is_up:
-                    work = self._watched(replica, work)
+                    work = replica.watch.over(work)  # who answered is not known, so no loss is forgotten
             try:
                 return await work
             except BadRequest:
@@ -305,7 +305,7 @@ class Samplers:
             break
         if self._is_closed:
             server.stop()
-            return
+            raise SamplerLost("the stage is ending")
         self._take_up(replica, server, model)
         self.num_restarts += 1
         log.info("%s is up again, with weights %d", self.describe(replica.number), version)

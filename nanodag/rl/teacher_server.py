@@ -6,7 +6,7 @@ at temperature 1. Several sequences go in a request; a server that is lost, or f
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,8 @@ PROBE = "The quick brown fox: 3.14 + 2 = 5.14\n\tdef naïve(): return 'größer'
 class TeacherServer:
     """The server at `url`. policy: the policy's folder, whose tokenizer it must have.
 
-    Raises ConfigError when it has another, or a context shorter than `context`, or does not score prompts.
+    Raises ConfigError when it does not answer, has another, does not score prompts, or none of `context` tokens: SGLang
+    wants a context that is 8 longer.
     """
 
     def __init__(self, url: str, policy: Path, *, context: int) -> None:
@@ -79,6 +80,18 @@ class TeacherServer:
     async def _check(self, policy: Path, context: int) -> None:
         encoding = Encoding(policy)
         tokens, probe = encoding.token_ids(), encoding.encode(PROBE)
+        try:
+            await self._ask_what_it_is(tokens, probe, context)
+        except SamplerError as error:
+            raise ConfigError(f"teacher.url {self._url} cannot be asked: {error}") from error
+        longest = (probe * context)[:context]
+        for ids, what in ((probe[:8], "prompts"), (longest, f"a sequence of {context} tokens (sampler.context)")):
+            try:
+                await self._scored([ids])
+            except SamplerError as error:
+                raise ConfigError(f"teacher.url {self._url} does not score {what}: {error}") from error
+
+    async def _ask_what_it_is(self, tokens: Mapping[str, int], probe: list[int], context: int) -> None:
         async with SamplerClient(self._url) as client:
             info = await client.model_info()
             folder = Path(info.get("tokenizer_path") or info["model_path"])
@@ -91,10 +104,6 @@ class TeacherServer:
         highest = max(tokens.values())
         if (size := info.get("vocab_size", highest + 1)) <= highest:
             raise ConfigError(f"teacher.url {self._url} has {size} embeddings, too few for the policy's token ids.")
-        try:
-            await self._scored([probe[:8]])
-        except (BadRequest, SamplerError) as error:
-            raise ConfigError(f"teacher.url {self._url} does not score prompts: {error}") from error
 
     async def _check_probe(self, client: SamplerClient, probe: list[int]) -> None:
         """Compare the ids of a text, where the server's tokenizer is not on this machine. A token that it begins every

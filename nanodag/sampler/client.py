@@ -30,7 +30,7 @@ from nanodag.sampler.weight_bodies import Bucket
 # Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
 KEEPALIVE_EXPIRY_S = 2.0
 OK = HTTPStatus.OK
-_LOST = (aiohttp.ClientError, TimeoutError, OSError)
+LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class SamplerClient:
@@ -101,7 +101,7 @@ class SamplerClient:
         """What the sampler's own tokenizer makes of a text."""
         params = params_to_wire(SamplingParams(max_new_tokens=1))
         body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        return list(completion_from_wire((await self._call("POST", "/generate", body)).json()).prompt_ids)
+        return list(completion_from_wire(from_json(await self._call("POST", "/generate", body))).prompt_ids)
 
     async def stream(self, request: Request) -> AsyncIterator[Completion]:
         """One sample, as it grows: each item holds all of it so far, the last has a finish reason. n must be 1."""
@@ -121,7 +121,7 @@ class SamplerClient:
                         completion = completion_from_wire(event)
                         _raise_failure(completion)
                         yield completion
-        except _LOST as error:
+        except LOST as error:
             raise self._lost("/generate", error) from error
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
@@ -175,15 +175,18 @@ class SamplerClient:
 
     async def health(self) -> bool:
         """True: it serves. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
-        try:
-            async with self._http.get(f"{self.url}/health") as response:
-                return response.status == OK
-        except _LOST as error:
-            raise self._lost("/health", error) from error
+        return await self._is_well("/health")
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""
         return from_json(await self._call("GET", "/model_info"))
+
+    async def _is_well(self, path: str) -> bool:
+        try:
+            async with self._http.get(self.url + path) as response:
+                return response.status == OK
+        except LOST as error:
+            raise self._lost(path, error) from error
 
     def _check(self, request: Request) -> None:
         if self._limits is not None:
@@ -193,7 +196,7 @@ class SamplerClient:
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
                 content = await response.read()
-        except _LOST as error:
+        except LOST as error:
             raise self._lost(path, error) from error
         if response.status != OK:
             self._raise_for(path, response.status, content)

@@ -32,9 +32,12 @@ def main() -> None:
     """Serve until a signal ends it, or whoever started it has gone."""
     split = sys.argv.index("--")
     parent, options = int(sys.argv[1]), sys.argv[split + 1 :]
+    here = os.getpid()
     child = os.fork()
     if child == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: the child ends with this process
+        if os.getppid() != here:  # which ended before that was asked for
+            sys.exit(1)
         _serve(options)
         return
     while os.getppid() == parent:

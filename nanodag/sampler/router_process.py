@@ -4,13 +4,14 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 
-import httpx
+from pydantic_core import from_json
 
 from nanodag.errors import SamplerLost
 from nanodag.ports import free_port
-from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.client import LOST, OK, SamplerClient
 from nanodag.sampler.options import Option, arguments
 from nanodag.sampler.process import ServerProcess
 from nanodag.sampler.sglang_process import foreign_environment, is_healthy
@@ -58,6 +59,7 @@ class RouterProcess(ServerProcess):
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
         log_path = Path(log_path)
+        environment = foreign_environment()
         command = [str(python), str(ENTRY), str(os.getpid()), "--", *arguments(settings)]
         with log_path.open("ab") as output:
             process = subprocess.Popen(
@@ -65,7 +67,8 @@ class RouterProcess(ServerProcess):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=foreign_environment(),
+                # It asks servers of this machine only, through no proxy, as the client does.
+                env={name: value for name, value in environment.items() if not name.lower().endswith("_proxy")},
             )
         router = cls(process, f"http://127.0.0.1:{port}", log_path)
         try:
@@ -81,15 +84,11 @@ class RouterClient(SamplerClient):
 
     async def health(self) -> bool:
         """True: it answers, whatever the servers behind it do. Raises SamplerLost if it does not."""
-        try:
-            response = await self._http.get("/liveness")
-        except httpx.TransportError as error:
-            raise self._lost("/liveness", error) from error
-        return response.status_code == httpx.codes.OK
+        return await self._is_well("/liveness")
 
     async def servers(self) -> dict[str, str]:
         """The servers behind it: its own name for each, by URL."""
-        found = (await self._call("GET", "/workers")).json()["workers"]
+        found = from_json(await self._call("GET", "/workers"))["workers"]
         return {str(worker["url"]): str(worker["id"]) for worker in found}
 
     async def add(self, url: str) -> None:
@@ -102,8 +101,9 @@ class RouterClient(SamplerClient):
 
     async def _accepted(self, method: str, path: str, body: dict[str, str] | None = None) -> None:
         try:
-            response = await self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
+            async with self._http.request(method, self.url + path, json=body) as response:
+                text = await response.text(errors="replace")
+        except LOST as error:
             raise self._lost(path, error) from error
-        if response.status_code not in (httpx.codes.OK, httpx.codes.ACCEPTED, httpx.codes.NOT_FOUND):
-            raise SamplerLost(f"{path} of the router at {self.url} answered {response.status_code}: {response.text}")
+        if response.status not in (OK, HTTPStatus.ACCEPTED, HTTPStatus.NOT_FOUND):
+            raise SamplerLost(f"{path} of the router at {self.url} answered {response.status}: {text}")

@@ -22,6 +22,8 @@ for where in ("none", "cpu"):
                      resources={"offload_optimizer": where, "offload_param": where})
     trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
     replies = [trainer.train(step, part) for step in (1, 2)]
+    engines = (trainer.engine, trainer._credit.critic.engine)
+    assert [engine._zero.offload_optimizer for engine in engines] == [where == "cpu"] * 2
     own = [[reply["sums"], reply["critic"], reply["gradient_norm"]] for reply in replies]
     found.append([own, trainer.export(Path(sys.argv[2]) / where, fingerprint=True)])
 Path(sys.argv[2], "found.json").write_text(json.dumps(found))

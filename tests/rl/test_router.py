@@ -1,6 +1,7 @@
 """A router before several samplers: what goes through it, and what becomes of it and of samplers that are killed."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -98,7 +99,7 @@ def counts(servers):
         found = []
         for server in servers:
             async with SamplerClient(server.url) as client:
-                found.append((await client._call("GET", "/get_server_info")).json()["num_generated_tokens"])
+                found.append(json.loads(await client._call("GET", "/get_server_info"))["num_generated_tokens"])
         return found
 
     return ask()

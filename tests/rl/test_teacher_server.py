@@ -148,7 +148,8 @@ class Server(BaseHTTPRequestHandler):
             return self.answer({"error": "busy"}, 503)
         if "text" in body:
             return self.answer(self.scored([Server.first_id + one for one in body["text"].encode()]))
-        return self.answer([self.scored(ids) for ids in body["input_ids"]])
+        many = body["input_ids"]
+        return self.answer(self.scored(many) if isinstance(many[0], int) else [self.scored(ids) for ids in many])
 
     def scored(self, ids):
         triples = [[None if not place else -token / 10, token, None] for place, token in enumerate(ids)]
@@ -204,14 +205,29 @@ def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(
 
 
 def test_a_server_that_does_not_say_the_logprobs_that_were_asked_is_refused(fake, folders, monkeypatch):
-    monkeypatch.setattr(Server, "scored", lambda self, ids: scored_without(self, ids))
-    with pytest.raises(ConfigError, match=r"has another tokenizer|does not score prompts"):
+    scored = Server.scored  # a text is still answered: only ids are not scored
+    monkeypatch.setattr(Server, "scored", lambda self, ids: scored(self, ids) if len(ids) > 64 else without_scores())
+    with pytest.raises(ConfigError, match="does not score prompts"):
         TeacherServer(fake, folders["a"], context=64)
 
 
-def scored_without(server, ids):
+def without_scores():
     meta = {"id": "r", "weight_version": "0", "finish_reason": None, "input_token_logprobs": []}
     return {"output_ids": [1], "meta_info": meta}
+
+
+def test_a_server_that_takes_no_prompt_as_long_as_a_rollout_is_refused_before_the_run(fake, folders, monkeypatch):
+    answer = Server.answer
+    monkeypatch.setattr(
+        Server, "answer", lambda self, found, status=200: (refuse if is_long(found) else answer)(self, found, status)
+    )
+    with pytest.raises(ConfigError, match=r"a sequence of 100 tokens \(sampler\.context\)"):
+        TeacherServer(fake, folders["a"], context=100)
+
+
+def is_long(found) -> bool:
+    triples = found.get("meta_info", {}).get("input_token_logprobs", [])
+    return len(triples) == 100  # the text that its tokenizer is known by is shorter
 
 
 def test_a_key_knows_the_server_and_what_it_says_it_serves(teacher, folders):

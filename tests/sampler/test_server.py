@@ -354,7 +354,7 @@ def test_a_client_that_leaves_a_stream_takes_its_requests_with_it(server):
     body = {"input_ids": [1], "sampling_params": LONG.model_dump(mode="json") | {"n": 3000}, "stream": True}
 
     async def run(client):
-        async with client._http.post("/generate", json=body) as response:
+        async with client._http.post(f"{client.url}/generate", json=body) as response:
             await response.content.readline()
         await asyncio.wait_for(idle(client), timeout=5)
 
