@@ -207,6 +207,7 @@ def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(m
     with_fake(model, tmp_path, work, most_losses=1)
 
 
+@pytest.mark.slow
 def test_a_router_that_cannot_start_says_why(tmp_path, python):
     with pytest.raises(SamplerLost, match=r"invalid choice: 'fastest'"):
         RouterProcess.start(python, log_path=tmp_path / "log", request_timeout_s=60, options={"policy": "fastest"})
