@@ -87,5 +87,6 @@ def run(job: Job) -> None:
 
 def metrics(job: Job, event: str = "step") -> list[dict[str, Any]]:
     """The lines of one event in metrics.jsonl."""
-    lines = [json.loads(line) for line in job.metrics_path.read_text().splitlines()]
+    written = job.metrics_path.read_text().rpartition("\n")[0]  # a line may be under way
+    lines = [json.loads(line) for line in written.splitlines()]
     return [line for line in lines if line["event"] == event]
