@@ -195,7 +195,7 @@ class WeightEndpoints:
         found = await self.traffic.in_loop(self.engine.model.weights.sums)
         if found != received.sums:
             raise SamplerError("the weights in memory are not those that were broadcast")
-        return await received.fingerprints
+        return await asyncio.shield(received.fingerprints)  # who asks next needs it too
 
     async def _check_folder(self, path: Path) -> dict[str, str]:
         weights = await asyncio.to_thread(self.engine.load, path)
