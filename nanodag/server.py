@@ -26,6 +26,7 @@ from nanodag.config import Pipeline
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.login import NO_LOGIN, read_login
+from nanodag.ports import free_port
 from nanodag.provenance import code_digest, is_process, process_started
 from nanodag.store import Store, write_json
 from nanodag.store.files import locked
@@ -181,7 +182,7 @@ class Server:
             )
         self._end(found.server if found is not None else None)
         wanted = serving.port if serving is not None else self._port  # what serves looks for it there
-        port = wanted if _is_free(self._host, wanted) else _any_free_port(self._host)
+        port = wanted if _is_free(self._host, wanted) else free_port(self._host)
         if port != wanted:
             say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
@@ -356,9 +357,3 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _any_free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -74,11 +74,10 @@ class Critic:
         By part of the step: rows; rewards (N,) float64, of each token; num_tokens: trained ones on all ranks.
         Every rank must call it.
         """
-        values = self._values(rows)
+        values, gamma, gae_lambda = self._values(rows), self._own.gamma, self._own.gae_lambda
         advantages: list[list[Tensor]] = []
         returns: list[list[Tensor]] = []
         for number, part in enumerate(rows):
-            gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
             found = [
                 gae(own, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
                 for row, before, own in zip(part, values[number], rewards[number], strict=True)

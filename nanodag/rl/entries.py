@@ -115,13 +115,18 @@ def _is_path(name: str) -> bool:
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+def function_at(path: str) -> Callable[..., Any]:
+    """What `module:name` names. Raises ImportError or AttributeError when there is no such thing."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of an entry. Raises ConfigError when a user's own cannot be imported."""
     path = import_path(kind, name)
-    module, _, function = path.partition(":")
     prefix, _, argument = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = function_at(path)
         return found(argument) if prefix in WITH_ARGUMENT.get(kind, {}) else found
     except (ImportError, AttributeError) as error:
         raise ConfigError(

@@ -212,27 +212,20 @@ class SamplerClient:
 
 def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
     """One prompt stands by itself, several as lists: a router takes no lists."""
-    if len(requests) == 1:
-        (request,) = requests
-        body: dict[str, Any] = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": params_to_wire(request.params),
-            "return_logprob": request.return_logprob,
-        }
-        if request.score_prompt:
-            body["logprob_start_len"] = 0
-        return body if request.rid is None else {**body, "rid": request.rid}
     wanted = [request.return_logprob for request in requests]
-    body = {
+    body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [params_to_wire(request.params) for request in requests],
-        "return_logprob": wanted[0] if len(set(wanted)) == 1 else wanted,  # SGLang takes no list where n > 1
+        "return_logprob": wanted,
     }
     if any(request.score_prompt for request in requests):
         body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-    return body
+    if len(requests) == 1:
+        return {name: values[0] for name, values in body.items()}
+    # SGLang takes no list of return_logprob where n > 1.
+    return body | {"return_logprob": wanted[0]} if len(set(wanted)) == 1 else body
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +27,15 @@ class ServerProcess:
         self.process = process
         self.url = url
         self.log_path = log_path
+
+    @classmethod
+    def spawn(cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], url: str = "") -> Self:
+        """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        return cls(process, url, log_path)
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
         """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends or takes too long."""
@@ -124,11 +133,7 @@ class SamplerProcess(ServerProcess):
             command += ["--deterministic"] if deterministic else []
             # Spinning OpenMP threads starve the other process on a small machine.
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-            with log_path.open("ab") as output:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
-                )
-            sampler = cls(process, "", log_path)
+            sampler = cls.spawn(command, log_path=log_path, env=environment)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)
                 port = int(json.loads(ready_file.read_text())["port"])

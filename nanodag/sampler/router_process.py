@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -58,19 +57,10 @@ class RouterProcess(ServerProcess):
             **DEFAULTS,
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
-        log_path = Path(log_path)
-        environment = foreign_environment()
         command = [str(python), str(ENTRY), str(os.getpid()), "--", *arguments(settings)]
-        with log_path.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # It asks servers of this machine only, through no proxy, as the client does.
-                env={name: value for name, value in environment.items() if not name.lower().endswith("_proxy")},
-            )
-        router = cls(process, f"http://127.0.0.1:{port}", log_path)
+        # It asks servers of this machine only, through no proxy, as the client does.
+        environment = {k: v for k, v in foreign_environment().items() if not k.lower().endswith("_proxy")}
+        router = cls.spawn(command, log_path=Path(log_path), env=environment, url=f"http://127.0.0.1:{port}")
         try:
             router.wait_until(lambda: is_healthy(f"{router.url}/liveness"), start_timeout_s)
         except BaseException:

@@ -5,7 +5,6 @@ It runs in an environment of its own (`sglang_install.py`), by way of `sglang_sh
 
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,17 +80,9 @@ class SGLangProcess(ServerProcess):
             **(CPU_OPTIONS if device == "cpu" else {}),
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
-        log_path = Path(log_path)
         command = [str(python), str(SHIM), str(os.getpid()), "--", *arguments(settings)]
-        with log_path.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(device, threads),
-            )
-        server = cls(process, f"http://127.0.0.1:{port}", log_path)
+        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads)
+        server = cls.spawn(command, log_path=Path(log_path), env=environment, url=url)
         try:
             server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
         except BaseException:

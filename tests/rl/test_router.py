@@ -13,7 +13,6 @@ import pytest
 from nanodag.errors import BadRequest, MissingTool, SamplerLost
 from nanodag.ports import free_port
 from nanodag.rl.router import Router
-from nanodag.rl.samplers import Samplers
 from nanodag.sampler.client import SamplerClient
 from nanodag.sampler.process import SamplerProcess, ServerProcess
 from nanodag.sampler.protocol import Request, SamplingParams
@@ -22,7 +21,7 @@ from nanodag.sampler.sglang_install import find_python
 from nanodag.sampler.sglang_process import SGLangProcess, is_healthy
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
-from tests.rl.test_sync_health import answers, requests, until_busy
+from tests.rl.test_sync_health import answers, requests, until_busy, with_samplers
 
 START_S = 1500
 FAKE = Path(__file__).with_name("fake_router.py")
@@ -66,28 +65,12 @@ def launch_embedded(folder):
 def with_router(model, launch, launch_router, work, *, timeout_s=60.0, **options):
     """Run `work(samplers, servers, router)` with two samplers behind a router."""
 
-    async def main():
-        servers = [launch(number, model, 0) for number in range(2)]
-        router = Router(launch_router(), launch=launch_router, connect=RouterClient, every_s=0.2, timeout_s=timeout_s)
-        samplers = Samplers(
-            servers,
-            model=model,
-            version=0,
-            launch=launch,
-            connect=SamplerClient,
-            health_every_s=0.2,
-            router=router,
-            **options,
-        )
-        try:
-            return await work(samplers, servers, router)
-        finally:
-            samplers.close()
-            for server in servers:
-                server.stop()
-            await samplers.disconnect()
+    router = Router(launch_router(), launch=launch_router, connect=RouterClient, every_s=0.2, timeout_s=timeout_s)
 
-    return asyncio.run(main())
+    async def with_it(samplers, servers):
+        return await work(samplers, servers, router)
+
+    return with_samplers(launch, model, with_it, health_every_s=0.2, router=router, **options)
 
 
 def with_fake(model, folder, work, **options):

@@ -5,10 +5,10 @@
 Each gets the whole group at once; a function that raises or hangs fails the whole group.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanodag.rl.entries import function_at
 from nanodag.rl.rewards.reward import Reward
 
 
@@ -17,8 +17,7 @@ class Group:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        module, _, function = path.partition(":")
-        self._function = getattr(importlib.import_module(module), function)
+        self._function = function_at(path)
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward]:
         """The rewards of one group. Raises ValueError when the function returns another number of them."""

@@ -7,10 +7,10 @@ len(completion). The steps are what is trained (nanodag.rl.advantages.process); 
 evaluation see. So an outcome that is to be trained, too, is a step that ends at len(completion).
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanodag.rl.entries import function_at
 from nanodag.rl.rewards.reward import Reward
 
 
@@ -19,8 +19,7 @@ class Steps:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        module, _, function = path.partition(":")
-        self._function = getattr(importlib.import_module(module), function)
+        self._function = function_at(path)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The total, and each step's end and score. Raises ValueError for a step that ends outside the completion."""
