@@ -1,15 +1,22 @@
-/* Prompts and decode steps of a decoder in float32 on one CPU core: what model.py's `prefill`, `decode` and `logits`,
-drawing.py's `draw` and slots.py's `record` do, each in one call.
+/* Prompts and decode steps of a decoder on one CPU core: what model.py's `prefill`, `decode` and `logits`, drawing.py's
+`draw` and slots.py's `record` do, each in one call.
+
+A matrix is float32 or bfloat16; everything else is float32. What is multiplied by a bfloat16 matrix is rounded to
+bfloat16 first, and the products are summed in float32.
 
 Every sum has one order, whatever the number of rows: an element of a matrix product is a chain of fused multiply-adds
-over ascending k, and rows are blocked so that a weight that was read is used for all rows of a block. So a row has the
-same bits alone and among others, and a token the same in a prompt and decoded, by construction. Deterministic mode
-needs that.
+over ascending k, or pairs of k, and rows are blocked so that a weight that was read is used for all rows of a block. So
+a row has the same bits alone and among others, and a token the same in a prompt and decoded, by construction.
+Deterministic mode needs that.
 
 Letters as in model.py: R rows, H hidden, K key/value heads, G query heads of each, D head, F intermediate, C capacity.
 Widths are multiples of LANES; kernel.py sees to that. */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -25,6 +32,7 @@ Widths are multiples of LANES; kernel.py sees to that. */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4))); /* of bfloat16: the one of lower k below */
 typedef float four __attribute__((vector_size(16), aligned(4)));
 #if defined(__clang__)
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
@@ -36,7 +44,13 @@ typedef int32_t four_ints __attribute__((vector_size(16)));
 #endif
 
 typedef struct {
-    const float *qkv, *qkv_bias, *qk_gain, *output, *output_bias, *gate_up, *down;
+    const void *at; /* (depth, width) or NULL */
+    int64_t is_bf16;
+} Matrix;
+
+typedef struct {
+    Matrix qkv, output, gate_up, down;
+    const float *qkv_bias, *qk_gain, *output_bias;
     float *keys, *values;
 } Layer;
 
@@ -44,10 +58,13 @@ typedef struct {
     int64_t num_layers, hidden_size, num_kv_heads, heads_per_kv, head_dim, intermediate_size, vocab_size, vocab_width,
         capacity, hidden_stride;
     double norm_eps;
-    const float *embedding; /* NULL: tied, a token is a column of head */
-    const float *head, *norm, *rotations;
+    Matrix embedding; /* NULL: tied, a token is a column of head */
+    Matrix head;
+    const float *norm, *rotations;
     const Layer *layers;
     float *hidden, *normed, *qkv, *attended, *gate_up, *activated, *logits, *scratch; /* scratch: max(C, V / BLOCK) */
+    uint16_t *rounded; /* (R, depth) of the deepest bfloat16 matrix */
+    uint32_t *packed;  /* (depth / 2, PANEL * 16) of it */
 } Model;
 
 /* The arrays of slots.py's SlotTable, and what this step drew: (B,), but for output_ids and logprobs (B, C) and stop_ids
@@ -179,9 +196,8 @@ INLINE void column_of(const int panels, int64_t rows, int64_t depth, const float
     }
 }
 
-/* y (rows, width) = (add ? y : 0) + x (rows, depth) w (depth, width). */
-static void product(int64_t rows, int64_t depth, const float *x, int64_t x_stride, const float *w, int64_t width, float *y,
-                    int64_t y_stride, int add) {
+static void float_product(int64_t rows, int64_t depth, const float *x, int64_t x_stride, const float *w, int64_t width,
+                          float *y, int64_t y_stride, int add) {
     if (rows == 1) {
         one_row(depth, x, w, width, y, add);
         return;
@@ -190,6 +206,102 @@ static void product(int64_t rows, int64_t depth, const float *x, int64_t x_strid
     for (; n + PANEL * LANES <= width; n += PANEL * LANES)
         column_of(PANEL, rows, depth, x, x_stride, w + n, width, y + n, y_stride, add);
     for (; n < width; n += LANES) column_of(1, rows, depth, x, x_stride, w + n, width, y + n, y_stride, add);
+}
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* sum + the product of the lower halves + that of the upper ones. */
+INLINE vec add_pair(vec sum, uint32_t x, pairs w) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)w);
+#else
+    sum += float_of(x << 16) * (vec)(w << 16);
+    return sum + float_of(x & 0xFFFF0000u) * (vec)(w & 0xFFFF0000u);
+#endif
+}
+
+/* To the nearest bfloat16, of two the even one; NaN stays NaN. */
+static void round_to_bf16(int64_t count, const float *from, uint16_t *to) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, 4);
+        uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        to[i] = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+    }
+}
+
+/* `columns` of w, row pairs interleaved: near one another, however wide w is. */
+INLINE void pack(const int columns, int64_t depth, const uint16_t *w, int64_t width, uint32_t *packed) {
+    for (int64_t k = 0; k < depth; k += 2, w += 2 * width, packed += columns) {
+        __builtin_prefetch(w + AHEAD * width);
+        __builtin_prefetch(w + (AHEAD + 1) * width);
+        for (int n = 0; n < columns; n++) packed[n] = w[n] | (uint32_t)w[width + n] << 16;
+    }
+}
+
+/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. */
+INLINE void paired_panel(const int rows, const int panels, int64_t num_pairs, const uint16_t *x, int64_t x_stride,
+                         const uint32_t *w, float *y, int64_t y_stride, int add) {
+    vec sums[ROWS][PANEL];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) sums[r][p] = add ? load(y + r * y_stride + p * LANES) : (vec){};
+    for (int64_t k = 0; k < num_pairs; k++, w += panels * LANES) {
+        pairs weights[PANEL];
+        for (int p = 0; p < panels; p++) weights[p] = *(const pairs *)(w + p * LANES);
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, x + r * x_stride + 2 * k, 4);
+            for (int p = 0; p < panels; p++) sums[r][p] = add_pair(sums[r][p], pair, weights[p]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) store(y + r * y_stride + p * LANES, sums[r][p]);
+}
+
+/* All rows of one panel of w. x: (rows, depth). */
+INLINE void paired_column(const Model *m, const int panels, int64_t rows, int64_t depth, const uint16_t *x,
+                          const uint16_t *w, int64_t width, float *y, int64_t y_stride, int add) {
+    const uint32_t *packed = m->packed;
+    pack(panels * LANES, depth, w, width, m->packed);
+    int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS)
+        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add);
+    x += r * depth;
+    y += r * y_stride;
+    switch (rows - r) {
+        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+    }
+}
+
+static void bf16_product(const Model *m, int64_t rows, int64_t depth, const float *x, int64_t x_stride, const uint16_t *w,
+                         int64_t width, float *y, int64_t y_stride, int add) {
+    for (int64_t r = 0; r < rows; r++) round_to_bf16(depth, x + r * x_stride, m->rounded + r * depth);
+    int64_t n = 0;
+    for (; n + PANEL * LANES <= width; n += PANEL * LANES)
+        paired_column(m, PANEL, rows, depth, m->rounded, w + n, width, y + n, y_stride, add);
+    for (; n < width; n += LANES) paired_column(m, 1, rows, depth, m->rounded, w + n, width, y + n, y_stride, add);
+}
+
+/* y (rows, width) = (add ? y : 0) + x (rows, depth) w (depth, width). */
+static void product(const Model *m, int64_t rows, int64_t depth, const float *x, int64_t x_stride, Matrix w, int64_t width,
+                    float *y, int64_t y_stride, int add) {
+    if (w.is_bf16)
+        bf16_product(m, rows, depth, x, x_stride, w.at, width, y, y_stride, add);
+    else
+        float_product(rows, depth, x, x_stride, w.at, width, y, y_stride, add);
+}
+
+INLINE float element(Matrix matrix, int64_t index) {
+    return matrix.is_bf16 ? float_of((uint32_t)((const uint16_t *)matrix.at)[index] << 16)
+                          : ((const float *)matrix.at)[index];
 }
 
 /* normed = x / sqrt(|x|^2 + H eps), times a factor and, where there is one, a gain. */
@@ -283,7 +395,8 @@ static void attend(const Model *m, const Layer *layer, const float *query, int64
 static void embed(const Model *m, int64_t row, int64_t token) {
     float *x = m->hidden + row * m->hidden_stride;
     for (int64_t i = 0; i < m->hidden_size; i++)
-        x[i] = m->embedding ? m->embedding[token * m->hidden_size + i] : m->head[i * m->vocab_width + token];
+        x[i] = m->embedding.at ? element(m->embedding, token * m->hidden_size + i)
+                               : element(m->head, i * m->vocab_width + token);
 }
 
 static void add_bias(float *y, const float *bias, int64_t width) {
@@ -298,7 +411,7 @@ void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t 
     for (int64_t r = 0; r < rows; r++) embed(m, r, tokens[r]);
     for (const Layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
         for (int64_t r = 0; r < rows; r++) normalise(m, r, 1, 0);
-        product(rows, H, m->normed, H, layer->qkv, qkv_width, m->qkv, qkv_width, 0);
+        product(m, rows, H, m->normed, H, layer->qkv, qkv_width, m->qkv, qkv_width, 0);
         for (int64_t r = 0; r < rows; r++) {
             add_bias(m->qkv + r * qkv_width, layer->qkv_bias, qkv_width);
             for (int64_t k = 0; k < K; k++) {
@@ -310,12 +423,12 @@ void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t 
                            m->attended + ((r * K + k) * G + g) * D);
             }
         }
-        product(rows, K * G * D, m->attended, K * G * D, layer->output, H, m->hidden, m->hidden_stride, 1);
+        product(m, rows, K * G * D, m->attended, K * G * D, layer->output, H, m->hidden, m->hidden_stride, 1);
         for (int64_t r = 0; r < rows; r++) {
             add_bias(m->hidden + r * m->hidden_stride, layer->output_bias, H);
             normalise(m, r, 1, 0);
         }
-        product(rows, H, m->normed, H, layer->gate_up, 2 * F, m->gate_up, 2 * F, 0);
+        product(m, rows, H, m->normed, H, layer->gate_up, 2 * F, m->gate_up, 2 * F, 0);
         for (int64_t r = 0; r < rows; r++) {
             const float *gate = m->gate_up + r * 2 * F;
             for (int64_t f = 0; f < F; f += LANES) {
@@ -323,7 +436,7 @@ void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t 
                 store(m->activated + r * F + f, x / (1.0f + exp_of(-at_least(-80.0f, x))) * load(gate + F + f));
             }
         }
-        product(rows, F, m->activated, F, layer->down, H, m->hidden, m->hidden_stride, 1);
+        product(m, rows, F, m->activated, F, layer->down, H, m->hidden, m->hidden_stride, 1);
     }
 }
 
@@ -336,7 +449,7 @@ void decode(const Model *m, const Table *t, int64_t rows) {
 /* Scores of the first rows over the temperature, in logits. */
 void logits(const Model *m, const Table *t, int64_t rows) {
     for (int64_t r = 0; r < rows; r++) normalise(m, r, 1 / t->temperature[r], m->norm);
-    product(rows, m->hidden_size, m->normed, m->hidden_size, m->head, m->vocab_width, m->logits, m->vocab_width, 0);
+    product(m, rows, m->hidden_size, m->normed, m->hidden_size, m->head, m->vocab_width, m->logits, m->vocab_width, 0);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = m->vocab_size; v < m->vocab_width; v++) m->logits[r * m->vocab_width + v] = -INFINITY;
 }

@@ -1,4 +1,4 @@
-"""Builds and calls `kernel.c`: prompts and steps of a float32 model on one CPU core in one call instead of hundreds.
+"""Builds and calls `kernel.c`: prompts and steps of a model on one CPU core in one call instead of hundreds.
 
 The C compiler of the machine is asked once for each kind of processor; what it makes is kept in the user's cache folder
 (`NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`). Where there is no compiler, or a model is not
@@ -31,16 +31,21 @@ from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 log = logging.getLogger(__name__)
 
 LANES = 16  # widths must be multiples of it
+PANEL_COLUMNS = 64  # of a matrix, that are multiplied at a time: PANEL * LANES of kernel.c at most
 PROMPT_ROWS = 96  # tokens of prompts that are run together: activations of more would not fit a core's cache
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120.0
 
 
+class _Matrix(Structure):
+    _fields_ = [("at", c_void_p), ("is_bf16", c_int64)]
+
+
 class _Layer(Structure):
     _fields_ = [
-        (name, c_void_p)
-        for name in ("qkv", "qkv_bias", "qk_gain", "output", "output_bias", "gate_up", "down", "keys", "values")
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "qk_gain", "output_bias", "keys", "values")),
     ]
 
 
@@ -54,10 +59,13 @@ class _Model(Structure):
             )
         ),
         ("norm_eps", c_double),
-        *((name, c_void_p) for name in ("embedding", "head", "norm", "rotations", "layers")),
+        *((name, _Matrix) for name in ("embedding", "head")),
         *(
             (name, c_void_p)
-            for name in ("hidden", "normed", "qkv", "attended", "gate_up", "activated", "logits", "scratch")
+            for name in (
+                "norm", "rotations", "layers", "hidden", "normed", "qkv", "attended", "gate_up", "activated", "logits",
+                "scratch", "rounded", "packed",
+            )
         ),
     ]  # fmt: skip
 
@@ -73,11 +81,16 @@ class Kernel:
         self._logits = buffers.logits
         # The structures hold bare addresses: these keep what they point to.
         scratch = torch.zeros(max(buffers.capacity, buffers.logits.shape[1] // VOCABULARY_BLOCK))
-        self._kept = (weights, rotations, scratch)
+        deepest = max(a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size)
+        rounded = torch.zeros(max(buffers.num_slots, PROMPT_ROWS), deepest, dtype=torch.bfloat16)
+        packed = torch.zeros(deepest // 2, PANEL_COLUMNS, dtype=torch.int32)
+        self._kept = (weights, rotations, scratch, rounded, packed)
         self._buffers, self._capacity = buffers, buffers.capacity
         self._layers = (_Layer * a.num_layers)()
         for index, layer in enumerate(weights.layers):
-            for name in ("qkv", "qkv_bias", "qk_gain", "output", "output_bias", "gate_up", "down"):
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(self._layers[index], name, _matrix(getattr(layer, name)))
+            for name in ("qkv_bias", "qk_gain", "output_bias"):
                 setattr(self._layers[index], name, _address(getattr(layer, name)))
             self._layers[index].keys = _address(buffers.keys[index])
             self._layers[index].values = _address(buffers.values[index])
@@ -93,8 +106,8 @@ class Kernel:
             capacity=buffers.capacity,
             hidden_stride=buffers.hidden.stride(0),
             norm_eps=a.norm_eps,
-            embedding=_address(weights.embedding),
-            head=_address(weights.head),
+            embedding=_matrix(weights.embedding),
+            head=_matrix(weights.head),
             norm=_address(weights.norm),
             rotations=_address(rotations),
             layers=ctypes.cast(self._layers, c_void_p),
@@ -106,6 +119,8 @@ class Kernel:
             activated=_address(buffers.activated),
             logits=_address(buffers.logits),
             scratch=_address(scratch),
+            rounded=_address(rounded),
+            packed=_address(packed),
         )
         self._reference = ctypes.byref(self._model)
         self._prompt_hidden = torch.zeros(PROMPT_ROWS, buffers.hidden.stride(0))
@@ -156,11 +171,11 @@ class Kernel:
 
 
 def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor) -> Kernel | None:
-    """The kernel for one model, or None where torch has to do: another device, dtype or shape, or no compiler."""
+    """The kernel for one model, or None where torch has to do: another device or shape, or no compiler."""
     a = architecture
     widths = (a.hidden_size, a.head_dim, a.intermediate_size)
-    is_plain = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in weights.tensors())
-    if not is_plain or any(width % LANES for width in widths) or torch.get_num_threads() != 1:
+    is_here = all(tensor.device.type == "cpu" for tensor in weights.tensors())
+    if not is_here or any(width % LANES for width in widths) or torch.get_num_threads() != 1:
         return None
     library = _library()
     return None if library is None else Kernel(library, architecture, weights, buffers, rotations)
@@ -208,6 +223,10 @@ def _processor() -> str:
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+def _matrix(tensor: Tensor | None) -> _Matrix:
+    return _Matrix(_address(tensor), tensor is not None and tensor.dtype == torch.bfloat16)
 
 
 def _address(tensor: Tensor | None) -> int | None:

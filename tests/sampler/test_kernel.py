@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanodag.sampler import kernel, model
+from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
 from nanodag.sampler.protocol import Request, SamplingParams
@@ -29,6 +29,13 @@ def requests(count):
         )
         for index in range(count)
     ]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request, monkeypatch):
+    """Of the matrices, all of them however small."""
+    monkeypatch.setattr(weights, "MIN_BFLOAT16_ELEMENTS", 0)
+    return request.param
 
 
 @pytest.fixture
@@ -55,9 +62,65 @@ def test_it_draws_what_torch_draws(make_checkpoint, torch_engine, kind, tied):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_bfloat16_it_rounds_what_goes_into_a_product_and_nothing_else(
+    make_checkpoint, torch_engine, monkeypatch, tied
+):
+    """The oracle: torch in float32 with bfloat16 weights, whose products get rounded inputs. torch's own bfloat16
+    products also round what they give."""
+
+    def rounded(x, matrix):
+        return x.bfloat16().float() @ matrix.float()
+
+    monkeypatch.setattr(weights, "MIN_BFLOAT16_ELEMENTS", 0)
+    folder = make_checkpoint("qwen2", **SHAPE, tie_word_embeddings=tied)
+    compiled, plain, exact = (make(folder, dtype="bfloat16") for make in (Engine, torch_engine, torch_engine))
+    assert compiled.model.kernel is not None
+    found = [sample for of_request in compiled.generate(requests(20)) for sample in of_request]
+    bare = [sample for of_request in plain.generate(requests(20)) for sample in of_request]
+    monkeypatch.setattr(
+        model, "_multiply", lambda x, matrix, bias=0: rounded(x, matrix) + (0 if bias is None else bias)
+    )
+    monkeypatch.setattr(model, "_multiply_into", lambda out, x, matrix: out.copy_(rounded(x, matrix)))
+    monkeypatch.setattr(model, "_add_product", lambda x, y, matrix: x.add_(rounded(y, matrix)))
+    wanted = [sample for of_request in exact.generate(requests(20)) for sample in of_request]
+    near, far = apart(found, wanted), apart(bare, wanted)
+    assert np.median(near) < 1e-6
+    assert np.median(far) > 1e-3
+    assert [sample.output_ids[0] for sample in found] == [sample.output_ids[0] for sample in wanted]
+
+
+@pytest.mark.parametrize("missing", [("-U__AVX512BF16__",), ("-U__AVX512BF16__", "-U__AVX512F__")])
+def test_older_processors_compute_the_same_up_to_rounding(make_checkpoint, monkeypatch, tmp_path, missing, dtype):
+    folder = make_checkpoint("qwen3", **SHAPE)
+    found = Engine(folder, dtype=dtype).generate(requests(20))
+    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, *missing))
+    kernel._library.cache_clear()
+    try:
+        older = Engine(folder, dtype=dtype)
+    finally:
+        kernel._library.cache_clear()
+    assert older.model.kernel is not None
+    differences = apart(*([sample for one in of for sample in one] for of in (found, older.generate(requests(20)))))
+    assert len(differences) > 300
+    assert np.median(differences) < 1e-6
+
+
+def apart(samples, others):
+    """Differences of the logprobs of samples' tokens, as far as both drew the same."""
+    found = []
+    for one, other in zip(samples, others, strict=True):
+        for token, its, a, b in zip(one.output_ids, other.output_ids, one.logprobs, other.logprobs, strict=True):
+            if token != its:
+                break
+            found.append(abs(a - b))
+    return found
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, head_dim):
-    engine = Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype="float32", max_batch=20)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, dtype, head_dim):
+    engine = Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=20)
     decoder, prompt, table = engine.model, np.arange(37), SlotTable(20, 64)
     steps = CompiledSteps(decoder.kernel, table)
     seen = []
@@ -75,8 +138,8 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, head_
 
 @pytest.mark.parametrize("head_dim", [32, 48])
 @pytest.mark.parametrize("length", [1, PROMPT_ROWS, PROMPT_ROWS + 1, 200])
-def test_a_prompt_leaves_the_bits_that_decoding_it_token_by_token_leaves(make_checkpoint, head_dim, length):
-    engine = Engine(make_checkpoint("qwen2", **SHAPE, head_dim=head_dim), dtype="float32", max_batch=3)
+def test_a_prompt_leaves_the_bits_that_decoding_it_token_by_token_leaves(make_checkpoint, dtype, head_dim, length):
+    engine = Engine(make_checkpoint("qwen2", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=3)
     decoder, table = engine.model, SlotTable(3, 256)
     steps, buffers = CompiledSteps(decoder.kernel, table), decoder.buffers
     prompts = [np.random.default_rng(seed).integers(0, 150, size=size) for seed, size in ((0, 5), (1, length))]
@@ -127,12 +190,19 @@ def test_a_token_without_probability_is_never_drawn(make_checkpoint):
         assert np.flatnonzero(scores[0].numpy()).tolist() == possible
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "intermediate_size", "dtype"), [(40, 80, "float32"), (64, 60, "float32"), (64, 1056, "bfloat16")]
-)
-def test_other_shapes_and_dtypes_are_left_to_torch(make_checkpoint, hidden_size, intermediate_size, dtype):
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(40, 80), (64, 60)])
+def test_other_shapes_are_left_to_torch(make_checkpoint, hidden_size, intermediate_size):
     folder = make_checkpoint("qwen3", hidden_size=hidden_size, intermediate_size=intermediate_size)
-    assert Engine(folder, dtype=dtype).model.kernel is None
+    assert Engine(folder).model.kernel is None
+
+
+def test_a_score_that_is_not_a_number_stays_so_through_bfloat16(make_checkpoint, monkeypatch):
+    """Rounded as an integer, this NaN would become zero, and the row a token."""
+    monkeypatch.setattr(weights, "MIN_BFLOAT16_ELEMENTS", 0)
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="bfloat16", max_batch=1)
+    largest_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    engine.model.buffers.hidden.fill_(largest_nan)
+    assert CompiledSteps(engine.model.kernel, SlotTable(1, 4)).score(1)[:, :150].isnan().all()
 
 
 def test_without_a_compiler_torch_decodes_and_a_warning_says_so(make_checkpoint, monkeypatch, caplog):
