@@ -74,7 +74,7 @@ def replicas_of(sampler: SamplerConfig, threads: int) -> int:
 
 def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
     try:
-        stage.check_device()
+        stage.check_resources()
     except ValueError as error:
         raise ConfigError(f"stages.{name}.{error}.") from error
     if stage.sampler.replicas != "auto":

@@ -409,7 +409,8 @@ class RLStage(StageBase):
     curriculum_skip: share of the prompts that were always or never solved when they were tried last, and are passed
     over in a later pass.
     generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.turns).
-    micro_batch_tokens: what one rank holds at once. placement: `shared` puts trainer and sampler on the same devices.
+    micro_batch_tokens: what one rank holds at once, or sequence_parallel ranks together, which share each row
+    (nanodag.rl.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
     trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
     sync_mode: what becomes of requests under way: `finish`, they are waited for. sync_check_every: the first sync and
@@ -485,6 +486,7 @@ class RLStage(StageBase):
     precision: Precision = "bf16"
     zero_stage: Literal[1, 2, 3] = 3
     micro_batch_tokens: int = Field(9216, ge=16)
+    sequence_parallel: int = later(1, ge=1)
     activation_checkpointing: bool = False
     compile: bool = operational(False)
     eval_every: int = Field(20, ge=1)
@@ -531,7 +533,7 @@ class RLStage(StageBase):
                 f"sync_check_every {self.sync_check_every}: weights cannot be verified yet where they are split over "
                 f"GPUs (sampler.tensor_parallel {self.sampler.tensor_parallel}); set it to 0"
             )
-        self.check_device()
+        self.check_resources()
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer="adamw")
         if self.curriculum_skip and self.samples_per_prompt == 1:
             raise ValueError(
@@ -619,8 +621,14 @@ class RLStage(StageBase):
                 if (found := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} {found} means nothing with {why}; leave it out, or change the latter")
 
-    def check_device(self) -> None:
-        """Raise ValueError for what the stage's device cannot do; asked again when it is no longer `auto`."""
+    def check_resources(self) -> None:
+        """Raise ValueError for what the stage's resources cannot do; asked again when none of them is `auto`."""
+        ranks = self.resources.num_ranks
+        if ranks != "auto" and ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel {self.sequence_parallel} ranks share each row, and num_ranks {ranks} is not a "
+                "multiple of it; change one of them"
+            )
         if self.sync == "distributed" and self.resources.device == "cuda":
             raise ValueError(
                 "sync: distributed on a GPU: trainer and sampler share one, which NCCL refuses, and nothing else has "

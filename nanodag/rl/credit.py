@@ -18,6 +18,7 @@ from nanodag.rl.metrics import Sums
 from nanodag.rl.policy import Row, check_beside
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of
+from nanodag.rl.sequence_parallel import SequenceGroup
 from nanodag.rl.teacher_server import TeacherServer
 from nanodag.rl.update import Objective, Scored
 from nanodag.train.engine import Engine
@@ -27,27 +28,34 @@ ByRow = list[list[Tensor]]
 
 
 class Credit:
-    """The advantage, critic and teacher that a config names, on this rank. engine: the policy's. inputs: folders of
-    models, the policy's as `model`."""
+    """The advantage, critic and teacher that a config names, on this rank. engine, group: the policy's. inputs: folders
+    of models, the policy's as `model`."""
 
     def __init__(
-        self, config: RLStage, *, engine: Engine, objective: Objective, inputs: Mapping[str, Path], device: str
+        self,
+        config: RLStage,
+        *,
+        engine: Engine,
+        group: SequenceGroup,
+        objective: Objective,
+        inputs: Mapping[str, Path],
+        device: str,
     ) -> None:
-        self._config, self._engine, self._objective = config, engine, objective
+        self._config, self._engine, self._group, self._objective = config, engine, group, objective
         self._advantage = entries.load("advantage", config.advantage)
         self.critic: Critic | None = None
         if config.advantage == "gae":
             own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.critic.model)
             folder = Path(own or config.critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
-            self.critic = Critic(config, folder, device=device)
+            self.critic = Critic(config, folder, device=device, group=group)
         self._teacher: Reference | TeacherServer | None = None
         if config.teacher.url != "none":
             self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)
         elif config.teacher.model != "none":
             folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
-            self._teacher = Reference(folder, temperature=config.temperature, engine=engine)
+            self._teacher = Reference(folder, temperature=config.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:
         """False while a critic warms up."""
@@ -158,7 +166,8 @@ class Credit:
         found = torch.zeros(size, dtype=torch.float64)
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
             found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
-        return self._config.kl_coefficient * torch.tensor(self._engine.summed(*found.tolist()), dtype=torch.float32)
+        summed = self._engine.summed(*self._group.counted(*found.tolist()))
+        return self._config.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
 
 
 def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:

@@ -17,10 +17,10 @@ from nanodag.errors import TrainingDiverged
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
 from nanodag.rl.advantages.gae import gae
-from nanodag.rl.group_attention import group_attention
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.metrics import Sums
-from nanodag.rl.policy import Row, engine_of
+from nanodag.rl.policy import Row, engine_of, hidden_states
+from nanodag.rl.sequence_parallel import ALONE, SequenceGroup
 
 FOLDER = "critic"
 
@@ -40,26 +40,28 @@ class ValueHead(nn.Module):
 class ValueModel(nn.Module):
     """Wraps a decoder, whose output head goes; calling it values one row."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, group: SequenceGroup = ALONE) -> None:
         super().__init__()
+        group.check(decoder.architecture)
         del decoder.lm_head
         self.decoder = decoder
+        self._group = group
         self.head = ValueHead(decoder.architecture.hidden_size)
 
     def forward(self, row: Row) -> Tensor:
         """The value before each of the row's targets was sampled, (N,) float32."""
-        attend = group_attention(row.layout)
-        hidden = self.decoder(row.token_ids[None], row.position_ids[None], attend=attend, want="hidden")
-        return self.head(hidden.index_select(1, row.predictors))[0]
+        hidden, share = hidden_states(self.decoder, row, self._group)
+        return self._group.whole(self.head(hidden)[0], share, len(row.targets))
 
 
 class Critic:
-    """The critic of one stage on this rank. folder: of the model that it begins as."""
+    """The critic of one stage on this rank. folder: of the model that it begins as. group: as for the policy."""
 
-    def __init__(self, config: RLStage, folder: Path, *, device: str) -> None:
-        self._own = config.critic
+    def __init__(self, config: RLStage, folder: Path, *, device: str, group: SequenceGroup) -> None:
+        self._own, self._group = config.critic, group
         decoder = load(folder, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
-        self.engine = engine_of(ValueModel(decoder), config, learning_rate=self._own.learning_rate, device=device)
+        model = ValueModel(decoder, group)
+        self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)
 
     def step(
         self,
@@ -85,7 +87,12 @@ class Critic:
             advantages.append([advantage for advantage, _ in found])
             returns.append([wanted for _, wanted in found])
         sums, norm = self._learn(step, rows, values, returns, num_tokens)
-        return whitened(advantages, rows, self.engine.summed), {"critic": asdict(sums), "critic_gradient_norm": norm}
+
+        def summed(*numbers: float) -> list[float]:
+            return self.engine.summed(*self._group.counted(*numbers))
+
+        report = asdict(sums if self._group.is_first else Sums({}, {}))
+        return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
 
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:

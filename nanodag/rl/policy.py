@@ -13,6 +13,7 @@ from nanodag.model.build import load
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.rl.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.packing import MicroBatch
+from nanodag.rl.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.sampler.architecture import read_checkpoint
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.engine import Engine
@@ -40,26 +41,45 @@ def to_row(batch: MicroBatch, device: torch.device) -> Row:
     return Row(layout=layout_of(batch, device), **tensors)
 
 
-class Policy(nn.Module):
-    """Wraps a decoder; calling it scores one row. temperature: the one that the sampler samples at."""
+def hidden_states(decoder: Decoder, row: Row, group: SequenceGroup) -> tuple[Tensor, Share]:
+    """(1, N, W), of the tokens before those that this rank scores, and which those are."""
+    share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
+    attend = group.attention(group_attention(row.layout), len(row.token_ids))
+    hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden")
+    # A prompt's last token predicts the first token of each of its responses, so places repeat.
+    return hidden.index_select(1, share.predictors), share
 
-    def __init__(self, decoder: Decoder, *, temperature: float) -> None:
+
+class Policy(nn.Module):
+    """Wraps a decoder; calling it scores one row. temperature: the one that the sampler samples at. group: of the ranks
+    that share a row."""
+
+    def __init__(self, decoder: Decoder, *, temperature: float, group: SequenceGroup = ALONE) -> None:
         super().__init__()
+        group.check(decoder.architecture)
         self.decoder = decoder
         self.temperature = temperature
+        self._group = group
 
     def forward(self, row: Row) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
-        decoder, attend = self.decoder, group_attention(row.layout)
-        hidden = decoder(row.token_ids[None], row.position_ids[None], attend=attend, want="hidden")
-        # A prompt's last token predicts the first token of each of its responses, so places repeat.
-        return decoder.lm_head(hidden.index_select(1, row.predictors), row.targets[None], "logprobs", self.temperature)
+        hidden, share = hidden_states(self.decoder, row, self._group)
+        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "logprobs", self.temperature)
+        num_tokens = len(row.targets)
+        return self._group.whole(logprobs, share, num_tokens), self._group.whole(entropies, share, num_tokens)
 
 
-def load_policy(folder: Path, *, temperature: float, compiled: bool = False, checkpointing: bool = False) -> Policy:
+def load_policy(
+    folder: Path,
+    *,
+    temperature: float,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    group: SequenceGroup = ALONE,
+) -> Policy:
     """The policy in a Hugging Face directory, in float32 on CPU."""
     decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
-    return Policy(decoder, temperature=temperature)
+    return Policy(decoder, temperature=temperature, group=group)
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> Engine:

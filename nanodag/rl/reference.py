@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanodag.rl.policy import load_policy
+from nanodag.rl.sequence_parallel import SequenceGroup
 from nanodag.train.engine import Engine
 
 FILE_NAME = "reference.safetensors"
@@ -16,8 +17,8 @@ FILE_NAME = "reference.safetensors"
 class Reference:
     """Every rank holds all of it, in the training precision. A refreshed one is part of a checkpoint."""
 
-    def __init__(self, model_path: Path, *, temperature: float, engine: Engine) -> None:
-        policy = load_policy(model_path, temperature=temperature).requires_grad_(False)
+    def __init__(self, model_path: Path, *, temperature: float, engine: Engine, group: SequenceGroup) -> None:
+        policy = load_policy(model_path, temperature=temperature, group=group).requires_grad_(False)
         self.policy = policy.to(engine.device, engine.dtype)
         self._engine = engine
 

@@ -43,6 +43,7 @@ from nanodag.rl.policy import Row, engine_of, load_policy, to_row
 from nanodag.rl.reference import Reference
 from nanodag.rl.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.scores import Scores, write_scores
+from nanodag.rl.sequence_parallel import join
 from nanodag.rl.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.engine import DTYPES, leave
@@ -65,20 +66,30 @@ class Trainer:
         self.config = config
         self.model_path = model_path
         self._objective = Objective(config)
+        self._group = join(config.sequence_parallel, device)
         policy = load_policy(
             model_path,
             temperature=config.temperature,
             compiled=config.compile,
             checkpointing=config.activation_checkpointing,
+            group=self._group,
         )
         if config.lora_rank:
             add_lora(policy, rank=config.lora_rank, alpha=config.lora_alpha, seed=int(config.seed))
         self.engine = engine_of(policy, config, learning_rate=config.learning_rate, device=device)
         self._reference: Reference | None = None
         if config.kl_coefficient > 0:
-            self._reference = Reference(model_path, temperature=config.temperature, engine=self.engine)
-        inputs = {**(beside or {}), "model": model_path}
-        self._credit = Credit(config, engine=self.engine, objective=self._objective, inputs=inputs, device=device)
+            self._reference = Reference(
+                model_path, temperature=config.temperature, engine=self.engine, group=self._group
+            )
+        self._credit = Credit(
+            config,
+            engine=self.engine,
+            group=self._group,
+            objective=self._objective,
+            inputs={**(beside or {}), "model": model_path},
+            device=device,
+        )
         self.broadcaster = Broadcaster(
             self.engine.shares,
             rank=self.engine.rank,
@@ -134,6 +145,8 @@ class Trainer:
                 norms.append(self._update(step, sums.summed["loss"]))
             total.add(sums)
         self._refresh_reference(self._num_updates - len(norms))
+        if not self._group.is_first:  # another rank counts the same rows
+            total, rows, self.last_scores = Sums({}, {}), [], []
         return reply | {
             "sums": asdict(total),
             "num_parts": num_parts,
@@ -225,9 +238,9 @@ class Trainer:
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
-        engine = self.engine
-        ranks = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=engine.world_size)
-        return [to_row(batch, engine.device) for batch in ranks[engine.rank]]
+        group = self._group
+        groups = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=group.num_groups)
+        return [to_row(batch, self.engine.device) for batch in groups[group.number]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
         trained = [num_trained(rollout) for rollout in part]

@@ -1,4 +1,5 @@
-"""One step of the trainer is the same for any number of ranks and micro-batches, whatever the algorithm."""
+"""One step of the trainer is the same for any number of ranks, of ranks that share rows, and of micro-batches, whatever
+the algorithm."""
 
 import json
 import os
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from tests.rl.models import save_tiny_model
 
 STEPS = """
-import json, sys, warnings
+import json, os, sys, warnings
 from dataclasses import replace
 from pathlib import Path
 warnings.simplefilter("ignore")
@@ -28,7 +29,7 @@ ALGORITHMS = {
                  correction_floor=0.2, correction_cap=5.0, kl_coefficient=0.1, kl_in="reward", kl_kind="k1",
                  opsm_limit=0.1),
     "cispo": dict(advantage="reinforce_pp", policy_loss="cispo", correction="icepop", correction_cap=50.0,
-                  kl_coefficient=0.1, kl_unbiased=True),
+                  kl_coefficient=0.1, kl_unbiased=True, activation_checkpointing=True),
     "gae": dict(advantage="gae", critic=dict(learning_rate=1e-2, epochs=2, value_clip=0.05, gae_lambda=0.9),
                 kl_coefficient=0.1, kl_in="reward", kl_kind="k1", correction="tis",
                 teacher=dict(model=sys.argv[1] + "/teacher", coefficient=0.5)),
@@ -47,11 +48,13 @@ rollouts = [
 for algorithm, values in ALGORITHMS.items():
     for budget in map(int, sys.argv[3:]):
         config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, max_new_tokens=8,
-                         sampler={"context": 16}, micro_batch_tokens=budget, updates_per_step=2, **values)
+                         sampler={"context": 16}, micro_batch_tokens=budget, updates_per_step=2,
+                         sequence_parallel=int(os.environ.get("SHARING_A_ROW", "1")), **values)
         trainer = Trainer(config, model, device="cpu")
         replies = [trainer.train(step, rollouts) for step in (1, 2)]
         sums = [reply["sums"]["summed"] for reply in replies]
-        found = {key: [one[key] for one in sums] for key in ("loss", "tokens", "left_out")}
+        # of ranks that share a row one counts
+        found = {key: [one[key] for one in sums if one] for key in ("loss", "tokens", "left_out")}
         found["gradient_norm"] = [reply["gradient_norm"] for reply in replies]
         Path(folder / f"{name}-{algorithm}-{budget}.json").write_text(json.dumps(found))
         weights = {name: tensor.clone().contiguous() for name, tensor in trainer.engine.weights()}
@@ -63,40 +66,36 @@ leave()
 
 @pytest.mark.slow
 def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     save_tiny_model(tmp_path / "teacher", seed=3)
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         start(tmp_path, "one", ["1000", "16"], {}),
-        *(start(tmp_path, f"two-{n}", ["1000"], {**ranks, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in (0, 1)),
+        *start_ranks(tmp_path, "two", 2, sharing=1),
+        *start_ranks(tmp_path, "four", 4, sharing=2),
     ]
     for process in started:
         output, _ = process.communicate(timeout=550)
         assert process.returncode == 0, output[-3000:]
     for algorithm in ("gspo", "cispo", "gae", "steps", "sapo"):
-        check_numbers(tmp_path, algorithm)
+        for several, num_ranks in (("two", 2), ("four", 4)):
+            check_numbers(tmp_path, algorithm, [f"{several}-{rank}" for rank in range(num_ranks)])
         whole = load_file(tmp_path / f"one-{algorithm}-1000.safetensors")
-        for other in (f"one-{algorithm}-16", f"two-0-{algorithm}-1000"):
+        others = (f"{name}-0-{algorithm}-1000" for name in ("two", "four"))
+        for other in (f"one-{algorithm}-16", *others):
             for name, tensor in load_file(tmp_path / f"{other}.safetensors").items():
                 torch.testing.assert_close(
                     tensor, whole[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name, o=other: f"{o}, {n}: {m}"
                 )
 
 
-def check_numbers(folder, algorithm):
+def check_numbers(folder, algorithm, ranks):
     """The weights do not tell: AdamW makes the same of a gradient with another denominator. A norm and a loss do."""
-    whole, split, *ranks = (
-        json.loads((folder / f"{name}.json").read_text())
-        for name in (
-            f"one-{algorithm}-1000",
-            f"one-{algorithm}-16",
-            f"two-0-{algorithm}-1000",
-            f"two-1-{algorithm}-1000",
-        )
-    )
-    added = {name: [sum(pair) for pair in zip(*(rank[name] for rank in ranks), strict=True)] for name in whole}
-    added["gradient_norm"] = ranks[0]["gradient_norm"]
+    names = (f"one-{algorithm}-1000", f"one-{algorithm}-16", *(f"{rank}-{algorithm}-1000" for rank in ranks))
+    whole, split, *of_ranks = (json.loads((folder / f"{name}.json").read_text()) for name in names)
+    added = {
+        name: [sum(pair) for pair in zip(*(rank[name] for rank in of_ranks if rank[name]), strict=True)]
+        for name in whole
+    }
+    added["gradient_norm"] = of_ranks[0]["gradient_norm"]
     assert min(whole["gradient_norm"]) > 1e-3
     for other in (split, added):
         assert other["tokens"] == whole["tokens"] and other["left_out"] == whole["left_out"]
@@ -104,6 +103,21 @@ def check_numbers(folder, algorithm):
         assert other["loss"] == pytest.approx(whole["loss"], rel=1e-3, abs=1e-4)
     if algorithm == "gspo":  # its limits leave out some
         assert all(0 < out < all_of for out, all_of in zip(whole["left_out"], whole["tokens"], strict=True))
+
+
+def start_ranks(folder, name, num_ranks, *, sharing):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        start(
+            folder,
+            f"{name}-{rank}",
+            ["1000"],
+            {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "SHARING_A_ROW": str(sharing)},
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def start(folder, name, budgets, environment):

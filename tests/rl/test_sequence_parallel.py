@@ -1,0 +1,40 @@
+"""Rows that several ranks share. That a step comes out as on one rank is tested in test_split.py."""
+
+import pytest
+import torch
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError
+from nanodag.rl.policy import load_policy
+from nanodag.rl.sequence_parallel import SequenceGroup
+from tests.rl.models import save_tiny_model
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+def test_the_parts_of_a_row_make_up_the_row_and_each_token_is_scored_once(size):
+    token_ids, position_ids = torch.arange(100, 107), torch.arange(7)
+    predictors, targets = torch.tensor([2, 6, 2, 0, 3]), torch.tensor([30, 31, 32, 33, 34])
+    shares = [
+        SequenceGroup(size=size, place=place).share_of(token_ids, position_ids, predictors, targets)
+        for place in range(size)
+    ]
+    tokens, positions = (torch.cat([getattr(s, name)[0] for s in shares]) for name in ("token_ids", "position_ids"))
+    assert len({share.token_ids.shape for share in shares}) == 1
+    assert tokens[:7].equal(token_ids) and positions[:7].equal(position_ids) and not tokens[7:].any()
+    assert sorted(place for share in shares for place in share.places.tolist()) == [0, 1, 2, 3, 4]
+    for share in shares:
+        assert share.targets[0].equal(targets[share.places])
+        assert share.token_ids[0, share.predictors].equal(token_ids[predictors[share.places]])
+
+
+def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
+    model = save_tiny_model(tmp_path)  # 4 query heads, 2 key-value heads
+    load_policy(model, temperature=1.0, group=SequenceGroup(size=2))
+    with pytest.raises(ConfigError, match=r"sequence_parallel 4 .* 4 query and 2 key-value heads"):
+        load_policy(model, temperature=1.0, group=SequenceGroup(size=4))
+
+
+@pytest.mark.parametrize(("num_ranks", "shared_by"), [(3, 2), (2, 4), (1, 2)])
+def test_ranks_that_cannot_be_grouped_are_refused(num_ranks, shared_by):
+    with pytest.raises(ValueError, match=f"num_ranks {num_ranks} is not a multiple"):
+        RLStage(kind="rl", data=["file:x"], resources={"num_ranks": num_ranks}, sequence_parallel=shared_by)
