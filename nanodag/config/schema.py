@@ -413,7 +413,9 @@ class RLStage(StageBase):
     (nanodag.rl.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
     trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
-    sync_mode: what becomes of requests under way: `finish`, they are waited for. sync_check_every: the first sync and
+    sync_mode: what becomes of requests under way: `finish`, they are waited for, whole harvests at a time; `in_place`,
+    they go on with the new weights; `retract`, and are computed anew up to there; `abort`, they end, and what they have
+    is asked to be gone on with. sync_check_every: the first sync and
     every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
@@ -518,10 +520,11 @@ class RLStage(StageBase):
                 f"micro_batch_tokens {self.micro_batch_tokens} cannot hold one rollout of sampler.context "
                 f"{self.sampler.context} tokens; raise the one or lower the other"
             )
-        if self.sync_mode != "finish":
+        if self.sync_mode != "finish" and (self.sampler.deterministic or not self.max_staleness):
             raise ValueError(
-                f"sync_mode {self.sync_mode}: samplers take weights between two harvests, when nothing is under way "
-                "that could be ended, retracted or kept; use finish, and partial_rollout_tokens to carry rollouts over"
+                f"sync_mode {self.sync_mode} is for weights that come while rollouts are under way: it needs "
+                f"max_staleness above 0 (found {self.max_staleness}) and sampler.deterministic: false (found "
+                f"{str(self.sampler.deterministic).lower()}); use finish"
             )
         if self.sync == "distributed" and self.lora_rank:
             raise ValueError(

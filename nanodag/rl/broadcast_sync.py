@@ -135,7 +135,12 @@ class DistributedSync:
         await client.begin_weight_update()
         for bucket in self._buckets:
             is_last = bucket is self._buckets[-1]
-            await client.receive_weights(bucket, group=self._name, version=version if is_last else None)
+            await client.receive_weights(
+                bucket,
+                group=self._name,
+                version=version if is_last else None,
+                flush_cache=self._samplers.forgets,
+            )
         await client.end_weight_update()
 
     async def _mend(self, members: Sequence[Member], folder: Path, version: int, failure: str) -> None:

@@ -105,6 +105,7 @@ class Controller:
             position=position or Position(),
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
+            is_midway=self._config.sync_mode != "finish",
         )
         try:
             self._runner.run(schedule.run())
@@ -126,7 +127,8 @@ class Controller:
         """Give the samplers the weights of a turn. Raises SamplerError when they do not have them then."""
         version, folder = self._published[turn]
         with self._stopwatch.timed("sync"):
-            await self._services.sync.load(folder, version)
+            async with self._services.samplers.standing():
+                await self._services.sync.load(folder, version)
         for older in [found for found in self._published if found < turn]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 

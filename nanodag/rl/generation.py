@@ -21,13 +21,22 @@ from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool, Score
 from nanodag.rl.rewards.steps import token_places
 from nanodag.rl.rollout import Rollout, reward_spread
-from nanodag.rl.segments import group_seed, is_unfinished, requests_for, rollouts_from
+from nanodag.rl.segments import (
+    continued,
+    group_seed,
+    is_unfinished,
+    joined,
+    requests_for,
+    rollouts_from,
+    was_ended,
+)
 from nanodag.rl.shaping import shaped
 from nanodag.rl.turns.runner import ANSWER, FAILED, Turns
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
+MOST_PARTS = 1000  # of one completion that is ended again and again
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 
@@ -175,7 +184,8 @@ class Generator:
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
-        return _Group(prompt, params, f"step-{step}-{prompt.group_id}", self._sampler)
+        rid, is_ended = f"step-{step}-{prompt.group_id}", config.sync_mode == "abort"
+        return _Group(prompt, params, rid, self._sampler, is_ended_by_syncs=is_ended)
 
     async def _rollouts(self, group: "_Group") -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
@@ -221,15 +231,37 @@ class Generator:
 
 
 class _Group:
-    """What is asked for one prompt. under_way: names of requests that were sent and not answered."""
+    """What is asked for one prompt. under_way: names of requests that were sent and not answered. is_ended_by_syncs:
+    new weights end what is under way, which is then asked to be gone on with."""
 
-    def __init__(self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler) -> None:
+    def __init__(
+        self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler, *, is_ended_by_syncs: bool = False
+    ) -> None:
         self.prompt, self.params, self.rid = prompt, params, rid
         self._sampler = sampler
+        self._is_ended_by_syncs = is_ended_by_syncs
         self.under_way: dict[str, None] = {}
 
     async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The sampler's answers."""
+        answers = await self._asked(requests)
+        if not self._is_ended_by_syncs:
+            return answers
+        whole = [
+            asyncio.gather(*(self._to_its_end(request, index, one) for index, one in enumerate(answer)))
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        return [list(found) for found in await asyncio.gather(*whole)]
+
+    async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
+        for _ in range(MOST_PARTS):
+            if not was_ended(completion):
+                break
+            ((rest,),) = await self._asked([continued(request, index, completion)])
+            completion = joined(completion, rest)
+        return completion
+
+    async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
         rids = [str(request.rid) for request in requests]
         self.under_way.update(dict.fromkeys(rids))
         answers = await self._sampler.generate(requests)

@@ -9,8 +9,8 @@ A stage's loop may stop between two calls: the samplers then go on, and what hap
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.rl.router import Router, in_thread
 from nanodag.rl.watch import Server, Watch
 from nanodag.sampler.client import SamplerClient
-from nanodag.sampler.protocol import Completion, Request
+from nanodag.sampler.protocol import Completion, PauseMode, Request
 
 log = logging.getLogger(__name__)
 MOMENT_S = 0.25  # for a server that ended to be seen to have ended; doubled at each attempt
@@ -71,7 +71,8 @@ class Samplers:
     how often a sampler that has something under way is asked for its health, and how long it may take to answer.
     most_losses: so many times in a row may one be lost, and may one prompt lose its sampler.
 
-    router: shares prompts out in this one's place.
+    router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
+    come; None to wait for them.
 
     before_launch: awaited with the folder that one is about to be started with.
     """
@@ -89,8 +90,10 @@ class Samplers:
         health_timeout_s: float = 60.0,
         most_losses: int = 3,
         router: Router | None = None,
+        pause: PauseMode | None = None,
     ) -> None:
         self._launch = launch
+        self._pause = pause
         self._connect = connect
         self._is_stopping = is_stopping
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
@@ -176,12 +179,30 @@ class Samplers:
         for replica in self._replicas:
             replica.folder = folder
 
+    @asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """Inside, nothing is sampled: requests under way stand still, or were ended. Not without `pause`: then who
+        changes weights waits for them."""
+        if (mode := self._pause) is None:
+            yield
+            return
+        await asyncio.gather(*(self._on(replica, lambda client: client.pause(mode)) for replica in self._replicas))
+        try:
+            yield
+        finally:  # one that was started again meanwhile is told so, too, which changes nothing
+            await asyncio.gather(*(self._on(replica, lambda client: client.resume()) for replica in self._replicas))
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the samplers forget prompts when weights come: SGLang cannot in the midst of requests."""
+        return self._pause != "in_place"
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every sampler take the weights in a folder, also where it has that version from another one. Returns
         when all have.
 
-        What is under way is waited for. The folder must stay until the next call: a sampler that dies is started with
-        it, and the embedded one compares what it holds with it.
+        What is under way is waited for, unless it stands. The folder must stay until the next call: a sampler that dies
+        is started with it, and the embedded one compares what it holds with it.
         """
         folder = Path(path)
         self._model, self._version = folder, version
@@ -193,7 +214,7 @@ class Samplers:
             watch = replica.watch
             watch.is_excused = True
             try:
-                await client.update_weights_from_disk(path, version)
+                await client.update_weights_from_disk(path, version, flush_cache=self.forgets)
             finally:
                 watch.is_excused = False
 

@@ -12,7 +12,8 @@ turns in order, and with lag L (`max_staleness`) the weights of turn j sample ha
 So which weights sample what depends on the step alone, not on who was faster: with a deterministic sampler a stage ends
 on the same bytes whatever the timing. Each side goes on until it lacks something: the trainer a harvest, the samplers
 weights that are fresh enough. At most L + 1 harvests are there at once. Where bytes are not promised (`is_exact` false)
-the samplers take the newest weights before each harvest, so what they make is at most L steps behind, often less.
+the samplers take the newest weights before each harvest, so what they make is at most L steps behind, often less; and
+in the middle of one where they may (`is_midway`), so that a harvest has tokens of several versions.
 
 An evaluation of turn j runs while the samplers have its weights, beside their next harvest and beside training.
 """
@@ -95,7 +96,7 @@ class Position:
 class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over."""
+    over. is_midway: weights may be loaded while a harvest is under way; not with is_exact."""
 
     def __init__(
         self,
@@ -107,7 +108,9 @@ class Schedule:
         position: Position,
         timed: Callable[[str], AbstractContextManager[None]],
         keeps_trainer: bool = False,
+        is_midway: bool = False,
     ) -> None:
+        assert not (is_exact and is_midway)
         self._work = work
         self._num_steps = num_steps
         self._lag = lag
@@ -118,6 +121,8 @@ class Schedule:
         self._waiting = deque(position.waiting)
         self._published = position.step - 1
         self._keeps_trainer = keeps_trainer
+        self._is_midway = is_midway
+        self._under_way: asyncio.Task[Harvest] | None = None
         self._taken = position.turn - 1  # the last turn whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -174,6 +179,13 @@ class Schedule:
     # The samplers' side
 
     async def _sampling(self) -> None:
+        try:
+            await self._turns()
+        finally:
+            if self._under_way is not None:
+                await _end(self._under_way)
+
+    async def _turns(self) -> None:
         while self._turn <= self._num_steps:
             turn = self._turn
             if self._is_wanted(turn):
@@ -209,10 +221,28 @@ class Schedule:
         return self._step + len(self._waiting)
 
     async def _harvests(self, turn: int) -> None:
-        while self._num_generated < self._last_harvest(turn) and not self._is_outdated(turn):
-            harvest = await self._work.generate(self._num_generated + 1)
+        """Those that the weights of a turn are fresh enough for; with is_midway until there are fresher ones."""
+        while self._under_way is not None or (
+            self._num_generated < self._last_harvest(turn) and not self._is_outdated(turn)
+        ):
+            if self._under_way is None:
+                self._under_way = asyncio.create_task(self._work.generate(self._num_generated + 1))
+            if self._is_midway and not await self._ends_first(self._under_way, lambda: self._is_outdated(turn)):
+                return
+            harvest, self._under_way = await self._under_way, None
             self._waiting.append(harvest)
             self._changed.set()
+
+    async def _ends_first(self, task: "asyncio.Task[Harvest]", is_so: Callable[[], bool]) -> bool:
+        """Wait for a task or for the other side, whichever comes first; whether the task has ended."""
+        other = asyncio.create_task(self._until(is_so))
+        try:
+            await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                other.result()
+            return task.done()
+        finally:
+            await _end(other)
 
     async def _evaluation(self, turn: int) -> None:
         if self._work.is_evaluation_due(turn):

@@ -8,6 +8,7 @@ on counts, never on time. Each token keeps the version that sampled it.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nanodag.errors import SamplerError
 from nanodag.rl.prompts import Prompt
@@ -105,6 +106,42 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
         spans=(prompt, sampled),
         finish_reason=reason,
     )
+
+
+def continued(request: Request, index: int, completion: Completion) -> Request:
+    """What is asked for the rest of a completion that was ended early, the index-th of a request."""
+    params, begun = request.params, len(completion.output_ids)
+    assert params.max_new_tokens is not None
+    own = {
+        "n": 1,
+        "max_new_tokens": params.max_new_tokens - begun,
+        "sampling_seed": group_seed(params.sampling_seed or 0, index, str(begun)),
+    }
+    return replace(
+        request,
+        input_ids=[*request.input_ids, *completion.output_ids],
+        params=params.model_copy(update=own),
+        rid=f"{request.rid}-{index}-{begun}",
+    )
+
+
+def joined(begun: Completion, rest: Completion) -> Completion:
+    """A completion and what it was gone on with, as one."""
+    before = len(begun.output_ids)
+    later = [replace(span, start=span.start + before, end=span.end + before) for span in rest.weight_versions]
+    return replace(
+        rest,
+        rid=begun.rid,
+        output_ids=begun.output_ids + rest.output_ids,
+        logprobs=begun.logprobs + rest.logprobs,
+        weight_versions=begun.weight_versions + later,
+        num_prompt_tokens=begun.num_prompt_tokens,
+    )
+
+
+def was_ended(completion: Completion) -> bool:
+    """Whether the sampler was told to end it."""
+    return completion.finish_reason is not None and completion.finish_reason.type == "abort"
 
 
 def span_of(completion: Completion) -> Span:

@@ -103,6 +103,7 @@ class Services:
             health_timeout_s=self._config.sampler.health_timeout_s,
             most_losses=self._config.sampler.most_losses,
             router=self._router,
+            pause=None if self._config.sync_mode == "finish" else self._config.sync_mode,
         )
         self.sync = self._make_sync()
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)

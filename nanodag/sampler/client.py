@@ -143,10 +143,13 @@ class SamplerClient:
         """Get ready to receive weights; `end_weight_update` makes them those that it samples with."""
         await self._call("POST", "/begin_weight_update", {})
 
-    async def receive_weights(self, bucket: Bucket, *, group: str, version: str | int | None = None) -> None:
-        """Take part in one broadcast of the group's rank 0. version: of the whole, with its last bucket."""
+    async def receive_weights(
+        self, bucket: Bucket, *, group: str, version: str | int | None = None, flush_cache: bool = True
+    ) -> None:
+        """Take part in one broadcast of the group's rank 0. version: of the whole, with its last bucket; flush_cache:
+        forget then what is cached of prompts."""
         body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group}
-        body |= {"load_format": "flattened_bucket", "flush_cache": version is not None}
+        body |= {"load_format": "flattened_bucket", "flush_cache": flush_cache and version is not None}
         body |= {"weight_version": str(version)} if version is not None else {}
         await self._call("POST", "/update_weights_from_distributed", body)
 

@@ -273,3 +273,47 @@ def test_the_ledger_drops_lines_of_steps_that_are_done_again_and_half_a_line(tmp
         stream.write('{"step": 9, "ep')
     Ledger(path, resume_step=2).close()
     assert [(line["step"], line["prompt_id"]) for line in read_ledger(path)] == [(1, "p0"), (2, "p1")]
+
+
+class EndingSampler(FakeSampler):
+    """Ends what it is asked for after two tokens, when new weights come; of the weights each answer has its number."""
+
+    async def generate(self, requests):
+        (request,) = requests
+        self.requests.append(request)
+        answers, version = [], str(len(self.requests))
+        for answer in self.answers[0][: request.params.n] if request.params.n > 1 else [self.answers[0][1]]:
+            whole = [*map(ord, answer), STOP]
+            rest = whole[len(request.input_ids) - 1 :]
+            part, is_whole = rest[:2], len(rest) <= 2
+            completion = Completion(
+                rid=str(request.rid),
+                output_ids=part,
+                logprobs=[-float(version)] * len(part),
+                finish_reason=FinishReason(type="stop" if is_whole else "abort"),
+                weight_version=version,
+                weight_versions=[VersionSpan(version=version, start=0, end=len(part))] if part else [],
+                num_prompt_tokens=len(request.input_ids),
+            )
+            answers.append(completion)
+        return [answers]
+
+
+def test_what_new_weights_end_is_gone_on_with_from_its_last_token(tmp_path):
+    sampler = EndingSampler({0: ["1", "12345"]})
+    options = {"max_staleness": 1, "sampler": {"deterministic": False}, "prompts_per_step": 1, "max_new_tokens": 9}
+    made = Generator(config(sync_mode="abort", **options), sampler, FakePool(), FakeEncoding(), (STOP,))
+    harvest = step(made, cursor_over(tmp_path, [1]))
+    (_, (short, long)) = harvest.kept[0]
+    assert [list(one.response_token_ids) for one in (short, long)] == [[ord("1"), STOP], [*map(ord, "12345"), STOP]]
+    assert long.spans[1].versions == (1, 1, 2, 2, 3, 3) and long.spans[1].logprobs == (-1, -1, -2, -2, -3, -3)
+    assert (short.reward, long.reward, long.finish_reason) == (1.0, 12345.0, "stop")
+    first, second, third = sampler.requests
+    assert [r.input_ids for r in (second, third)] == [[1, *map(ord, "12")], [1, *map(ord, "1234")]]
+    assert [r.params.max_new_tokens for r in (first, second, third)] == [9, 7, 5]
+    assert len({r.rid for r in sampler.requests}) == len({r.params.sampling_seed for r in sampler.requests}) == 3
+
+
+def test_what_ends_early_where_no_sync_ends_anything_is_an_error(tmp_path):
+    with pytest.raises(SamplerError, match="ended request"):
+        step(generator(EndingSampler({0: ["1", "12345"]}), prompts_per_step=1), cursor_over(tmp_path, [1]))

@@ -91,9 +91,9 @@ class FakeWork:
 
 
 def schedule(
-    work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True, keeps_trainer: bool = False
+    work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True, **options
 ) -> Schedule:
-    options = {"num_steps": STEPS, "lag": lag, "is_exact": is_exact, "keeps_trainer": keeps_trainer}
+    options |= {"num_steps": STEPS, "lag": lag, "is_exact": is_exact}
     return Schedule(work, position=position or Position(), timed=work.timed, **options)
 
 
@@ -165,6 +165,71 @@ def test_where_bytes_are_not_promised_the_newest_weights_sample_and_the_cap_hold
     work = carry_out(FakeWork(slow={"generate": 40}), 3, is_exact=False)
     assert work.sampled_by[STEPS] > STEPS - 1 - 3
     assert all(step - 1 - turn <= 3 for step, turn in work.sampled_by.items())
+
+
+class ChangingWork(FakeWork):
+    """Whose harvests may get new weights in their midst."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.seen: dict[int, list[int]] = {}
+
+    async def generate(self, step):
+        seen = self.seen[step] = []  # begun again after a stop
+        self.busy.add("generate")
+        for _ in range(self.slow.get("generate", 3)):
+            seen.append(self.loaded)
+            await asyncio.sleep(0)
+            self.beside.add(frozenset(self.busy))
+        await self.takes("generate", step)
+        return Harvest(seconds=step)
+
+
+MIDWAY = {"is_exact": False, "is_midway": True}
+
+
+@pytest.mark.parametrize("slow", [*SPEEDS, {"generate": 200}, {"generate": 200, "load": 30}])
+@pytest.mark.parametrize("keeps_trainer", [False, True])
+@pytest.mark.parametrize("lag", [1, 3])
+def test_weights_may_come_in_the_midst_of_a_harvest_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
+    work = ChangingWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)  # what is evaluated sees that its weights stay
+    carry_out(work, lag, keeps_trainer=keeps_trainer, **MIDWAY)
+    assert of(work, "train") == of(work, "note") == of(work, "generate") == [1, 2, 3, 4, 5]
+    assert of(work, "evaluate") == [0, 2, 5] and of(work, "load") == sorted(set(of(work, "load")))
+    for step, turns in work.seen.items():
+        assert turns == sorted(turns) and turns[0] >= step - 1 - lag and turns[-1] < step
+    if keeps_trainer:
+        assert frozenset({"load", "train"}) not in work.beside
+    is_long = slow.get("generate", 0) == 200
+    assert any(len(set(turns)) > 1 for turns in work.seen.values()) or not is_long
+    assert any({"load", "generate"} <= both for both in work.beside) or not is_long
+
+
+@pytest.mark.parametrize("moment", [("load", 1), ("train", 2), ("train", 5), ("generate", 4), ("evaluate", 2)])
+def test_asked_to_stop_in_the_midst_of_a_harvest_the_rest_follows(moment):
+    work = ChangingWork(evals=(0, 2, 5), slow={"generate": 60}, stop_at=moment)
+    begun = schedule(work, 1, **MIDWAY)
+    with pytest.raises(Stopped):
+        asyncio.run(begun.run())
+    found = begun.position
+    assert found.turn <= found.step + 1
+    rest = ChangingWork(evals=work.evals, slow={"generate": 60})
+    rest.kept = range(found.turn, found.step)
+    carry_out(rest, 1, position=found, **MIDWAY)
+    assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
+    assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
+
+
+@pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
+def test_an_error_ends_both_sides_and_the_harvest_that_is_under_way(kind):
+    work = ChangingWork(evals=(2,), fail=(kind, 2, StageFailed("broken")), slow={"generate": 60})
+
+    async def carried_out():
+        with pytest.raises(StageFailed, match="broken"):
+            await schedule(work, 1, **MIDWAY).run()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert not asyncio.run(carried_out())
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

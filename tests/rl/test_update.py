@@ -111,7 +111,8 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
             {"reward": {"code": 1.0, "f1": 0.1}, "reward_timeout_s": 6.5},
             "6.5 is below 7, what the reward code takes",
         ),
-        ({"sync_mode": "retract"}, "sync_mode retract: samplers take weights between two harvests"),
+        ({"sync_mode": "retract", "max_staleness": 1}, "sampler.deterministic: false .found true"),
+        ({"sync_mode": "abort", "sampler": {"deterministic": False}}, "max_staleness above 0 .found 0"),
         ({"overlong_buffer": 300}, "above max_new_tokens 256"),
     ],
 )

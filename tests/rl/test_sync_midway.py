@@ -1,0 +1,47 @@
+"""Weights that come while rollouts are under way, in whole stages. What a sampler does then: its contract tests."""
+
+import pytest
+
+from nanodag.rl.prompts import read_ledger
+from nanodag.rl.rollout import read_rollouts
+from tests.rl.stages import make_job, metrics, run
+
+SETTINGS = {
+    "max_staleness": 2,
+    "correction": "tis",
+    "num_steps": 5,
+    "prompts_per_step": 4,
+    "max_new_tokens": 100,
+    "learning_rate": 1e-3,
+    "micro_batch_tokens": 2048,
+    "eval_every": 2,
+    # four samples at once, so that a harvest takes longer than a step
+    "sampler": {"context": 128, "max_batch": 4, "deterministic": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sync"),
+    [
+        ("abort", "disk"),
+        pytest.param("retract", "distributed", marks=pytest.mark.slow),
+        pytest.param("in_place", "disk", marks=pytest.mark.slow),
+        pytest.param("abort", "distributed", marks=pytest.mark.slow),
+    ],
+)
+def test_responses_go_on_with_weights_that_come_meanwhile_and_none_is_lost_or_too_old(tmp_path, mode, sync):
+    job = make_job(tmp_path, sync_mode=mode, sync=sync, **SETTINGS)
+    run(job)
+    found = metrics(job)
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
+    assert max(line["staleness_largest"] for line in found) <= 2
+    versions = []
+    for number in range(1, 6):
+        for rollout in read_rollouts(job.records / "rollouts" / f"step-{number:08d}.jsonl"):
+            (span,) = rollout.spans[1:]
+            assert len(span.token_ids) == 100 or rollout.finish_reason == "stop"
+            assert list(span.versions) == sorted(span.versions) and max(span.versions) < number
+            versions.append(len(set(span.versions)))
+    assert len(versions) >= 5 * 4 * 3 and max(versions) > 1
+    ledger = read_ledger(job.records / "ledger.jsonl")
+    assert len(ledger) == len({(entry["prompt_id"], entry["epoch"]) for entry in ledger}) == 5 * 4
