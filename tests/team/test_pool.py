@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from nanodag.server import Api
@@ -29,11 +30,11 @@ def project(database, tmp_path_factory):
     made = Project(folder, stages=SHARED, server={"database": database.url}, PGPASSWORD=PASSWORD)
     code, output = made.run("run", "--name", "early")
     assert code == 1 and "Prefect has no work pool 'team'" in output and "prefect worker start" in output
-    workers = [start_worker(made, name) for name in ("first", "second")]
+    made.workers = {name: start_worker(made, name) for name in ("first", "second")}
     yield made
-    for worker in workers:
+    for worker in made.workers.values():
         worker.terminate()
-    for worker in workers:
+    for worker in made.workers.values():
         try:
             worker.wait(timeout=60)
         except subprocess.TimeoutExpired:  # Prefect's own: nothing is claimed of how it ends
@@ -118,3 +119,23 @@ def test_cancelling_the_run_ends_its_stage_on_the_worker(project):
     workspace = project.record("stopped")["stages"]["pretrain"]["workspace"]
     left = subprocess.run(["pgrep", "-f", workspace], check=False, capture_output=True, text=True).stdout
     assert left == ""
+
+
+def test_a_worker_that_is_gone_with_all_that_it_ran_is_replaced_by_another(project):
+    """As when its machine loses power. Last: the project has one worker less then."""
+    project.tell("pretrain", "wait")
+    process = project.command("run", "--name", "orphan", "pretrain.seed=13")
+    stage: dict = {}
+    deadline = time.monotonic() + 500
+    while stage.get("state") != "running":
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+        stage = project.record("orphan")["stages"].get("pretrain", {})
+    lost = psutil.Process(project.workers[stage["worker"]].pid)
+    for victim in [lost, *lost.children(recursive=True)]:
+        victim.kill()
+    project.tell("pretrain", "")
+    output = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, output
+    after = project.record("orphan")["stages"]["pretrain"]
+    assert after["state"] == "built" and {stage["worker"], after["worker"]} == {"first", "second"}
