@@ -520,12 +520,8 @@ class RLStage(StageBase):
                 f"micro_batch_tokens {self.micro_batch_tokens} cannot hold one rollout of sampler.context "
                 f"{self.sampler.context} tokens; raise the one or lower the other"
             )
-        if self.sync_mode != "finish" and (self.sampler.deterministic or not self.max_staleness):
-            raise ValueError(
-                f"sync_mode {self.sync_mode} is for weights that come while rollouts are under way: it needs "
-                f"max_staleness above 0 (found {self.max_staleness}) and sampler.deterministic: false (found "
-                f"{str(self.sampler.deterministic).lower()}); use finish"
-            )
+        if self.sync_mode != "finish":
+            self._check_midway()
         if self.sync == "distributed" and self.lora_rank:
             raise ValueError(
                 f"sync: distributed with lora_rank {self.lora_rank}: adapters are merged where weights are written, "
@@ -623,6 +619,21 @@ class RLStage(StageBase):
             for name in sorted(names):
                 if (found := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} {found} means nothing with {why}; leave it out, or change the latter")
+
+    def _check_midway(self) -> None:
+        """Of weights that come while rollouts are under way."""
+        if self.sampler.deterministic or not self.max_staleness:
+            raise ValueError(
+                f"sync_mode {self.sync_mode} is for weights that come while rollouts are under way: it needs "
+                f"max_staleness above 0 (found {self.max_staleness}) and sampler.deterministic: false (found "
+                f"{str(self.sampler.deterministic).lower()}); use finish"
+            )
+        if self.partial_rollout_tokens and (self.partial_rollouts == "mask" or self.max_staleness < 2):
+            raise ValueError(
+                f"sync_mode {self.sync_mode} with partial_rollout_tokens {self.partial_rollout_tokens} needs "
+                f"partial_rollouts: correct (found {self.partial_rollouts}; mask would leave out whatever the newest "
+                f"weights did not sample) and max_staleness 2 at least (found {self.max_staleness}); use finish"
+            )
 
     def check_resources(self) -> None:
         """Raise ValueError for what the stage's resources cannot do; asked again when none of them is `auto`."""

@@ -86,7 +86,13 @@ class Credit:
         if isinstance(self._teacher, Reference):
             policy = self._teacher.policy
             return [[policy(row)[0] for row in part] for part in rows]
-        return None if self._teacher is None else self._teacher.logprobs(parts, rows)
+        if self._teacher is None:
+            return None
+        asked = rows if self._group.is_first else [[] for _ in rows]
+        found = self._teacher.logprobs(parts, asked)
+        if self._group.is_first:
+            return [[self._group.of_first(one) for one in part] for part in found]
+        return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]
 
     def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
         """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""

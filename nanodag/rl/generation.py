@@ -22,6 +22,7 @@ from nanodag.rl.rewards.pool import RewardPool, Score
 from nanodag.rl.rewards.steps import token_places
 from nanodag.rl.rollout import Rollout, reward_spread
 from nanodag.rl.segments import (
+    as_it_ended,
     continued,
     group_seed,
     is_unfinished,
@@ -255,6 +256,7 @@ class _Group:
 
     async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
         for _ in range(MOST_PARTS):
+            completion = as_it_ended(request, completion)
             if not was_ended(completion):
                 break
             ((rest,),) = await self._asked([continued(request, index, completion)])

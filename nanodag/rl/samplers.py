@@ -94,6 +94,7 @@ class Samplers:
     ) -> None:
         self._launch = launch
         self._pause = pause
+        self._is_standing = False
         self._connect = connect
         self._is_stopping = is_stopping
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
@@ -123,7 +124,10 @@ class Samplers:
             self._holder.update(dict.fromkeys(rids, replica))
             replica.load += load
             try:
-                return await self._watched(replica, replica.client.generate(requests))
+                answers = await self._watched(replica, replica.client.generate(requests))
+                for rid in rids:  # those of a call that is given up stay, for `abort`
+                    self._holder.pop(rid, None)
+                return answers
             except SamplerLost as error:
                 self._lost(replica, server, error)
                 if attempt == self._most_losses:
@@ -161,7 +165,7 @@ class Samplers:
 
     async def abort(self, rid: str) -> None:
         """End a request, if it is under way."""
-        holders = self._replicas if self._router is not None else filter(None, [self._holder.get(rid)])
+        holders = self._replicas if self._router is not None else filter(None, [self._holder.pop(rid, None)])
         for replica in holders:
             if replica.is_up:  # else it ended with its sampler
                 with suppress(SamplerLost):  # then it has ended
@@ -175,22 +179,37 @@ class Samplers:
     def now_have(self, folder: Path, version: int) -> None:
         """Note that all have these weights, and that one that is started again is to be started with the folder."""
         self._model, self._version = folder, version
-        self._holder.clear()
         for replica in self._replicas:
             replica.folder = folder
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
-        """Inside, nothing is sampled: requests under way stand still, or were ended. Not without `pause`: then who
-        changes weights waits for them."""
-        if (mode := self._pause) is None:
+        """Inside, nothing is sampled: requests under way stand still, or were ended; also by one that is started again
+        meanwhile. Not without `pause`: then who changes weights waits for them."""
+        if self._pause is None:
             yield
             return
-        await asyncio.gather(*(self._on(replica, lambda client: client.pause(mode)) for replica in self._replicas))
+        self._is_standing = True
         try:
+            await asyncio.gather(*(self._on(replica, partial(self._stand, replica)) for replica in self._replicas))
             yield
-        finally:  # one that was started again meanwhile is told so, too, which changes nothing
-            await asyncio.gather(*(self._on(replica, lambda client: client.resume()) for replica in self._replicas))
+        finally:
+            self._is_standing = False
+            # Who waited for one that is being started again could not be stopped for minutes; it goes on by itself.
+            await asyncio.gather(*(self._go_on(replica) for replica in self._replicas if replica.is_up))
+
+    async def _stand(self, replica: Replica, client: SamplerClient) -> None:
+        assert self._pause is not None
+        replica.watch.is_excused = True
+        await client.pause(self._pause)
+
+    async def _go_on(self, replica: Replica) -> None:
+        server = replica.server
+        try:
+            await replica.client.resume()
+        except SamplerLost as error:
+            self._noticed(replica, server, error)
+        replica.watch.is_excused = False
 
     @property
     def forgets(self) -> bool:
@@ -206,7 +225,6 @@ class Samplers:
         """
         folder = Path(path)
         self._model, self._version = folder, version
-        self._holder.clear()
 
         async def take(replica: Replica, client: SamplerClient) -> None:
             if replica.folder == folder:  # one that was lost meanwhile has been started with it
@@ -216,7 +234,7 @@ class Samplers:
             try:
                 await client.update_weights_from_disk(path, version, flush_cache=self.forgets)
             finally:
-                watch.is_excused = False
+                watch.is_excused = self._is_standing
 
         async def bring_up_to_date(replica: Replica) -> None:
             await self._on(replica, lambda client: take(replica, client))
@@ -330,6 +348,11 @@ class Samplers:
         self._take_up(replica, server, model)
         self.num_restarts += 1
         log.info("%s is up again, with weights %d", self.describe(replica.number), version)
+        if self._is_standing:
+            with suppress(SamplerLost):  # then whoever asks it next meets it
+                await self._stand(replica, replica.client)
+            if not self._is_standing:  # any more
+                await self._go_on(replica)
         replica.restart = None
         await self._rearrange()
 

@@ -122,7 +122,7 @@ class Schedule:
         self._published = position.step - 1
         self._keeps_trainer = keeps_trainer
         self._is_midway = is_midway
-        self._under_way: asyncio.Task[Harvest] | None = None
+        self._under_way: asyncio.Task[None] | None = None
         self._taken = position.turn - 1  # the last turn whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -225,15 +225,18 @@ class Schedule:
         while self._under_way is not None or (
             self._num_generated < self._last_harvest(turn) and not self._is_outdated(turn)
         ):
-            if self._under_way is None:
-                self._under_way = asyncio.create_task(self._work.generate(self._num_generated + 1))
-            if self._is_midway and not await self._ends_first(self._under_way, lambda: self._is_outdated(turn)):
+            task = self._under_way = self._under_way or asyncio.create_task(self._harvest())
+            if self._is_midway and not await self._ends_first(task, lambda: self._is_outdated(turn)):
                 return
-            harvest, self._under_way = await self._under_way, None
-            self._waiting.append(harvest)
-            self._changed.set()
+            await task
 
-    async def _ends_first(self, task: "asyncio.Task[Harvest]", is_so: Callable[[], bool]) -> bool:
+    async def _harvest(self) -> None:
+        """One. It waits from the moment on at which its prompts count as used: a checkpoint has both or neither."""
+        self._waiting.append(await self._work.generate(self._num_generated + 1))
+        self._under_way = None
+        self._changed.set()
+
+    async def _ends_first(self, task: "asyncio.Task[None]", is_so: Callable[[], bool]) -> bool:
         """Wait for a task or for the other side, whichever comes first; whether the task has ended."""
         other = asyncio.create_task(self._until(is_so))
         try:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from nanodag.errors import SamplerError
 from nanodag.rl.prompts import Prompt
 from nanodag.rl.rollout import FinishReason, Rollout, Span, prompt_span
+from nanodag.sampler import protocol
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 
 
@@ -142,6 +143,19 @@ def joined(begun: Completion, rest: Completion) -> Completion:
 def was_ended(completion: Completion) -> bool:
     """Whether the sampler was told to end it."""
     return completion.finish_reason is not None and completion.finish_reason.type == "abort"
+
+
+def as_it_ended(request: Request, completion: Completion) -> Completion:
+    """A completion with the reason of its own for which it ended, where it was told to end at that very token: SGLang
+    looks no further then."""
+    ids, params = completion.output_ids, request.params
+    if not was_ended(completion):
+        return completion
+    if ids and ids[-1] in params.stop_token_ids:
+        return replace(completion, finish_reason=protocol.FinishReason(type="stop", matched=ids[-1]))
+    if len(ids) == params.max_new_tokens:
+        return replace(completion, finish_reason=protocol.FinishReason(type="length"))
+    return completion
 
 
 def span_of(completion: Completion) -> Span:

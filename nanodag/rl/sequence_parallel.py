@@ -98,6 +98,12 @@ class SequenceGroup:
         dist.all_reduce(found, group=self.handle)
         return found.index_copy(0, share.places, own)
 
+    def of_first(self, values: Tensor) -> Tensor:
+        """What the first rank of the group has, in place of this one's."""
+        if self.handle is not None:
+            dist.broadcast(values, group=self.handle, group_src=0)
+        return values
+
     def counted(self, *values: float) -> list[float]:
         """What this rank adds to a sum over all ranks: its group's numbers, or zeros."""
         return [value if self.is_first else 0.0 for value in values]

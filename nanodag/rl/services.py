@@ -219,6 +219,8 @@ class Services:
 
     def _launch_sglang(self, number: int, model: Path, version: int) -> Server:
         config, resources = self._config.sampler, self._config.resources
+        # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
+        own = {"disable_radix_cache": True} if self._config.sync_mode == "in_place" else {}
         return SGLangProcess.start(
             self._sglang_python,
             model,
@@ -233,7 +235,7 @@ class Services:
             first_gpu=number * config.tensor_parallel if self._device == "cuda" else 0,  # else a NUMA node
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
-            options=config.options,
+            options={**own, **config.options},
             start_timeout_s=config.start_timeout_s,
         )
 

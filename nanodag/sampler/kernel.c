@@ -214,7 +214,7 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
-/* sum + the product of the lower halves + that of the upper ones. */
+/* sum + the product of the lower halves and that of the upper ones, added in the processor's order. */
 INLINE vec add_pair(vec sum, uint32_t x, pairs w) {
 #if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)w);

@@ -281,37 +281,53 @@ class EndingSampler(FakeSampler):
     async def generate(self, requests):
         (request,) = requests
         self.requests.append(request)
-        answers, version = [], str(len(self.requests))
-        for answer in self.answers[0][: request.params.n] if request.params.n > 1 else [self.answers[0][1]]:
-            whole = [*map(ord, answer), STOP]
-            rest = whole[len(request.input_ids) - 1 :]
-            part, is_whole = rest[:2], len(rest) <= 2
-            completion = Completion(
-                rid=str(request.rid),
-                output_ids=part,
-                logprobs=[-float(version)] * len(part),
-                finish_reason=FinishReason(type="stop" if is_whole else "abort"),
-                weight_version=version,
-                weight_versions=[VersionSpan(version=version, start=0, end=len(part))] if part else [],
-                num_prompt_tokens=len(request.input_ids),
-            )
-            answers.append(completion)
-        return [answers]
+        begun = list(request.input_ids[1:])
+        wholes = [[*map(ord, answer), STOP] for answer in self.answers[0]]
+        answers = [whole[len(begun) :] for whole in wholes if whole[: len(begun)] == begun]
+        assert len(answers) == request.params.n
+        return [[self.part(str(request.rid), rest, str(len(self.requests))) for rest in answers]]
+
+    def part(self, rid, rest, version) -> Completion:
+        part = rest[:2]  # its reason is `abort` also where it has met its end
+        return Completion(
+            rid=rid,
+            output_ids=part,
+            logprobs=[-float(version)] * len(part),
+            finish_reason=FinishReason(type="abort"),
+            weight_version=version,
+            weight_versions=[VersionSpan(version=version, start=0, end=len(part))],
+            num_prompt_tokens=1,
+        )
+
+
+def ended_by_syncs(tmp_path, answers, **values):
+    sampler = EndingSampler({0: answers})
+    values |= {"max_staleness": 1, "sampler": {"deterministic": False}, "prompts_per_step": 1}
+    made = Generator(config(sync_mode="abort", **values), sampler, FakePool(), FakeEncoding(), (STOP,))
+    ((_, group),) = step(made, cursor_over(tmp_path, [1])).kept
+    return group, sampler.requests
 
 
 def test_what_new_weights_end_is_gone_on_with_from_its_last_token(tmp_path):
-    sampler = EndingSampler({0: ["1", "12345"]})
-    options = {"max_staleness": 1, "sampler": {"deterministic": False}, "prompts_per_step": 1, "max_new_tokens": 9}
-    made = Generator(config(sync_mode="abort", **options), sampler, FakePool(), FakeEncoding(), (STOP,))
-    harvest = step(made, cursor_over(tmp_path, [1]))
-    (_, (short, long)) = harvest.kept[0]
-    assert [list(one.response_token_ids) for one in (short, long)] == [[ord("1"), STOP], [*map(ord, "12345"), STOP]]
-    assert long.spans[1].versions == (1, 1, 2, 2, 3, 3) and long.spans[1].logprobs == (-1, -1, -2, -2, -3, -3)
-    assert (short.reward, long.reward, long.finish_reason) == (1.0, 12345.0, "stop")
-    first, second, third = sampler.requests
-    assert [r.input_ids for r in (second, third)] == [[1, *map(ord, "12")], [1, *map(ord, "1234")]]
-    assert [r.params.max_new_tokens for r in (first, second, third)] == [9, 7, 5]
-    assert len({r.rid for r in sampler.requests}) == len({r.params.sampling_seed for r in sampler.requests}) == 3
+    (short, long), (first, *rest) = ended_by_syncs(tmp_path, ["321", "12345"], max_new_tokens=9)
+    assert [list(one.response_token_ids) for one in (short, long)] == [[*map(ord, "321"), 0], [*map(ord, "12345"), 0]]
+    assert (short.reward, long.reward) == (321.0, 12345.0)
+    assert [one.finish_reason for one in (short, long)] == ["stop", "stop"]
+    of_rest = {tuple(request.input_ids): request for request in rest}
+    assert set(of_rest) == {(1, *map(ord, begun)) for begun in ("32", "12", "1234")}
+    assert [of_rest[1, *map(ord, begun)].params.max_new_tokens for begun in ("32", "12", "1234")] == [7, 7, 5]
+    assert len({r.rid for r in (first, *rest)}) == len({r.params.sampling_seed for r in (first, *rest)}) == 4
+    versions = long.spans[1].versions
+    assert versions[:2] == (1, 1) and versions[2] == versions[3] < versions[4] == versions[5]
+    assert [-logprob for logprob in long.spans[1].logprobs] == list(versions)
+
+
+def test_what_is_ended_at_its_last_token_is_whole(tmp_path):
+    """SGLang says `abort` there, without a look at stop tokens and length."""
+    (stopped, cut), requests = ended_by_syncs(tmp_path, ["1", "2345"], max_new_tokens=4)
+    assert list(stopped.response_token_ids) == [ord("1"), STOP] and stopped.finish_reason == "stop"
+    assert list(cut.response_token_ids) == [*map(ord, "2345")] and cut.finish_reason == "length"
+    assert [request.params.max_new_tokens for request in requests] == [4, 2]
 
 
 def test_what_ends_early_where_no_sync_ends_anything_is_an_error(tmp_path):

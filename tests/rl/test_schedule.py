@@ -24,6 +24,7 @@ class FakeWork:
         self.sampled_by: dict[int, int] = {}
         self.busy: set[str] = set()
         self.beside: set[frozenset] = set()
+        self.num_used = 0  # harvests whose prompts count as used
 
     @contextmanager
     def timed(self, name):
@@ -55,6 +56,7 @@ class FakeWork:
             raise Stopped
         assert self.loaded == weights  # no weights change under a harvest
         self.sampled_by[step] = weights
+        self.num_used = step
         return Harvest(seconds=step)
 
     def is_evaluation_due(self, turn):
@@ -80,8 +82,12 @@ class FakeWork:
         return step in self.saves
 
     async def save(self, position):
+        self.check_that_nothing_is_lost(position)
         self.positions.append(position)
         await self.takes("save", position.step)
+
+    def check_that_nothing_is_lost(self, position):
+        assert self.num_used in (0, position.step + len(position.waiting))  # 0: gone on from a checkpoint
 
     def check(self):
         pass
@@ -182,20 +188,25 @@ class ChangingWork(FakeWork):
             await asyncio.sleep(0)
             self.beside.add(frozenset(self.busy))
         await self.takes("generate", step)
+        self.num_used = step
         return Harvest(seconds=step)
 
 
 MIDWAY = {"is_exact": False, "is_midway": True}
 
 
-@pytest.mark.parametrize("slow", [*SPEEDS, {"generate": 200}, {"generate": 200, "load": 30}])
+@pytest.mark.parametrize(
+    "slow", [*SPEEDS, {"generate": 200}, {"generate": 200, "load": 30}, {"generate": 30, "evaluate": 200}]
+)
 @pytest.mark.parametrize("keeps_trainer", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_may_come_in_the_midst_of_a_harvest_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
-    work = ChangingWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)  # what is evaluated sees that its weights stay
+    work = ChangingWork(
+        evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow
+    )  # what is evaluated sees that its weights stay
     carry_out(work, lag, keeps_trainer=keeps_trainer, **MIDWAY)
     assert of(work, "train") == of(work, "note") == of(work, "generate") == [1, 2, 3, 4, 5]
-    assert of(work, "evaluate") == [0, 2, 5] and of(work, "load") == sorted(set(of(work, "load")))
+    assert of(work, "evaluate") == [0, 2, 3, 5] and of(work, "load") == sorted(set(of(work, "load")))
     for step, turns in work.seen.items():
         assert turns == sorted(turns) and turns[0] >= step - 1 - lag and turns[-1] < step
     if keeps_trainer:
@@ -212,6 +223,7 @@ def test_asked_to_stop_in_the_midst_of_a_harvest_the_rest_follows(moment):
     with pytest.raises(Stopped):
         asyncio.run(begun.run())
     found = begun.position
+    work.check_that_nothing_is_lost(found)
     assert found.turn <= found.step + 1
     rest = ChangingWork(evals=work.evals, slow={"generate": 60})
     rest.kept = range(found.turn, found.step)
@@ -252,6 +264,7 @@ def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_sto
     with pytest.raises(Stopped):
         asyncio.run(begun.run())
     found = begun.position
+    work.check_that_nothing_is_lost(found)
     assert found.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
     rest = FakeWork(evals=work.evals)
     rest.kept = range(found.turn, found.step)  # the controller keeps these weights in the checkpoint

@@ -8,6 +8,7 @@ from nanodag.errors import ConfigError
 from nanodag.rl.policy import load_policy
 from nanodag.rl.sequence_parallel import SequenceGroup
 from tests.rl.models import save_tiny_model
+from tests.rl.stages import make_job, metrics, run
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
@@ -38,3 +39,29 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
 def test_ranks_that_cannot_be_grouped_are_refused(num_ranks, shared_by):
     with pytest.raises(ValueError, match=f"num_ranks {num_ranks} is not a multiple"):
         RLStage(kind="rl", data=["file:x"], resources={"num_ranks": num_ranks}, sequence_parallel=shared_by)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stage_of_ranks_that_share_rows_trains_as_one_rank_does(tmp_path, precision):
+    found = []
+    for num_ranks in (1, 2):
+        (tmp_path / str(num_ranks)).mkdir()
+        resources = {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}
+        job = make_job(
+            tmp_path / str(num_ranks),
+            resources=resources,
+            sequence_parallel=num_ranks,
+            precision=precision,
+            compile=True,
+        )
+        run(job)
+        rollouts = (job.records / "rollouts" / "step-00000001.jsonl").read_text()
+        scores = [path.read_text() for path in sorted((job.records / "rollouts").glob("step-00000001.scores-*.jsonl"))]
+        assert [bool(of_rank) for of_rank in scores] == [True, False][:num_ranks]
+        found.append((rollouts, metrics(job)[0]))
+    (rollouts, alone), (others, shared) = found
+    assert rollouts == others and alone["trained_tokens"] == shared["trained_tokens"] == 64
+    tolerance = 1e-4 if precision == "fp32" else 0.03
+    for name in ("gradient_norm", "entropy", "ratio"):
+        assert shared[name] == pytest.approx(alone[name], rel=tolerance)

@@ -186,6 +186,33 @@ def test_a_sampler_lost_while_it_takes_weights_has_them_when_it_is_back(model, t
     with_samplers(launch_in(tmp_path), model, work)
 
 
+def test_samplers_that_stand_do_so_all_and_one_that_is_lost_meanwhile_too_and_all_go_on(model, tmp_path):
+    """With so short a patience that whoever is taken for ill is killed."""
+
+    async def standing(url) -> tuple[bool, int]:
+        async with SamplerClient(url) as client:
+            info = json.loads(await client._call("GET", "/get_server_info"))
+            return info["is_paused"], info["num_running_samples"]
+
+    async def work(samplers, servers):
+        undisturbed = await answers(samplers, 4)
+        step = asyncio.ensure_future(answers(samplers, 4))
+        await until_busy(servers[1].url)
+        async with samplers.standing():
+            os.kill(servers[1].pid, signal.SIGKILL)
+            while samplers.num_restarts == 0 or not samplers._replicas[1].is_up:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1.5)
+            found = [await standing(replica.server.url) for replica in samplers._replicas]
+            assert [is_paused for is_paused, _ in found] == [True, True] and servers[0].is_alive
+            assert not step.done()
+        assert await asyncio.wait_for(step, 60) == undisturbed
+        assert samplers.num_restarts == 1
+        assert not any(replica.watch.is_excused for replica in samplers._replicas)
+
+    with_samplers(launch_in(tmp_path), model, work, pause="in_place", health_every_s=0.1, health_timeout_s=0.5)
+
+
 def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log(model, tmp_path):
     launch = launch_in(tmp_path)
     numbers = []

@@ -38,13 +38,13 @@ def test_responses_go_on_with_weights_that_come_meanwhile_and_none_is_lost_or_to
 def check_that_responses_went_on(job):
     steps = metrics(job)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
-    assert max(line["staleness_largest"] for line in steps) <= 2
     num_versions = []
     for number in range(1, 6):
         for rollout in read_rollouts(job.records / "rollouts" / f"step-{number:08d}.jsonl"):
             (span,) = rollout.spans[1:]
             assert len(span.token_ids) == 100 or rollout.finish_reason == "stop"
-            assert list(span.versions) == sorted(span.versions) and max(span.versions) < number
+            assert list(span.versions) == sorted(span.versions)
+            assert number - 3 <= min(span.versions) and max(span.versions) < number
             num_versions.append(len(set(span.versions)))
     assert len(num_versions) >= 5 * 4 * 3 and max(num_versions) > 1
     ledger = read_ledger(job.records / "ledger.jsonl")

@@ -112,6 +112,11 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
             "6.5 is below 7, what the reward code takes",
         ),
         ({"sync_mode": "retract", "max_staleness": 1}, "sampler.deterministic: false .found true"),
+        (
+            {"sync_mode": "abort", "max_staleness": 2, "sampler": {"deterministic": False}, "over_sampling": 64}
+            | {"partial_rollout_tokens": 8},
+            "needs partial_rollouts: correct",
+        ),
         ({"sync_mode": "abort", "sampler": {"deterministic": False}}, "max_staleness above 0 .found 0"),
         ({"overlong_buffer": 300}, "above max_new_tokens 256"),
     ],
