@@ -400,7 +400,9 @@ class RLStage(StageBase):
 
     data: prompts. prompts_per_step x samples_per_prompt rollouts train one step; over_sampling prompts are generated
     and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
-    `num_rollout`). updates_per_step: optimizer steps over one step's rollouts.
+    `num_rollout`). updates_per_step: optimizer steps over one step's rollouts, each on a part of them; epochs_per_step:
+    passes over all of them. bad_gradient: `stop` or `skip` at a gradient that is not finite, or whose norm before
+    clipping is above gradient_limit, 0 for any.
     max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.schedule).
     partial_rollout_tokens: responses are written in segments of so many tokens; when a step has enough groups of those
     under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
@@ -456,6 +458,7 @@ class RLStage(StageBase):
     top_k: int = Field(-1, ge=-1)
     num_steps: int = Field(100, ge=1)
     updates_per_step: int = Field(1, ge=1)
+    epochs_per_step: int = later(1, ge=1)
     advantage: str = "grpo"
     critic: CriticConfig = later(CriticConfig())
     teacher: TeacherConfig = later(TeacherConfig())
@@ -483,6 +486,8 @@ class RLStage(StageBase):
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0)
     gradient_clipping: float = Field(1.0, ge=0)
+    gradient_limit: float = later(0.0, ge=0)
+    bad_gradient: Literal["stop", "skip"] = later("stop")
     lora_rank: int = later(0, ge=0)
     lora_alpha: float = later(32.0, gt=0)
     precision: Precision = "bf16"

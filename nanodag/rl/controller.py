@@ -197,13 +197,14 @@ class Controller:
         if first["num_updates"]:
             # one more than may be used, so that what is too old is seen to be
             state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
-        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_parts"])
+        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
         if "critic" in first:
             num_updates = first["num_parts"] * self._config.critic.epochs
             values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
             values["critic_gradient_norm"] = first["critic_gradient_norm"]
         return values | {
             "gradient_norm": first["gradient_norm"],
+            "skipped_updates": first["skipped_updates"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),

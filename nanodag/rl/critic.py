@@ -3,6 +3,7 @@
 The head begins at 0, so before its first update every value is 0, and nothing is drawn at random.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -125,7 +126,8 @@ class Critic:
                     loss = torch.where(row.mask, losses, 0.0).sum() / max(num_tokens[number], 1)
                     sums.add(Sums({"value_loss": float(loss.detach()), "clipped": float(clipped[row.mask].sum())}, {}))
                     self.engine.backward(loss, last=place == len(part) - 1)
-                largest = max(largest, self._update(step))
+                if math.isfinite(norm := self._update(step)):  # else it was skipped
+                    largest = max(largest, norm)
         return sums, largest
 
     def _update(self, step: int) -> float:

@@ -1,5 +1,6 @@
 """The policy that is trained: a decoder that scores packed rollouts."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,8 @@ def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device
         zero_stage=config.zero_stage,
         precision=config.precision,
         gradient_clipping=config.gradient_clipping,
+        gradient_limit=config.gradient_limit or math.inf,
+        skips_bad_gradients=config.bad_gradient == "skip",
         device=device,
         leaf_modules=(Layer,),
         offload=config.resources,

@@ -112,16 +112,17 @@ class Trainer:
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        is_old_needed = num_parts > 1 or self.config.kl_in == "reward"
+        passes = [number for _ in range(self.config.epochs_per_step) for number in range(num_parts)]
+        is_old_needed = len(passes) > 1 or self.config.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.is_policy_trained(step)
-        total, norms = Sums({}, {}), []
+        total, norms, skipped_before = Sums({}, {}), [], self.engine.num_skipped
         self.last_scores = [(part, []) for part in parts]
-        for number, part in enumerate(rows):
-            sums, totals = Sums({}, {}), self._totals(parts[number])
+        for number in passes:
+            part, sums, totals = rows[number], Sums({}, {}), self._totals(parts[number])
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
                     logprobs, entropies = self.engine(row)
@@ -129,20 +130,21 @@ class Trainer:
                     row=row,
                     trainer_logprobs=logprobs,
                     entropies=entropies,
-                    old_logprobs=logprobs.detach() if old is None or num_parts == 1 else old[number][place],
+                    old_logprobs=logprobs.detach() if old is None or len(passes) == 1 else old[number][place],
                     advantages=advantages[number][place],
                     reference_logprobs=None if reference is None else reference[number][place],
                 )
                 if teacher is not None:
                     scored, share = self._credit.distilled(scored, teacher[number][place])
                     sums.add(share)
-                self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
+                if len(self.last_scores[number][1]) < len(part):  # in the first epoch
+                    self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
-            if is_trained:
-                norms.append(self._update(step, sums.summed["loss"]))
+            if is_trained and (norm := self._update(step, sums.summed["loss"])) is not None:
+                norms.append(norm)
             total.add(sums)
         self._refresh_reference(self._num_updates - len(norms))
         if not self._group.is_first:  # another rank counts the same rows
@@ -150,11 +152,14 @@ class Trainer:
         return reply | {
             "sums": asdict(total),
             "num_parts": num_parts,
+            "num_passes": len(passes),
             "num_updates": len(norms),
+            "skipped_updates": self.engine.num_skipped - skipped_before,
             "gradient_norm": max(norms, default=0.0),
             "learning_rate": self._learning_rate() if is_trained else 0.0,
             "peak_flops": self._peak_flops,
-            "computed_tokens": sum(row.token_ids.numel() for part in rows for row in part),
+            "computed_tokens": self.config.epochs_per_step
+            * sum(row.token_ids.numel() for part in rows for row in part),
         }
 
     def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
@@ -215,8 +220,10 @@ class Trainer:
             return self.engine.weights()
         return merged(self.engine.weights(), scale=self.config.lora_alpha / self.config.lora_rank)
 
-    def _update(self, step: int, loss: float) -> float:
+    def _update(self, step: int, loss: float) -> float | None:
+        """The gradient's norm; None for an update that was skipped."""
         self._last_losses.append(loss)
+        skipped = self.engine.num_skipped
         try:
             norm = self.engine.step(learning_rate=self._learning_rate())
         except TrainingDiverged as error:
@@ -224,6 +231,9 @@ class Trainer:
                 f"{error} RL step {step}, this rank's last losses {list(self._last_losses)}. Lower learning_rate or "
                 "gradient_clipping; the last checkpoint is from before."
             ) from error
+        if self.engine.num_skipped > skipped:
+            log.warning("RL step %d: an update was skipped, its gradient's norm was %g", step, norm)
+            return None
         self._num_updates += 1
         return norm
 
@@ -234,7 +244,7 @@ class Trainer:
             self._reference.refresh(self._weights())
 
     def _learning_rate(self) -> float:
-        warmup = self.config.warmup_steps * self.config.updates_per_step
+        warmup = self.config.warmup_steps * self.config.updates_per_step * self.config.epochs_per_step
         return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:

@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -78,8 +79,8 @@ class Engine:
     """A model, its optimizer state and its gradients, spread over ranks as the ZeRO stage says.
 
     model: on CPU in float32; it is cast and moved here. leaf_modules: classes whose parameters are gathered all at once
-    under ZeRO-3 (a decoder layer). Calling an engine calls the model. Parameters that need no gradient stay as they
-    are, and are not saved.
+    under ZeRO-3 (a decoder layer). gradient_limit, skips_bad_gradients: as of the SegmentedOptimizer. Calling an engine
+    calls the model. Parameters that need no gradient stay as they are, and are not saved.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Engine:
         zero_stage: int,
         precision: Precision,
         gradient_clipping: float,
+        gradient_limit: float = math.inf,
+        skips_bad_gradients: bool = False,
         device: str = "cpu",
         leaf_modules: tuple[type[nn.Module], ...] = (),
         offload: Resources | None = None,
@@ -106,7 +109,14 @@ class Engine:
         whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.shapes = {name: whole[name] for name, _ in trained}
-        self._updates = SegmentedOptimizer(trained, self.shapes, optimizer, clip=gradient_clipping)
+        self._updates = SegmentedOptimizer(
+            trained,
+            self.shapes,
+            optimizer,
+            clip=gradient_clipping,
+            limit=gradient_limit,
+            skips=skips_bad_gradients,
+        )
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
             self._engine, self._zero, _, _ = deepspeed.initialize(
@@ -136,14 +146,22 @@ class Engine:
     def step(self, *, learning_rate: float, matrix_lr: float = 0.0) -> float:
         """Update the weights; returns the global gradient norm before clipping. matrix_lr: Muon's.
 
-        Raises TrainingDiverged, with the weights unchanged, when the gradient is not finite.
+        Raises TrainingDiverged, with the weights unchanged, when the gradient is bad and not to be skipped.
         """
         self._updates.set_rates(adamw=learning_rate, matrix=matrix_lr)
         self._updates.gradient_norm = None
         self._engine.step()
         if self._updates.gradient_norm is None:
-            raise TrainingDiverged("The gradient is not finite: DeepSpeed skipped the update.")
+            if not self._updates.skips:
+                raise TrainingDiverged("The gradient is not finite: DeepSpeed skipped the update.")
+            self._updates.num_skipped += 1
+            return math.nan
         return self._updates.gradient_norm
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were not made because their gradient was bad, so far in this process."""
+        return self._updates.num_skipped
 
     def summed(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""

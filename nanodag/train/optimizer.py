@@ -70,7 +70,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
     """One parameter group for everything; does nothing until `attach` says where the parameters lie.
 
     named: parameter name -> parameter; shapes: their full shapes (under ZeRO-3 a parameter at rest is empty).
-    clip: largest global gradient norm, 0 for none. gradient_norm: of the last step, before clipping.
+    clip: largest global gradient norm, 0 for none. gradient_norm: of the last step, before clipping. limit: above it a
+    gradient is as bad as one that is not finite; skips: a bad one changes nothing, else it is an error.
 
     DeepSpeed takes a step with zero gradients while it starts: without segments that step changes nothing.
     """
@@ -82,7 +83,10 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         config: OptimizerConfig,
         *,
         clip: float,
+        limit: float = math.inf,
+        skips: bool = False,
     ) -> None:
+        self.limit, self.skips, self.num_skipped = limit, skips, 0
         self.kinds = {name: kind_of(name, shape, config) for name, shape in shapes.items()}
         ordered = sorted(named, key=lambda pair: ORDER.index(self.kinds[pair[0]]))
         super().__init__([parameter for _, parameter in ordered], {"lr": 0.0})
@@ -124,14 +128,18 @@ class SegmentedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One update from the gradients on the master weights. Raises TrainingDiverged, before any weight changes, when
-        the norm of the gradient is not finite."""
+        the norm of the gradient is not finite or above the limit, and such are not to be skipped."""
         if not self.masters:
             return
         gradients = [torch.zeros_like(m).view(-1) if m.grad is None else m.grad.view(-1) for m in self.masters]
         pieces = [gradients[run.flat][run.where] for run in self._runs]
         self.gradient_norm = norm = self._norm(pieces)
-        if not math.isfinite(norm):
-            raise TrainingDiverged(f"The global gradient norm is {norm}.")
+        if not math.isfinite(norm) or norm > self.limit:
+            if self.skips:
+                self.num_skipped += 1
+                return
+            above = f", above gradient_limit {self.limit}" if math.isfinite(norm) else ""
+            raise TrainingDiverged(f"The global gradient norm is {norm}{above}.")
         if self.clip and norm > self.clip:
             torch._foreach_mul_(pieces, self.clip / norm)
         self._step_matrices(gradients)

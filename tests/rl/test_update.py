@@ -263,6 +263,97 @@ def test_a_gradient_that_is_not_finite_stops_with_step_and_last_losses_and_chang
     assert unchanged == "True"
 
 
+SKIPPING = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from nanodag.config.schema import RLStage
+from nanodag.errors import TrainingDiverged
+from nanodag.rl.trainer import Trainer
+from tests.rl.models import rollout, save_tiny_model
+
+model = save_tiny_model(Path(sys.argv[1]))
+
+def train(rewards, **values):
+    trainer = Trainer(RLStage(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
+    rollouts = [[rollout("a", i, [1, 2], [3 + i], reward=r) for i, r in enumerate(three)] for three in rewards]
+    replies = [trainer.train(step, one) for step, one in enumerate(rollouts, start=1)]
+    print([(r["num_updates"], r["skipped_updates"]) for r in replies], replies[-1]["gradient_norm"] > 0)
+    return {name: tensor.clone() for name, tensor in trainer.engine.weights()}, trainer.num_updates
+
+good, bad, better = (0.0, 1.0, 2.0), (0.0, float("inf"), 1.0), (2.0, 0.0, 0.0)
+for values in ({"precision": "fp32", "zero_stage": 3}, {"precision": "bf16", "zero_stage": 1}):
+    mended, count = train([good, bad, better], bad_gradient="skip", **values)
+    wanted, other = train([good, better], **values)
+    print(all((tensor == wanted[name]).all() for name, tensor in mended.items()), count == other == 2)
+train([good], bad_gradient="skip", gradient_limit=1e-6, precision="fp32")
+try:
+    train([good], gradient_limit=1e-6, precision="fp32")
+except TrainingDiverged as error:
+    print(error)
+"""
+
+
+def test_a_bad_gradient_is_skipped_as_if_its_rollouts_had_not_been_where_that_is_wished(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SKIPPING, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *several, limited, message = [line for line in done.stdout.splitlines() if "accelerator" not in line]
+    assert several == ["[(1, 0), (0, 1), (1, 0)] True", "[(1, 0), (1, 0)] True", "True True"] * 2
+    assert limited == "[(0, 1)] False"
+    assert "above gradient_limit 1e-06" in message and "RL step 1" in message
+
+
+EPOCHS = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import torch
+from transformers import AutoModelForCausalLM
+from nanodag.config.schema import RLStage
+from nanodag.rl.trainer import Trainer
+from tests.rl.models import rollout, save_tiny_model
+
+folder = save_tiny_model(Path(sys.argv[1]))
+rollouts = [rollout("a", i, [1, 2], [3 + i, 5, 9 - i], reward=float(i)) for i in range(3)]
+config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3, weight_decay=0.0)
+trainer = Trainer(config, folder, device="cpu")
+reply = trainer.train(1, rollouts)
+
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+rewards = torch.tensor([0.0, 1.0, 2.0])
+advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+ids = torch.tensor([one.prompt_token_ids + one.response_token_ids for one in rollouts])
+old, clipped = None, 0
+for _ in range(3):
+    logprobs = model(ids).logits[:, 1:-1].log_softmax(-1).gather(2, ids[:, 2:, None])[..., 0]
+    old = logprobs.detach() if old is None else old
+    ratio = (logprobs - old).exp()
+    inside = ratio.clamp(0.8, 1.2)
+    loss = -torch.minimum(ratio * advantages[:, None], inside * advantages[:, None]).sum() / 9
+    clipped += (ratio != inside).sum().item()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+wanted = dict(model.named_parameters())
+named = ((name.removeprefix("decoder."), tensor) for name, tensor in trainer.engine.weights())
+print(max((tensor - wanted[name]).abs().max().item() for name, tensor in named))
+print(clipped, reply["num_updates"], reply["num_passes"], trainer.num_updates, reply["sums"]["summed"]["tokens"])
+print(len(trainer.last_scores[0][1]), sum(len(row.targets) for row, _, _ in trainer.last_scores[0][1]))
+"""
+
+
+def test_several_epochs_over_a_step_equal_plain_pytorch_with_the_old_logprobs_of_its_start(tmp_path):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EPOCHS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    furthest, counts, scores = done.stdout.splitlines()[-3:]
+    assert float(furthest) < 2e-5
+    clipped, *rest = counts.split()
+    assert int(clipped) > 0 and rest == ["3", "3", "3", "27.0"]
+    assert scores == "1 9"
+
+
 REFRESHED = """
 import sys, warnings
 from pathlib import Path
