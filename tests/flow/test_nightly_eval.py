@@ -1,9 +1,7 @@
 """Nights over fake stages, under a real Prefect server."""
 
 import json
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import yaml
@@ -18,6 +16,7 @@ from flows.speedrun import speedrun
 from nanodag.kinds import KINDS
 from nanodag.nightly.switch import read_switch, turn
 from nanodag.store import Store
+from tests.http_server import listening
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -43,23 +42,9 @@ def emitted(monkeypatch):
 
 @pytest.fixture
 def listener():
-    """An HTTP server that keeps what is posted to it."""
-    posted = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/hook", posted
-    server.shutdown()
-    server.server_close()
+    """The address of an HTTP server that keeps what is posted to it, and what it has."""
+    with listening() as (url, posted):
+        yield f"{url}/hook", posted
 
 
 def make_main_2(project, num_right):

@@ -1,9 +1,6 @@
 """The trend page."""
 
-import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prefect.states import Failed
@@ -14,6 +11,7 @@ from nanodag.nightly.compare import compare
 from nanodag.nightly.findings import post
 from nanodag.nightly.trend import trend_report
 from nanodag.report.page import to_html, to_markdown
+from tests.http_server import listening
 from tests.nightly.nights import night_record, publish_eval
 
 DAY = 24 * 3600.0
@@ -48,49 +46,24 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_a_point_a_night(report):
         assert f"<!-- {day} -->" in page, "matplotlib names each tick in a comment"
 
 
-def listening(answer):
-    posted = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(answer)
-            self.end_headers()
-
-        def log_message(self, format, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server, posted
-
-
 def test_a_webhook_gets_json_and_one_that_refuses_it_is_named_without_its_secret(monkeypatch):
-    server, posted = listening(200)
-    monkeypatch.setenv("HOOK", f"http://127.0.0.1:{server.server_port}/hooks/secret")
-    post("env:HOOK", {"text": "worse"})
+    with listening() as (url, posted):
+        monkeypatch.setenv("HOOK", f"{url}/hooks/secret")
+        post("env:HOOK", {"text": "worse"})
     assert posted == [{"text": "worse"}]
-    server.shutdown()
-    server.server_close()
     with pytest.raises(ServerError, match="cannot be reached") as caught:
         post("env:HOOK", {"text": "worse"})
     assert "secret" not in str(caught.value)
-    refusing, _ = listening(403)
-    with pytest.raises(ServerError, match=r"/hooks/\.\.\. answered 403"):
-        post(f"http://127.0.0.1:{refusing.server_port}/hooks/secret", {})
-    refusing.shutdown()
-    refusing.server_close()
+    with listening(403) as (url, _), pytest.raises(ServerError, match=r"/hooks/\.\.\. answered 403"):
+        post(f"{url}/hooks/secret", {})
 
 
 @pytest.mark.parametrize(
     ("answer", "may_pass"), [(302, False), (403, False), (404, False), (429, True), (500, True), (503, True)]
 )
 def test_a_webhook_is_asked_again_only_where_that_may_help(answer, may_pass):
-    server, _ = listening(answer)
-    with pytest.raises(ServerError) as caught:
-        post(f"http://127.0.0.1:{server.server_port}/hook", {})
-    server.shutdown()
-    server.server_close()
+    with listening(answer) as (url, _), pytest.raises(ServerError) as caught:
+        post(f"{url}/hook", {})
     assert tasks.nightly.webhook.retry_condition_fn(tasks.nightly.webhook, None, Failed(data=caught.value)) == may_pass
 
 

@@ -1,8 +1,5 @@
 """Sums of rewards, rewards from a server, rewards of a model."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
 import pytest
@@ -17,6 +14,7 @@ from nanodag.rl.rewards.pool import RewardPool
 from nanodag.rl.rewards.reward import Reward
 from nanodag.rl.rewards.weighted import labels, weighted_sum
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.http_server import Quiet, serving
 from tests.rl.stages import BYTES, VOCABULARY
 
 
@@ -55,14 +53,14 @@ def test_rewards_that_mean_nothing_are_refused(reward, message):
         RLStage(kind="rl", data=["file:x"], reward=reward)
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Quiet):
     """A reward of the completion's length; `busy` is refused once, `bad` has no reward, `nan` is no number."""
 
     sizes: ClassVar[list[int]] = []
     refused = 0
 
     def do_POST(self):
-        samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+        samples = self.content()["samples"]
         if samples[0]["completion"] == "busy" and Server.refused < 1:
             Server.refused += 1
             self.send_error(503)
@@ -76,26 +74,14 @@ class Server(BaseHTTPRequestHandler):
             answers.get(one["completion"], {"value": len(one["completion"]), "components": {"style": 0.5}})
             for one in samples
         ]
-        body = json.dumps({"rewards": rewards}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *unused):
-        pass
+        self.answer({"rewards": rewards})
 
 
 @pytest.fixture
 def url():
     Server.sizes, Server.refused = [], 0
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/score"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Server) as url:
+        yield f"{url}/score"
 
 
 def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):

@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -21,6 +19,7 @@ from nanodag.rl.teacher_server import TeacherServer
 from nanodag.sampler.process import SamplerProcess
 from nanodag.stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.http_server import Quiet, serving
 from tests.rl.models import rollout, save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}
@@ -132,7 +131,7 @@ def test_a_teacher_with_another_tokenizer_or_too_short_a_context_is_refused_befo
         TeacherServer(teacher.url, other, context=64)
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Quiet):
     """Fails `failures` times, then scores each token -id / 10. Its tokenizer is not here, and is that of bytes."""
 
     failures, version, first_id, calls = 0, "0", 0, 0
@@ -142,7 +141,7 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         Server.calls += 1
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.content()
         if Server.failures > 0:
             Server.failures -= 1
             return self.answer({"error": "busy"}, 503)
@@ -156,28 +155,13 @@ class Server(BaseHTTPRequestHandler):
         meta = {"id": "r", "weight_version": Server.version, "finish_reason": {"type": "length", "length": 0}}
         return {"output_ids": [], "meta_info": meta | {"input_token_logprobs": triples}}
 
-    def answer(self, content, status=200):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *unused):
-        pass
-
 
 @pytest.fixture
 def fake(monkeypatch):
     Server.failures, Server.version, Server.first_id, Server.calls = 0, "0", 0, 0
     monkeypatch.setattr(teacher_server._ask.retry, "sleep", instantly)
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Server) as url:
+        yield url
 
 
 async def instantly(seconds: float) -> None:
