@@ -133,6 +133,7 @@ def test_a_killed_flow_leaves_no_worker_and_the_same_run_goes_on(project):
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_with_flow_and_server_process_killed_the_same_run_goes_on(project):
     project.tell("pretrain", "wait")
     code, output = project.run("run", "pretrain.seed=3", "--name", "lost", "--detach")

@@ -1,10 +1,9 @@
 """The pool of reward processes: what fails, fails its sample only."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from nanodag.errors import ConfigError
@@ -101,7 +100,6 @@ def test_a_reward_that_cannot_be_imported_stops_the_run_not_one_sample():
         pool.score([({}, "x")])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_processes_end_when_the_pool_is_closed(own_reward):
     before = _children()  # of other tests in this process
     pool = RewardPool(own_reward)
@@ -126,6 +124,5 @@ def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_rewa
     assert all(future.cancelled() for future in rest)
 
 
-def _children() -> set[str]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    return {child for task in tasks.iterdir() for child in (task / "children").read_text().split()}
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}

@@ -20,15 +20,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "sync"),
-    [
-        ("abort", "disk"),
-        pytest.param("retract", "distributed", marks=pytest.mark.slow),
-        pytest.param("in_place", "disk", marks=pytest.mark.slow),
-        pytest.param("abort", "distributed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "sync"), [("abort", "disk"), ("retract", "distributed"), ("in_place", "disk")])
 def test_responses_go_on_with_weights_that_come_meanwhile_and_none_is_lost_or_too_old(tmp_path, mode, sync):
     job = make_job(tmp_path, sync_mode=mode, sync=sync, **SETTINGS)
     run(job)

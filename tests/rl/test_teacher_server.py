@@ -71,6 +71,7 @@ Path(sys.argv[4]).write_text(json.dumps([reply["gradient_norm"], reply["sums"]["
 """
 
 
+@pytest.mark.slow
 def test_a_step_with_a_server_is_that_with_the_model_at_home(folders, teacher, tmp_path):
     found = []
     for name, value in (("url", teacher.url), ("model", folders["b"])):
