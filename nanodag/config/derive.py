@@ -16,6 +16,7 @@ from nanodag.config.schema import (
     TokenizerStage,
 )
 from nanodag.errors import ConfigError
+from nanodag.host import multiplies_bf16_fast
 from nanodag.provenance import usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
@@ -33,7 +34,7 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             updates["seed"] = pipeline.seed
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
         updates["resources"] = _resources(name, stage, device, origins)
-        stage = stage.model_copy(update=updates)
+        stage = _precision(name, stage.model_copy(update=updates), origins)
         if isinstance(stage, PretrainStage):
             stage = _pretrain(name, stage, pipeline, origins)
         if isinstance(stage, SupervisedStage):
@@ -62,6 +63,21 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
         updates["threads"] = max(1, usable_cores() // here)
         origins[f"{name}.resources.threads"] = "derived: this machine's cores over its ranks"
     return found.model_copy(update=updates)
+
+
+def _precision(name: str, stage: StageBase, origins: dict[str, str]) -> StageBase:
+    """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
+    is_fast = multiplies_bf16_fast(stage.resources.device)
+    found = "bf16" if is_fast else "fp32"
+    why = f"derived: this machine's {stage.resources.device} multiplies bf16 {'fast' if is_fast else 'slowly'}"
+    updates: dict[str, Any] = {}
+    if getattr(stage, "precision", "") == "auto":
+        updates["precision"] = found
+        origins[f"{name}.precision"] = why
+    if isinstance(stage, RLStage) and stage.sampler.precision == "auto":
+        updates["sampler"] = stage.sampler.model_copy(update={"precision": found})
+        origins[f"{name}.sampler.precision"] = why
+    return stage.model_copy(update=updates)
 
 
 def replicas_of(sampler: SamplerConfig, threads: int) -> int:

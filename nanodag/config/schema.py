@@ -165,14 +165,16 @@ class ScheduleConfig(Section):
 class SupervisedStage(StageBase):
     """The one supervised loop. Tokens are counted over all ranks.
 
-    data: the mixture. batch_tokens: a step's tokens. micro_batch_tokens: what one rank holds at once. horizon_tokens:
-    where it ends (`auto`: pretrain takes the dial's, the others 0: num_epochs over the data). max_steps: ends earlier,
-    0 for never. gradient_clipping: largest global gradient norm, 0 for none. patience: with evals of the validation
-    loss, how many without a better one end the stage, the best weights being kept; 0 for never.
+    data: the mixture. precision: `auto` for bf16 where the device multiplies it faster than fp32 (GPUs from compute
+    capability 8, processors with AVX512-BF16 or AMX), else fp32. batch_tokens: a step's tokens. micro_batch_tokens:
+    what one rank holds at once. horizon_tokens: where it ends (`auto`: pretrain takes the dial's, the others 0:
+    num_epochs over the data). max_steps: ends earlier, 0 for never. gradient_clipping: largest global gradient norm, 0
+    for none. patience: with evals of the validation loss, how many without a better one end the stage, the best weights
+    being kept; 0 for never.
     """
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
-    precision: Precision = "bf16"
+    precision: Precision | Auto = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 1
     sequence_length: int = Field(2048, ge=8)
     batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
@@ -243,7 +245,7 @@ class SamplerConfig(Section):
     """
 
     engine: Literal["embedded", "sglang"] = "embedded"
-    precision: Precision = "fp32"
+    precision: Precision | Auto = "fp32"
     max_batch: int = Field(64, ge=1)
     context: int = Field(1024, ge=8)
     deterministic: bool = True
@@ -490,7 +492,7 @@ class RLStage(StageBase):
     bad_gradient: Literal["stop", "skip"] = later("stop")
     lora_rank: int = later(0, ge=0)
     lora_alpha: float = later(32.0, gt=0)
-    precision: Precision = "bf16"
+    precision: Precision | Auto = "auto"
     zero_stage: Literal[1, 2, 3] = 3
     micro_batch_tokens: int = Field(9216, ge=16)
     sequence_parallel: int = later(1, ge=1)
@@ -743,7 +745,7 @@ class EvalStage(StageBase):
 
     kind: Literal["eval"]
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
-    precision: Precision = "fp32"
+    precision: Precision | Auto = "fp32"
     batch_size: int = operational(64, ge=1)
     chat: bool = True
     max_new_tokens: int = Field(256, ge=1)

@@ -97,7 +97,7 @@ class Trainer:
             bucket_bytes=config.sync_bucket_bytes,
             timeout_s=config.sync_timeout_s,
         )
-        self._peak_flops = matmul_peak(device, self.engine.dtype)
+        self._peak_flops = matmul_peak(device)
         self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
         self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
