@@ -256,8 +256,7 @@ class Controller:
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
-            replies = await self._services.link.exchange("save", folder=str(folder))
-            assert all(reply["num_updates"] == self._state["version"] for reply in replies)
+            self._check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)))
             for number, harvest in enumerate(position.waiting, start=position.step + 1):
                 write_harvest(folder / f"harvest-{number}.json", harvest)
             for turn, (_, source) in weights.items():
@@ -280,10 +279,19 @@ class Controller:
             copy = self._services.sync_folder / f"turn-{turn}"
             shutil.copytree(folder / f"turn-{turn}", copy)
             self._published[int(turn)] = (version, copy)
-        self._services.link.ask("load", folder=str(folder), num_updates=self._state["version"])
+        self._check_ranks(folder, self._services.link.ask("load", folder=str(folder)))
         waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d harvests wait", step, len(waiting))
         return Position(step, saved["turn"], tuple(read_harvest(path) for path in waiting))
+
+    def _check_ranks(self, folder: Path, replies: list[dict[str, Any]]) -> None:
+        """Raise StageFailed when a rank has other weights than the controller says."""
+        found, wanted = [reply["num_updates"] for reply in replies], self._state["version"]
+        if set(found) != {wanted}:
+            raise StageFailed(
+                f"Checkpoint {folder}: the trainer's ranks made {found} updates, the controller counts {wanted}. "
+                "Remove the checkpoint to begin again from the one before."
+            )
 
     def _leave(self, position: Position) -> None:
         self._runner.run(self.save(position))
