@@ -61,27 +61,28 @@ class SavedState:
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._folder = folder
         self._shapes = shapes
-        self._stack = ExitStack()
         self._found: dict[tuple[str, str], list[tuple[int, int, Callable[..., Any]]]] = {}
         self.num_updates = 0
 
     def __enter__(self) -> "SavedState":
         common = self._common()
         self.num_updates = common["num_updates"]
-        for rank in range(common["num_files"]):
-            path = self._folder / RANK_FILE.format(rank=rank, num_files=common["num_files"])
-            if not path.exists():
-                raise CorruptArtifact(f"Checkpoint {self._folder} lacks {path.name}, which {COMMON_FILE} counts.")
-            opened = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            _check_same(path, json.loads(opened.metadata()["common"]), common)
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                plane, parameter, offset = name.split("|")
-                part = opened.get_slice(name)
-                self._found.setdefault((plane, parameter), []).append((int(offset), part.get_shape()[0], part))
+        with ExitStack() as stack:  # closes what is open when one is refused
+            for rank in range(common["num_files"]):
+                path = self._folder / RANK_FILE.format(rank=rank, num_files=common["num_files"])
+                if not path.exists():
+                    raise CorruptArtifact(f"Checkpoint {self._folder} lacks {path.name}, which {COMMON_FILE} counts.")
+                opened = stack.enter_context(safe_open(str(path), framework="pt"))
+                _check_same(path, json.loads(opened.metadata()["common"]), common)
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    plane, parameter, offset = name.split("|")
+                    part = opened.get_slice(name)
+                    self._found.setdefault((plane, parameter), []).append((int(offset), part.get_shape()[0], part))
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._opened.close()
 
     def has(self, plane: str) -> bool:
         return any(found == plane for found, _ in self._found)
