@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,7 @@ class Controller:
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
-            replies = await self._services.link.exchange("save", folder=str(folder))
-            assert all(reply["num_updates"] == self._state["version"] for reply in replies)
+            check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
             for number, harvest in enumerate(position.waiting, start=position.step + 1):
                 write_harvest(folder / f"harvest-{number}.json", harvest)
             for turn, (_, source) in weights.items():
@@ -280,7 +280,7 @@ class Controller:
             copy = self._services.sync_folder / f"turn-{turn}"
             shutil.copytree(folder / f"turn-{turn}", copy)
             self._published[int(turn)] = (version, copy)
-        self._services.link.ask("load", folder=str(folder), num_updates=self._state["version"])
+        check_ranks(folder, self._services.link.ask("load", folder=str(folder)), self._state["version"])
         waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d harvests wait", step, len(waiting))
         return Position(step, saved["turn"], tuple(read_harvest(path) for path in waiting))
@@ -324,6 +324,17 @@ class Controller:
             mirror=job.mirror,
         )
         return first_prompts(mixture, self._renderer, count=config.eval_prompts, longest=longest)
+
+
+def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
+    """Raise StageFailed when a rank of the trainer that saved or loaded a checkpoint made other updates than the
+    controller counts."""
+    found = [reply["num_updates"] for reply in replies]
+    if set(found) != {version}:
+        raise StageFailed(
+            f"Checkpoint {folder}: the trainer's ranks made {found} updates, the controller counts {version}. Remove "
+            "the checkpoint to begin again from the one before."
+        )
 
 
 def main() -> None:

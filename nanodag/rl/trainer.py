@@ -98,7 +98,6 @@ class Trainer:
             timeout_s=config.sync_timeout_s,
         )
         self._peak_flops = matmul_peak(device)
-        self._num_updates = 0
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
         self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
 
@@ -146,7 +145,7 @@ class Trainer:
             if is_trained and (norm := self._update(step, sums.summed["loss"])) is not None:
                 norms.append(norm)
             total.add(sums)
-        self._refresh_reference(self._num_updates - len(norms))
+        self._refresh_reference(self.num_updates - len(norms))
         if not self._group.is_first:  # another rank counts the same rows
             total, rows, self.last_scores = Sums({}, {}), [], []
         return reply | {
@@ -194,14 +193,13 @@ class Trainer:
         if self._reference is not None and self.config.reference_every:
             self._reference.save(folder)
 
-    def load(self, folder: Path, *, num_updates: int) -> None:
-        """Take back what `save` wrote. num_updates: done so far, for the warm-up."""
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
         self.engine.load(folder)
         if self._credit.critic is not None:
             self._credit.critic.load(folder)
         if self._reference is not None and self.config.reference_every:
             self._reference.load(folder)
-        self._num_updates = num_updates
 
     def _fingerprints(self) -> Fingerprints:
         """For the tensors that the sampler must then hold, as it will fingerprint them."""
@@ -212,7 +210,7 @@ class Trainer:
     @property
     def num_updates(self) -> int:
         """Optimizer steps so far."""
-        return self._num_updates
+        return self.engine.num_updates
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
@@ -234,18 +232,17 @@ class Trainer:
         if self.engine.num_skipped > skipped:
             log.warning("RL step %d: an update was skipped, its gradient's norm was %g", step, norm)
             return None
-        self._num_updates += 1
         return norm
 
     def _refresh_reference(self, updates_before: int) -> None:
         """After every `reference_every` updates, at the end of the step in which they were done."""
         every = self.config.reference_every
-        if self._reference is not None and every and self._num_updates // every > updates_before // every:
+        if self._reference is not None and every and self.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())
 
     def _learning_rate(self) -> float:
         warmup = self.config.warmup_steps * self.config.updates_per_step * self.config.epochs_per_step
-        return self.config.learning_rate * min(1.0, (self._num_updates + 1) / (warmup + 1))
+        return self.config.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         group = self._group
@@ -274,7 +271,8 @@ def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
     reply: dict[str, Any] = {}
     match message["do"]:
         case "load":
-            trainer.load(Path(message["folder"]), num_updates=message["num_updates"])
+            trainer.load(Path(message["folder"]))
+            reply = {"num_updates": trainer.num_updates}
         case "train":
             path = Path(message["rollouts"])
             reply = trainer.train(message["step"], list(read_rollouts(path)))

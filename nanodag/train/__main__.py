@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 from nanodag.config.schema import SupervisedStage
-from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.engine import Engine, leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import Stage, prepare
@@ -29,20 +28,21 @@ def main() -> None:
     engine = stage.engine
     if engine.rank != 0:
         logging.getLogger().setLevel(logging.WARNING)
-    checkpoints = Checkpoints(job.checkpoints, keep=job.config.keep_checkpoints)
     loop = Loop(
         config=job.config,
         plan=stage.plan,
         engine=engine,
         objective=stage.objective,
         source=stage.source,
-        checkpoints=checkpoints,
+        checkpoints=stage.checkpoints,
         write=_write_nothing,
         validate=stage.score if stage.validation else None,
         show_samples=lambda step: None,
     )
-    loop.resume()
-    metrics_log = MetricsLog(job, resume_step=loop.progress.step) if engine.rank == 0 else None
+    if stage.checkpoint is not None:
+        loop.resume(stage.checkpoint)
+    resume_step = -1 if stage.checkpoint is None else loop.progress.step  # without one, step 0 is validated again
+    metrics_log = MetricsLog(job, resume_step=resume_step) if engine.rank == 0 else None
     if metrics_log is not None:
         loop.write = metrics_log.write
     loop.show_samples = lambda step: stage.show_samples(step, loop.write)
@@ -89,9 +89,9 @@ def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
     if loop.best is not None:
         found["validation_loss"] = progress.best_loss
         found["validation_bits_per_byte"] = progress.best_bits_per_byte
-    elif loop.score is not None:
-        found["validation_loss"] = loop.score.loss
-        found["validation_bits_per_byte"] = loop.score.bits_per_byte
+    elif progress.validation_loss is not None:
+        found["validation_loss"] = progress.validation_loss
+        found["validation_bits_per_byte"] = progress.validation_bits_per_byte
     return found
 
 

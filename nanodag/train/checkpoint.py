@@ -1,9 +1,12 @@
 """Resumable state of the supervised loop: what a restarted process needs to end on the same bytes.
 
 A checkpoint folder holds
-    state-*.safetensors      master weights, optimizer state, best weights so far (nanodag.train.engine)
-    progress.json            step, tokens, validation history, the plan
-    rank-00000.json          of each rank: data cursor with the packer's buffer, random generators
+    state.json, state-*.safetensors   master weights, optimizer state, best weights so far (nanodag.train.state)
+    progress.json                     what all ranks have in common: step, tokens, validation history, the plan
+    rank-00000.json                   of each rank: data cursor with the packer's buffer, random generators
+
+What is common is read from progress.json alone. Each rank's file repeats it, so that a rank which knew something else
+is seen.
 """
 
 import base64
@@ -16,9 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, CorruptArtifact
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.engine import Engine
+
+PROGRESS_FILE = "progress.json"
+RANK_FILE = "rank-{:05d}.json"
 
 
 class Cursor(Protocol):
@@ -32,19 +38,46 @@ class Cursor(Protocol):
 @dataclass
 class Progress:
     """How far a stage is. tokens: input tokens trained, without padding; labels: of them with loss; seconds: of
-    training steps; best_loss: lowest validation loss, at best_step; evals_since_best: validations since then."""
+    training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
+    best_step; evals_since_best: validations since then."""
 
     step: int = 0
     tokens: float = 0.0
     labels: float = 0.0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
+    validation_loss: float | None = None
+    validation_bits_per_byte: float | None = None
     best_loss: float | None = None
     best_bits_per_byte: float | None = None
     best_step: int = 0
     evals_since_best: int = 0
     stopped_early: bool = False
     last_losses: list[float] = field(default_factory=list)
+
+
+def newest_of_all(checkpoints: Checkpoints, engine: Engine) -> Path | None:
+    """The newest valid checkpoint, the same on every rank; all must call it.
+
+    Raises CorruptArtifact when ranks find different ones, ConfigError when it was written by another number of ranks:
+    their data cursors cannot be dealt out anew.
+    """
+    found = checkpoints.newest_valid()
+    steps = [int(step) for step in engine.by_rank(-1 if found is None else found[0])]
+    if len(set(steps)) > 1:
+        raise CorruptArtifact(
+            f"The ranks find different checkpoints in {checkpoints.path}; their steps, rank by rank: {steps}, -1 for "
+            "none. All must see the same folder; remove the checkpoints that not all of them can read."
+        )
+    if found is None:
+        return None
+    folder = found[1]
+    num_ranks = _common(folder)["num_ranks"]
+    if num_ranks != engine.world_size:
+        raise ConfigError(
+            f"Checkpoint {folder} was written by {num_ranks} ranks; this stage runs on {engine.world_size}. "
+            f"Set resources.num_ranks to {num_ranks}, or remove {checkpoints.path} to begin again."
+        )
+    return folder
 
 
 def save_checkpoint(
@@ -62,11 +95,12 @@ def save_checkpoint(
     engine.barrier()
     folder = checkpoints.temporary(progress.step)
     engine.save(folder, snapshot=best)
-    own = {"cursor": cursor.state_dict(), "random": _random_state()}
-    (folder / f"rank-{engine.rank:05d}.json").write_text(json.dumps(own))
+    common = {"progress": asdict(progress), "num_steps": num_steps, "num_ranks": engine.world_size}
+    seconds = common["progress"].pop("seconds")
+    own = {"common": common, "cursor": cursor.state_dict(), "random": _random_state()}
+    (folder / RANK_FILE.format(engine.rank)).write_text(json.dumps(own))
     if engine.rank == 0:
-        plan = {"num_steps": num_steps, "num_ranks": engine.world_size}
-        (folder / "progress.json").write_text(json.dumps({"progress": asdict(progress), **plan}))
+        (folder / PROGRESS_FILE).write_text(json.dumps({"common": common, "seconds": seconds}))
     engine.barrier()
     if engine.rank == 0:
         checkpoints.commit(progress.step)
@@ -74,26 +108,29 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, engine: Engine, cursor: Cursor) -> tuple[Progress, list[torch.Tensor] | None]:
-    """Put everything back; returns progress and the best weights.
-
-    Raises ConfigError when the ranks are others in number: their data cursors cannot be dealt out anew.
-    """
-    found = json.loads((folder / "progress.json").read_text())
-    if found["num_ranks"] != engine.world_size:
-        raise ConfigError(
-            f"Checkpoint {folder} was written by {found['num_ranks']} ranks; this stage runs on {engine.world_size}. "
-            f"Set resources.num_ranks to {found['num_ranks']}, or remove {folder.parent} to begin again."
-        )
+    """Put everything back; returns progress and the best weights. Raises CorruptArtifact when ranks disagree."""
+    found = json.loads((folder / PROGRESS_FILE).read_text())
+    own = json.loads((folder / RANK_FILE.format(engine.rank)).read_text())
+    for name, value in found["common"].items():
+        if own["common"][name] != value:
+            raise CorruptArtifact(
+                f"The ranks of checkpoint {folder} disagree: {RANK_FILE.format(engine.rank)} says {name} "
+                f"{own['common'][name]}, {PROGRESS_FILE} says {value}. Remove the checkpoint to begin again from "
+                "the one before."
+            )
     best = engine.load(folder)
-    own = json.loads((folder / f"rank-{engine.rank:05d}.json").read_text())
     cursor.load_state_dict(own["cursor"])
     _restore_random_state(own["random"])
-    return Progress(**found["progress"]), best
+    return Progress(**found["common"]["progress"], seconds=found["seconds"]), best
 
 
 def planned_steps(folder: Path) -> int:
     """The number of steps that a checkpoint's stage was planned for."""
-    return int(json.loads((folder / "progress.json").read_text())["num_steps"])
+    return int(_common(folder)["num_steps"])
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / PROGRESS_FILE).read_text())["common"]
 
 
 def _random_state() -> dict[str, Any]:

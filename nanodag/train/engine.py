@@ -14,31 +14,28 @@ them. Not covered: offload to disk, tensor, sequence and pipeline parallelism.
 
 import contextlib
 import io
-import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed
 import deepspeed.ops
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from nanodag.config.schema import OptimizerConfig, Precision, Resources
-from nanodag.errors import CorruptArtifact, TrainingDiverged
+from nanodag.errors import TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
+from nanodag.train.state import Common, SavedState, key, write_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER_BYTES = 64 << 20
-STATE_FILE = "state-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def start_ranks(device: str) -> torch.device:
@@ -159,6 +156,11 @@ class Engine:
         return self._updates.gradient_norm
 
     @property
+    def num_updates(self) -> int:
+        """Updates that were made, those before a checkpoint was loaded among them; the same on every rank."""
+        return self._updates.num_updates
+
+    @property
     def num_skipped(self) -> int:
         """Updates that were not made because their gradient was bad, so far in this process."""
         return self._updates.num_skipped
@@ -178,6 +180,10 @@ class Engine:
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
+
+    def by_rank(self, value: float) -> list[float]:
+        """The value of each rank, on every rank."""
+        return self.summed(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -226,27 +232,26 @@ class Engine:
         """
         if not self._sharded and self.rank != 0:
             return
-        tensors = {_key(plane, segment): view.cpu() for plane, segment, view in self._updates.planes()}
+        tensors = {key(plane, segment): view.cpu() for plane, segment, view in self._updates.planes()}
         for segment in self._updates.segments if snapshot is not None else ():
             assert snapshot is not None
-            tensors[_key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
-        world = self.world_size if self._sharded else 1
-        metadata = {"num_steps": str(self._updates.num_steps), "shapes": json.dumps(self.shapes, sort_keys=True)}
-        save_file(tensors, folder / STATE_FILE.format(rank=self.rank, world=world), metadata=metadata)
+            tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
+        num_files = self.world_size if self._sharded else 1
+        common = Common(num_updates=self.num_updates, num_files=num_files, shapes=self.shapes)
+        write_state(folder, self.rank, common, tensors)
 
     def load(self, folder: Path) -> list[Tensor] | None:
         """Take weights and optimizer state from what `save` wrote, by any number of ranks at any stage; returns the
-        snapshot that was kept beside them. Raises CorruptArtifact when a piece is missing."""
-        paths = sorted(folder.glob(STATE_FILE.split("{")[0] + "*.safetensors"))
-        with _Pieces(paths, folder) as pieces:
+        snapshot that was kept beside them. Raises CorruptArtifact when a piece is missing, or ranks disagree."""
+        with SavedState(folder, self.shapes) as saved:
             for plane, segment, view in self._updates.planes():
-                pieces.fill(plane, segment, view)
-            self._updates.num_steps = pieces.num_steps
+                saved.fill(plane, segment, view)
+            self._updates.num_updates = saved.num_updates
             snapshot = None
-            if pieces.has("snapshot"):
+            if saved.has("snapshot"):
                 snapshot = self.snapshot()
                 for segment in self._updates.segments:
-                    pieces.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
+                    saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
 
@@ -321,55 +326,6 @@ class Engine:
         elif self.precision == "bf16":
             for parameter, master in zip(self._stage_0_parameters(), self._stage_0_masters(), strict=True):
                 parameter.data.copy_(master.data)
-
-
-class _Pieces:
-    """The pieces that the ranks of a saved state hold, open for reading parts of them."""
-
-    def __init__(self, paths: list[Path], folder: Path) -> None:
-        self.folder = folder
-        if not paths:
-            raise CorruptArtifact(f"Checkpoint {folder} holds no {STATE_FILE.split('{')[0]}*.safetensors.")
-        self._files = [safe_open(str(path), framework="pt") for path in paths]
-        self._found: dict[tuple[str, str], list[tuple[int, int, Callable[..., Any]]]] = {}
-
-    def __enter__(self) -> "_Pieces":
-        for file in self._files:
-            opened = file.__enter__()
-            for key in opened.keys():  # noqa: SIM118 - not a dict
-                plane, name, offset = key.split("|")
-                part = opened.get_slice(key)
-                self._found.setdefault((plane, name), []).append((int(offset), part.get_shape()[0], part))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._files:
-            file.__exit__(*error)
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._files[0].metadata()["num_steps"])
-
-    def has(self, plane: str) -> bool:
-        return any(found == plane for found, _ in self._found)
-
-    def fill(self, plane: str, segment: Segment, target: Tensor) -> None:
-        """Copy what belongs to a segment into its view."""
-        missing = segment.length
-        for offset, length, part in self._found.get((plane, segment.name), []):
-            begin, end = max(offset, segment.offset), min(offset + length, segment.offset + segment.length)
-            if begin < end:
-                target[begin - segment.offset : end - segment.offset].copy_(part[begin - offset : end - offset])
-                missing -= end - begin
-        if missing:
-            raise CorruptArtifact(
-                f"Checkpoint {self.folder} lacks {missing} of {segment.length} elements of {plane} of {segment.name}; "
-                "it belongs to another model or optimizer."
-            )
-
-
-def _key(plane: str, segment: Segment) -> str:
-    return f"{plane}|{segment.name}|{segment.offset}"
 
 
 def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:

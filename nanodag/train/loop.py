@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,16 +68,12 @@ class Loop:
     def __post_init__(self) -> None:
         self.progress = Progress()
         self.best: list[torch.Tensor] | None = None
-        self.score: Score | None = None
         self._keeps_best = self.config.patience > 0 and self.validate is not None
 
-    def resume(self) -> None:
-        """Go on from the newest valid checkpoint, where there is one."""
-        # Every rank reads the same folder, so all take the same one.
-        found = self.checkpoints.newest_valid()
-        if found is not None:
-            self.progress, self.best = load_checkpoint(found[1], self.engine, self.source)
-            log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint, the same on every rank."""
+        self.progress, self.best = load_checkpoint(folder, self.engine, self.source)
+        log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
 
     def run(self) -> None:
         """Train to the end; afterwards the engine holds the weights to publish. Raises Stopped, TrainingDiverged."""
@@ -98,7 +95,7 @@ class Loop:
             self.engine.restore(self.best)
 
     def _step(self) -> None:
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         progress, engine = self.progress, self.engine
         batches = [next(self.source) for _ in range(self.plan.micro_batches)]
         count, tokens = engine.summed(
@@ -121,7 +118,6 @@ class Loop:
         progress.tokens += tokens
         progress.labels += count
         progress.seconds += seconds
-        progress.cpu_seconds += time.process_time() - cpu_began
         progress.last_losses = [*progress.last_losses[-LOSSES_KEPT + 1 :], loss]
         if progress.step % self.config.log_every == 0 or progress.step in (1, self.plan.num_steps):
             self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens)
@@ -142,8 +138,9 @@ class Loop:
     def _validate(self) -> None:
         assert self.validate is not None
         began = time.perf_counter()
-        score = self.score = self.validate()
+        score = self.validate()
         progress = self.progress
+        progress.validation_loss, progress.validation_bits_per_byte = score.loss, score.bits_per_byte
         if not math.isfinite(score.loss):
             raise self._diverged(f"The validation loss is {score.loss}.")
         self.write(

@@ -97,6 +97,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self.masters: list[Tensor] = []
         self.segments: list[Segment] = []
         self._rates = (0.0, 0.0)
+        self._num_updates = 0
 
     def attach(
         self,
@@ -144,6 +145,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(pieces, self.clip / norm)
         self._step_matrices(gradients)
         self._step_adamw(pieces)
+        self._num_updates += 1
 
     def _norm(self, pieces: list[Tensor]) -> float:
         # float64: a sum of squares of 1e9 elements keeps its digits, and the number of ranks does not show.
@@ -205,8 +207,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(weights, slices, alpha=-rate)
 
     def planes(self) -> Iterator[tuple[str, Segment, Tensor]]:
-        """Every number that a checkpoint needs but the step count: (`weights`, `first` or `second`, segment, a view
-        that may be written to)."""
+        """Every tensor that a checkpoint needs: (`weights`, `first` or `second`, segment, a view that may be written
+        to)."""
         for segment in self.segments:
             yield "weights", segment, self.masters[segment.flat].detach().view(-1)[segment.where]
             yield "first", segment, self._first[segment.flat][segment.where]
@@ -217,12 +219,13 @@ class SegmentedOptimizer(torch.optim.Optimizer):
                 yield "second", segment, run.second[begin : begin + segment.length]
 
     @property
-    def num_steps(self) -> int:
-        """AdamW's step count, which its bias correction uses."""
-        return 0 if self._adamw is None else int(self._adamw.state[self._views[0][0]]["step"])
+    def num_updates(self) -> int:
+        """Updates that were made: the same on every rank, whatever it holds. AdamW's bias correction uses it."""
+        return self._num_updates
 
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
+    @num_updates.setter
+    def num_updates(self, value: int) -> None:
+        self._num_updates = value
         if self._adamw is not None:
             for view, _ in self._views:
                 self._adamw.state[view]["step"].fill_(value)

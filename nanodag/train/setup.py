@@ -20,7 +20,7 @@ from nanodag.model.decoder import Decoder, Layer
 from nanodag.sampler.architecture import Architecture
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.checkpoint import planned_steps
+from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.engine import Engine
 from nanodag.train.loop import Plan
 from nanodag.train.objective import NextToken, Objective
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Stage:
-    """A stage made ready on this rank."""
+    """A stage made ready on this rank. checkpoint: the one to go on from."""
 
     job: Job
     engine: Engine
@@ -44,6 +44,8 @@ class Stage:
     validation: Validation | None
     plan: Plan
     tokenizer_path: Path
+    checkpoints: Checkpoints
+    checkpoint: Path | None
 
     def score(self) -> Score:
         """The held-out score of the current weights."""
@@ -99,11 +101,13 @@ def prepare(job: Job) -> Stage:
         offload=config.resources,
     )
     torch.manual_seed(int(config.seed) * 1000 + engine.rank)
+    checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
+    checkpoint = newest_of_all(checkpoints, engine)
     data = _Data(job, tokenizer_path, engine)
     architecture = model.architecture
     shape = _shape(architecture)
     plan = Plan(
-        num_steps=_num_steps(job, data, engine),
+        num_steps=_num_steps(job, data, checkpoint),
         micro_batches=data.micro_batches,
         flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
         peak_flops=engine.world_size * matmul_peak(engine.device.type),
@@ -117,6 +121,8 @@ def prepare(job: Job) -> Stage:
         validation=data.validation(architecture.vocab_size),
         plan=plan,
         tokenizer_path=tokenizer_path,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
     )
 
 
@@ -210,7 +216,7 @@ class _Data:
         return Validation(self._engine, batches, held_out.empty_batch(), token_bytes)
 
 
-def _num_steps(job: Job, data: _Data, engine: Engine) -> int:
+def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
     """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
 
     A pass is counted by packing all data once; a restarted stage reads the number from its checkpoint instead.
@@ -220,9 +226,8 @@ def _num_steps(job: Job, data: _Data, engine: Engine) -> int:
         num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
     else:
         assert isinstance(config, ChatStage)
-        found = Checkpoints(job.checkpoints, keep=config.keep_checkpoints).newest_valid()
-        if found is not None:
-            return planned_steps(found[1])
+        if checkpoint is not None:
+            return planned_steps(checkpoint)
         num_steps = math.ceil(config.num_epochs * data.batches_in_one_pass() / data.micro_batches)
     return min(num_steps, config.max_steps) if config.max_steps else num_steps
 

@@ -7,7 +7,10 @@ from collections import Counter
 
 import pytest
 
+from nanodag.errors import StageFailed
+from nanodag.rl.controller import check_ranks
 from nanodag.rl.prompts import read_ledger
+from tests.rl import resume
 from tests.rl.stages import make_job, run, start
 from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
 
@@ -57,3 +60,21 @@ def test_every_prompt_is_trained_once_or_dropped_once_and_the_bytes_are_the_same
     assert {prompt_id for epoch, prompt_id in found if epoch == 0} == names and len(names) == 8
     assert {line["outcome"] for line in lines} == {"trained", "dropped"}
     assert all(line["reason"] == ("" if line["outcome"] == "trained" else "zero_spread") for line in lines)
+
+
+def test_a_rank_that_made_other_updates_than_the_controller_counts_is_refused_by_name(tmp_path):
+    check_ranks(tmp_path, [{"num_updates": 4}, {"num_updates": 4}], 4)
+    with pytest.raises(StageFailed, match=r"made \[4, 0\] updates, the controller counts 4"):
+        check_ranks(tmp_path, [{"num_updates": 4}, {"num_updates": 0}], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_ranks_with_critic_adapters_and_a_refreshed_reference_end_on_the_same_bytes(tmp_path):
+    resume.killed_and_stopped(tmp_path, tuple(resume.PARTS), zero_stage=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_rank_goes_on_where_two_were_killed_with_the_same_ledger_and_losses(tmp_path):
+    assert resume.moved(tmp_path, 2, 1) < 1e-5

@@ -349,6 +349,8 @@ def test_a_client_that_goes_away_takes_its_requests_with_it(server):
         task.cancel()
         await asyncio.wait_for(idle(client), timeout=5)
 
+    with_client(server, run)
+
 
 def test_a_client_that_leaves_a_stream_takes_its_requests_with_it(server):
     body = {"input_ids": [1], "sampling_params": LONG.model_dump(mode="json") | {"n": 3000}, "stream": True}
