@@ -25,6 +25,7 @@ from nanodag.provenance import environment
 from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
 from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.stale import config_digest, stale_stages
 from nanodag.store import Artifact, stage_key
 from nanodag.worker import Job
 
@@ -94,6 +95,8 @@ def carry_out(
         key=key,
         attempt=artifact.attempt,
         digest=artifact.digest,
+        made_of={label: result.digest for label, result in inputs.items()},
+        made_with=config_digest(stage),
         bytes=artifact.num_bytes,
         cost=artifact.cost,
         took_s=round(time.monotonic() - began - waited_s, 3),
@@ -327,20 +330,24 @@ def _collect_records(job: Job) -> None:
 
 def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
     """What nanodag.report lists, for every stage above that has a result: its manifest, its files, its records."""
-    record = run.store.read_run(run.name)["stages"]
+    whole = run.store.read_run(run.name)
+    record = whole["stages"]
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):
         if stage in above:
             above |= set(run.pipeline.stages[stage].inputs.values())
     shown: dict[str, Any] = {}
     for stage in run.order:
-        if stage in above:
+        if stage in above and "attempt" in record[stage]:
             artifact = run.store.attempt(record[stage]["key"], record[stage]["attempt"])
-            # Another run may have built this artifact under other stage names; here it is called as in this run.
+            # Another run may have built this artifact under other stage names; here it is called as in this run. What
+            # it was made of may be the run's no more: then it is what the manifest says.
             lineage = {
                 label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
+                if shown[source]["digest"] == artifact.lineage.get(label, {}).get("digest")
+                else artifact.lineage[label]
                 for label, source in run.pipeline.stages[stage].inputs.items()
-                if source in shown
+                if source in shown and label in artifact.lineage
             }
             shown[stage] = {
                 **{field: getattr(artifact, field) for field in _REPORTED},
@@ -348,7 +355,8 @@ def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
                 "files": str(run.store.materialize(artifact)),
                 "records": str(run.store.records(artifact)),
             }
-    return {"description": run.pipeline.description, "origins": dict(run.origins), "stages": shown}
+    stale = {stage: why for stage, why in stale_stages(whole).items() if stage in above}
+    return {"description": run.pipeline.description, "origins": dict(run.origins), "stale": stale, "stages": shown}
 
 
 _REPORTED = (

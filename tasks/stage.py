@@ -50,9 +50,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def begin(name: str, *, file: str, preset: str, overrides: Sequence[str], only: tuple[str, ...] = ()) -> Run:
-    """The run that this flow run carries out, and its record in the store."""
-    return open_run(name, file=file, preset=preset, overrides=overrides, only=only, flow_run=own_flow_run())
+def begin(
+    name: str,
+    *,
+    file: str,
+    preset: str,
+    overrides: Sequence[str],
+    only: tuple[str, ...] = (),
+    keeps_stale: bool = False,
+) -> Run:
+    """The run that this flow run carries out, and its record in the store. keeps_stale: of a run that is gone on with,
+    stages that are stale are left as they are."""
+    asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
+    return open_run(name, **asked, flow_run=own_flow_run())
 
 
 def own_flow_run() -> str:
@@ -63,9 +73,11 @@ def own_flow_run() -> str:
     return str(flow_run.id or "")
 
 
-def begin_again(name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()) -> Run:
-    """A run that there is already, for one stage of it, or for one and all that follow it."""
-    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, overrides=overrides)
+def begin_again(
+    name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
+) -> Run:
+    """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
+    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
     return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
 
 

@@ -15,7 +15,8 @@ from nanodag.config.schema import PretrainStage
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.progress import duration, size
 from nanodag.provenance import code_revision
-from nanodag.runs import is_alive, pipeline_file, store_of
+from nanodag.runs import pipeline_file, state_of, store_of
+from nanodag.stale import advice, stale_stages
 from nanodag.store import Store
 
 NEWEST = 10
@@ -57,7 +58,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def show_status(*, file: str, all_runs: bool) -> None:
+def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time."""
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
@@ -71,13 +72,14 @@ def show_status(*, file: str, all_runs: bool) -> None:
     now = code_revision()
     for name in shown:
         record = records[name]
-        state = _state_of(record)
+        state = state_of(record)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
         title = Text.assemble((name, "bold"), f"  {when}  preset {record['preset']}  ", (state, STYLES.get(state, "")))
         if record["revision"] != now:
             title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
         console.print(title)
         console.print(_stage_table(record), soft_wrap=True)
+        print_stale(console, record)
     # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
     used = {
         (entry["key"], entry["attempt"]): entry.get("bytes", 0)
@@ -89,9 +91,14 @@ def show_status(*, file: str, all_runs: bool) -> None:
     console.print(told, style="dim")
 
 
-def _state_of(record: Mapping[str, Any]) -> str:
-    """A record that says `running` while its process is gone belongs to a run that was killed."""
-    return "interrupted" if record["state"] == "running" and not is_alive(record) else record["state"]
+def print_stale(console: Console, record: Mapping[str, Any], stage: str = "") -> None:
+    """Say which stages of a run are stale, why, and how they are built; of one stage alone where it is named."""
+    stale = stale_stages(record)
+    if not stale or (stage and stage not in stale):
+        return
+    said = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
+    line = f"stale: {said}. Build again what is stale with: {advice(record['run'])}"
+    console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 
 TITLES = ("stage", "kind", "state", "key", "attempt", "size", "took", "worker", "CPU")
@@ -100,7 +107,8 @@ NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
 
 def _stage_table(record: Mapping[str, Any]) -> Text:
     """As columns of one text: rich's own tables take most of the time of this command."""
-    rows = [TITLES, *(_stage_cells(name, record["stages"][name]) for name in record["order"])]
+    stale = stale_stages(record)
+    rows = [TITLES, *(_stage_cells(name, record["stages"][name], name in stale) for name in record["order"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     table = Text()
     for number, row in enumerate(rows):
@@ -114,12 +122,12 @@ def _stage_table(record: Mapping[str, Any]) -> Text:
     return table
 
 
-def _stage_cells(name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _stage_cells(name: str, entry: Mapping[str, Any], is_stale: bool) -> tuple[str, ...]:
     cost = entry.get("cost", {})
     return (
         name,
         entry["kind"],
-        entry["state"],
+        "stale" if is_stale else entry["state"],
         entry.get("key", "")[:12],
         entry.get("attempt", ""),
         size(entry["bytes"]) if "bytes" in entry else "",
@@ -152,16 +160,20 @@ def show_stages(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    console.print(Text.assemble((record["run"], "bold"), f"  preset {record['preset']}  {_state_of(record)}"))
+    console.print(Text.assemble((record["run"], "bold"), f"  preset {record['preset']}  {state_of(record)}"))
     if record["reason"]:
         console.print(record["reason"].partition("\n")[0], style="red", markup=False, highlight=False)
+    stale = stale_stages(record)
     for stage in record["order"]:
         entry = record["stages"][stage]
-        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", (entry["state"], "dim")))
+        state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry["state"], "dim")
+        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", state))
         if "attempt" in entry:
             _print_artifact(console, store, entry)
         elif entry.get("reason"):
             console.print(f"  {entry['reason']}", style="red", markup=False, highlight=False)
+    if stale:
+        console.print(f"\nBuild again what is stale with: {advice(record['run'])}", style=STYLES["stale"])
 
 
 def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) -> None:
