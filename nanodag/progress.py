@@ -15,7 +15,7 @@ SPEED_WINDOW_S = 30.0
 @dataclass(frozen=True, kw_only=True)
 class StageProgress:
     """One stage. state: as in the run's record. done: share of its steps, 0 to 1. speed: in words. left_s, elapsed_s:
-    seconds, -1 where nothing is known."""
+    seconds, -1 where nothing is known; elapsed_s: over all tries."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
         total=total,
         speed=_speed(lines, rate) if is_running else "",
         left_s=(total - step) / rate if is_running and rate and total else -1.0,
-        elapsed_s=(ended or time.time()) - started if started else -1.0,
+        elapsed_s=(ended or time.time()) - started + entry.get("earlier_s", 0.0) if started else -1.0,
         reason=entry.get("reason", ""),
     )
 

@@ -206,8 +206,8 @@ class Recorded:
 def recorded_run(
     store: Store, name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
 ) -> Recorded:
-    """What a run's record says, for one of its stages alone, for one (`begin_at`) and all that follow it, or for what is
-    stale or not finished (`stale`); with more overrides for these.
+    """What a run's record says, for one of its stages alone, for one (`begin_at`) and all that follow it, or for what
+    is stale or not finished (`stale`); with more overrides for these.
 
     Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, for nothing that
     is stale, or an override of another stage: its results would no longer be those of this run.

@@ -20,7 +20,7 @@ from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
-from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
+from nanodag.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 from nanodag.provenance import environment
 from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
@@ -57,7 +57,7 @@ def carry_out(
     """
     began, waited_s = time.monotonic(), 0.0
     stage = run.pipeline.stages[name]
-    run.note(name, started=time.time(), ended=0.0, reason="")
+    run.note(name, started=time.time(), ended=0.0, earlier_s=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
         run.note_key(name, key)  # before it is looked up: from now on `gc` keeps what there is of it
@@ -224,7 +224,8 @@ class _Build:
         # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.
         with hold(places_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
             self.waited_s = time.monotonic() - asked
-            run.note(self._name, state="running", started=time.time(), key=self._key, workspace=str(job.workspace))
+            tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
+            run.note(self._name, state="running", started=time.time(), key=self._key, **tried)
             log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
             with self._mirrored(job):
                 result = run_worker(
@@ -286,6 +287,7 @@ class _Build:
         cost = {
             **result.cost,
             "seconds": usage["seconds"],
+            "earlier_seconds": usage["earlier_seconds"],
             "cpu_seconds": usage["cpu_s"],
             "peak_bytes": max(usage["largest_process_bytes"], result.cost.get("peak_bytes", 0)),
             "num_attempts": usage["num_attempts"],

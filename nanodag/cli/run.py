@@ -65,8 +65,8 @@ def take_over(store: Store, name: str) -> None:
 
 
 def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
-    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.stale). Says which these
-    are and what they took when they were built; asks where that is possible, and keeps them otherwise.
+    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.stale). Says which
+    these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
 
     record: the run's, empty for a new one. build: that was asked for already.
     """

@@ -131,10 +131,19 @@ def _stage_cells(name: str, entry: Mapping[str, Any], is_stale: bool) -> tuple[s
         entry.get("key", "")[:12],
         entry.get("attempt", ""),
         size(entry["bytes"]) if "bytes" in entry else "",
-        duration(entry.get("took_s", -1.0)),
+        _took(entry),
         duration(cost.get("seconds", -1.0)),
         duration(cost.get("cpu_seconds", -1.0)),
     )
+
+
+def _took(entry: Mapping[str, Any]) -> str:
+    """What a stage took over all its tries; beside it the last one, where there were several."""
+    last, earlier = entry.get("took_s", -1.0), entry.get("earlier_s", 0.0)
+    num = entry.get("cost", {}).get("num_attempts", 0)
+    if last < 0 or not earlier:
+        return duration(last)
+    return f"{duration(earlier + last)} ({num} tries, last {duration(last)})"
 
 
 def find_run(store: Store, name: str) -> dict[str, Any]:
