@@ -15,6 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks import TASKS
 from tasks.stage import begin, begin_again, ending, inputs_of, outcome
+from tasks.summary import concluded
 
 
 @flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
@@ -50,4 +51,4 @@ def speedrun(
             if inputs is not None:
                 kind = run.pipeline.stages[stage].kind
                 futures[stage] = TASKS[kind].submit(stage, run, inputs, force=force)
-        return outcome(run.to_do, futures)
+        return concluded(run, outcome(run.to_do, futures))

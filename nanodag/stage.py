@@ -22,6 +22,7 @@ from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 from nanodag.provenance import environment
+from nanodag.report.context import context_stages
 from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
 from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
@@ -332,36 +333,11 @@ def _collect_records(job: Job) -> None:
 
 def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
     """What nanodag.report lists, for every stage above that has a result: its manifest, its files, its records."""
-    whole = run.store.read_run(run.name)
-    record = whole["stages"]
+    record = run.store.read_run(run.name)
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):
         if stage in above:
             above |= set(run.pipeline.stages[stage].inputs.values())
-    shown: dict[str, Any] = {}
-    for stage in run.order:
-        if stage in above and "attempt" in record[stage]:
-            artifact = run.store.attempt(record[stage]["key"], record[stage]["attempt"])
-            # Another run may have built this artifact under other stage names; here it is called as in this run. What
-            # it was made of may be the run's no more: then it is what the manifest says.
-            lineage = {
-                label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
-                if shown[source]["digest"] == artifact.lineage.get(label, {}).get("digest")
-                else artifact.lineage[label]
-                for label, source in run.pipeline.stages[stage].inputs.items()
-                if source in shown and label in artifact.lineage
-            }
-            shown[stage] = {
-                **{field: getattr(artifact, field) for field in _REPORTED},
-                "lineage": lineage,
-                "files": str(run.store.materialize(artifact)),
-                "records": str(run.store.records(artifact)),
-            }
-    stale = {stage: why for stage, why in stale_stages(whole).items() if stage in above}
+    shown = context_stages(run.store, record, [s for s in run.order if s in above], is_read=lambda artifact: True)
+    stale = {stage: why for stage, why in stale_stages(record).items() if stage in above}
     return {"description": run.pipeline.description, "origins": dict(run.origins), "stale": stale, "stages": shown}
-
-
-_REPORTED = (
-    *("kind", "key", "attempt", "digest", "metrics", "cost"),
-    *("config", "sources", "environment", "created"),
-)

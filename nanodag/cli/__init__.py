@@ -99,13 +99,14 @@ def config(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
 
 @app.command()
 def status(
+    run: Annotated[str, typer.Argument(help="A run's name, or how it begins: it alone, with its scores.")] = "",
     file: File = "",
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest.")] = False,
 ) -> None:
     """Show runs, their stages, keys, sizes and times."""
     from nanodag.cli.show import show_status
 
-    show_status(file=file, all_runs=all_runs)
+    show_status(run, file=file, all_runs=all_runs)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nanodag.cli.show import print_stale, print_summary
 from nanodag.cli.watch import STYLES, Watch, make_console, table_of
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
@@ -173,6 +174,9 @@ class _Attended:
         self._tell_how_to_go_on()
 
     def _tell_end(self, state: dict[str, str]) -> int:
+        if record := self._record():
+            print_stale(self._console, record)
+            print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
             if any(stage["kind"] == "report" for stage in self._record()["stages"].values()):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.watch import STYLES, make_console
@@ -12,7 +13,7 @@ from nanodag.config import resolve
 from nanodag.config.derive import facts
 from nanodag.config.resolve import leaves
 from nanodag.config.schema import PretrainStage
-from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.progress import duration, size
 from nanodag.provenance import code_revision
 from nanodag.runs import pipeline_file, state_of, store_of
@@ -59,27 +60,25 @@ def _plain(value: Any) -> str:
 
 
 def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
-    """The runs of the store, newest last, with every stage's state, key, size and time."""
+    """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
+    too."""
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     records = store.records_of_runs()
     if not records:
         console.print(f"No runs in {store.url} yet. Start one with: nanodag run")
         return
+    if name:
+        record = find_run(store, name)
+        _print_run(console, record, code_revision())
+        print_summary(console, store, record)
+        return
     shown = list(records) if all_runs else list(records)[-NEWEST:]
     if len(shown) < len(records):
         console.print(f"{len(records) - len(shown)} older runs are not shown; see them with --all.", style="dim")
     now = code_revision()
-    for name in shown:
-        record = records[name]
-        state = state_of(record)
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
-        title = Text.assemble((name, "bold"), f"  {when}  preset {record['preset']}  ", (state, STYLES.get(state, "")))
-        if record["revision"] != now:
-            title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
-        console.print(title)
-        console.print(_stage_table(record), soft_wrap=True)
-        print_stale(console, record)
+    for run in shown:
+        _print_run(console, records[run], now)
     # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
     used = {
         (entry["key"], entry["attempt"]): entry.get("bytes", 0)
@@ -89,6 +88,47 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     }
     told = f"{len(store.keys())} keys in {store.url}; the runs use {len(used)} artifacts, {size(sum(used.values()))}"
     console.print(told, style="dim")
+
+
+def _print_run(console: Console, record: Mapping[str, Any], now: str) -> None:
+    """A run and its stages. now: the revision of the code."""
+    state = state_of(record)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
+    about = f"  {when}  preset {record['preset']}  "
+    title = Text.assemble((record["run"], "bold"), about, (state, STYLES.get(state, "")))
+    if record["revision"] != now:
+        title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
+    console.print(title)
+    console.print(_stage_table(record), soft_wrap=True)
+    print_stale(console, record)
+
+
+def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> None:
+    """The scores of a run, what got better and worse by more than noise, and what to beware of; nothing where there is
+    nothing of it."""
+    from nanodag.report.summary import summary_of  # it compares; no other table needs what that takes
+
+    try:
+        summary = summary_of(store, record)
+    except NanodagError as error:
+        console.print(f"No scores: {error}", style="red", markup=False)
+        return
+    if summary.scores is not None:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for number, title in enumerate(summary.scores.headers):
+            table.add_column(title, justify="right" if number else "left")
+        for lead, *scores in summary.scores.rows:
+            cells = [Text.assemble(c.text, (f" ({c.detail})" if c.text else "", "dim")) for c in scores]
+            table.add_row(f"{lead.text} {lead.detail}".strip(), *cells)
+        console.print()
+        console.print(table)
+    for lines, word, style in ((summary.better, "better", "green"), (summary.worse, "worse", "red")):
+        for line in lines:
+            console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)
+    if summary.num_compared and not (summary.better or summary.worse):
+        console.print(f"No difference beyond noise, in {summary.num_compared} comparisons.", style="dim")
+    for line in summary.warnings:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
 
 
 def print_stale(console: Console, record: Mapping[str, Any], stage: str = "") -> None:

@@ -56,6 +56,26 @@ def scores_table(columns: Sequence[Column]) -> Table:
     return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
 
 
+def short_scores_table(columns: Sequence[Column]) -> Table:
+    """The same as one line a benchmark: score and 95 % interval."""
+    rows = []
+    for benchmark in benchmarks_of(columns):
+        found = [column.benchmark(benchmark) for column in columns]
+        metric = next(score["metric"] for score in found if score is not None)
+        cells = [
+            Cell(
+                text=words.value(score["value"], metric),
+                detail=f"{words.value(score['low'], metric)}–{words.value(score['high'], metric)}",
+            )
+            if score is not None
+            else Cell(text="")
+            for score in found
+        ]
+        rows.append([Cell(text=benchmark, detail="%" if words.is_share(metric) else ""), *cells])
+    headers = ["benchmark", *(column.label for column in columns)]
+    return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
+
+
 def _score_cell(score: Mapping[str, Any]) -> Cell:
     metric = score["metric"]
     value = words.value(score["value"], metric)
