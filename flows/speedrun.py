@@ -43,7 +43,7 @@ def speedrun(
     if begin_at or stale == "only":
         run = begin_again(name, begin_at=begin_at, stale=stale == "only", overrides=overrides)
     else:
-        run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep")
+        run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep" and not force)
     futures = {}
     with ending(run):
         for stage in run.to_do:

@@ -1,5 +1,6 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
+import contextlib
 import signal
 import sys
 import time
@@ -74,13 +75,14 @@ def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline
     stale = left_alone(record, pipeline) if record else {}
     if not stale:
         return "keep"
-    console.print(f"{len(stale)} finished stages of run {record['run']} are stale:", style=STYLES["stale"])
+    console.print(f"Of run {record['run']} these stages are finished, but stale:", style=STYLES["stale"])
     for stage, why in stale.items():
         took = duration(float(record["stages"][stage].get("cost", {}).get("seconds", -1.0)))
         console.print(f"  {stage}: {why}" + (f"; it took {took} when it was built" if took else ""), markup=False)
     if not build and may_ask:
         console.print("Build them again? [y/N] ", end="", markup=False)
-        build = input().strip().lower() in ("y", "yes")
+        with contextlib.suppress(EOFError):  # Ctrl-D is no yes
+            build = input().strip().lower() in ("y", "yes")
     if build:
         console.print("They are built again.")
         return "build"
