@@ -3,6 +3,7 @@
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
@@ -35,7 +36,8 @@ def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_
     assert done.is_completed() and store.read_run("r")["stages"]["sft"]["key"] != before
     assert done.message.endswith("Stale now: eval_sft, report; build again with: nanodag rerun r --stale")
     with get_client(sync_client=True) as client:
-        text = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-r"])))[-1].data
+        wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["run-r"]))
+        text = client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.CREATED_DESC, limit=1)[0].data
     assert "eval\\_sft is stale: sft was built since" in text
     same = {"preset": "tiny", "overrides": ("sft.seed=9",), "return_state": True}
     kept = speedrun("r", **same)
