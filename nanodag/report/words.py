@@ -56,8 +56,10 @@ def signed(number: float, metric: str) -> str:
 
 
 def probability(p: float) -> str:
-    """`0.031`, `< 0.001`."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+    """`0.031`, `< 0.001`; more digits where three would not tell on which side of 0.05 it lies."""
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if abs(p - 0.05) >= 0.0005 else f"{p:.5f}"
 
 
 def markdown(text: str) -> str:

@@ -306,6 +306,8 @@ def test_a_running_mean_is_centred_and_shorter_at_the_ends():
         (words.signed(-0.021, "bits_per_byte"), "−0.021"),
         (words.signed(0.183, "acc"), "+18.3"),
         (words.probability(0.0004), "< 0.001"),
+        (words.probability(0.0496), "0.04960"),
+        (words.probability(0.0156), "0.016"),
     ],
 )
 def test_numbers_in_words(said, expected):
