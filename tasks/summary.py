@@ -7,14 +7,16 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import State
 
 from nanodag.errors import NanodagError
-from nanodag.report.page import to_markdown
-from nanodag.report.summary import summary_of, summary_report
 from nanodag.runs import Run
 from nanodag.stale import advice, stale_stages
 
 
 def concluded(run: Run, state: State[Any]) -> State[Any]:
     """How a flow ends, with what is stale now in its message; an artifact has scores, changes, warnings and stages."""
+    # They compare and render: a flow's start need not wait for what that takes.
+    from nanodag.report.page import to_markdown
+    from nanodag.report.summary import summary_of, summary_report
+
     record = run.store.read_run(run.name)
     try:
         summary = summary_of(run.store, record)
