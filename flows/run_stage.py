@@ -9,6 +9,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nanodag.runs import stage_names
 from tasks import TASKS
 from tasks.stage import begin_again, ending, inputs_of, outcome
+from tasks.summary import concluded
 
 StageName = Literal[*stage_names()]
 
@@ -29,4 +30,4 @@ def run_stage(name: str, stage: StageName, overrides: tuple[str, ...] = (), forc
         inputs = inputs_of(run, stage, futures)
         if inputs is not None:
             futures[stage] = TASKS[run.pipeline.stages[stage].kind].submit(stage, run, inputs, force=force)
-        return outcome(run.to_do, futures)
+        return concluded(run, outcome(run.to_do, futures))

@@ -7,12 +7,15 @@
 The DAG is a table in pipeline.yaml; what is drawn here is the one that comes with nanodag.
 """
 
+from typing import Literal
+
 from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks import TASKS
 from tasks.stage import begin, begin_again, ending, inputs_of, outcome
+from tasks.summary import concluded
 
 
 @flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
@@ -22,6 +25,7 @@ def speedrun(
     overrides: tuple[str, ...] = (),
     file: str = "",
     begin_at: str = "",
+    stale: Literal["keep", "build", "only"] = "keep",
     force: bool = False,
 ) -> State:
     """Carry out a pipeline, or what of it the store does not have yet.
@@ -32,12 +36,14 @@ def speedrun(
         overrides: dotted.name=value, as in rl.learning_rate=2e-6
         file: the pipeline file; empty for the one that nanodag comes with
         begin_at: only this stage of a run that there is already, and what follows it; its preset and file are the run's
+        stale: what becomes of a run's finished stages that stand on a result that was built again since: they are kept
+            as they are, built again, or built again and, beside what is not finished, nothing else is
         force: build again what the store has; the new attempts are the ones that count
     """
-    if begin_at:
-        run = begin_again(name, begin_at=begin_at, overrides=overrides)
+    if begin_at or stale == "only":
+        run = begin_again(name, begin_at=begin_at, stale=stale == "only", overrides=overrides)
     else:
-        run = begin(name, file=file, preset=preset, overrides=overrides)
+        run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep" and not force)
     futures = {}
     with ending(run):
         for stage in run.to_do:
@@ -45,4 +51,4 @@ def speedrun(
             if inputs is not None:
                 kind = run.pipeline.stages[stage].kind
                 futures[stage] = TASKS[kind].submit(stage, run, inputs, force=force)
-        return outcome(run.to_do, futures)
+        return concluded(run, outcome(run.to_do, futures))

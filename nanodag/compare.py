@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
+from nanodag.stale import stale_stages
 from nanodag.store import Artifact, Store, canonical_json
 
 SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
@@ -51,9 +52,11 @@ def _side(store: Store, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not name.startswith(_ELSEWHERE):
             found["config"][name.removeprefix("stages.")] = value
     found["code"]["run: revision of the run"] = record.get("revision")
+    stale = stale_stages(record)
     for stage in record["order"]:
         entry = record["stages"][stage]
-        found["stages"][stage] = f"{entry['key'][:12]}/{entry['attempt']}" if "attempt" in entry else entry["state"]
+        made = f"{entry['key'][:12]}/{entry['attempt']}" if "attempt" in entry else entry["state"]
+        found["stages"][stage] = f"{made}, stale" if stage in stale else made
         artifact = _artifact(store, entry)
         if artifact is None:
             continue

@@ -18,6 +18,7 @@ from nanodag.worker import Job, write_job
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
+BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
 WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and SIGKILL, for a group and its orphans
 
 
@@ -172,13 +173,33 @@ def run_worker(
     return Result(metrics=raw["metrics"], cost=raw["cost"], start_s=first_metrics - began, work_s=end - first_metrics)
 
 
+def begin_try(workspace: Path) -> float:
+    """Note that a stage's try begins now; returns the seconds that those before it took.
+
+    A try that left no line of usage, as its watchdog was killed with it, gets one: from its begin to the last that was
+    written of it. What it took of the CPU is not known.
+    """
+    path, now = workspace / BEGAN_NAME, time.time()
+    lines = _json_lines(workspace / USAGE_NAME)
+    began = float(path.read_text()) if path.exists() else now
+    if began < now and not any(line["began"] >= began for line in lines):
+        written = [workspace / LOG_NAME, workspace / "metrics.jsonl"]
+        last = max((path.stat().st_mtime for path in written if path.exists()), default=began)
+        lost = {"began": began, "seconds": round(max(0.0, last - began), 3), "cpu_s": 0.0, "largest_process_bytes": 0}
+        with (workspace / USAGE_NAME).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(lost | {"code": None}) + "\n")
+    path.write_text(f"{now:.3f}")
+    return usage_of(workspace)["seconds"]
+
+
 def usage_of(workspace: Path) -> dict[str, float]:
-    """What all attempts in a workspace took: `seconds`, `cpu_s` (over all nodes), `largest_process_bytes`,
-    `num_attempts`."""
+    """What all tries in a workspace took: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
+    `largest_process_bytes`, `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
     return {
         "seconds": round(sum(line["seconds"] for line in lines), 3),
+        "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
         "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
         "largest_process_bytes": max((line["largest_process_bytes"] for line in everywhere), default=0),
         "num_attempts": len(lines),

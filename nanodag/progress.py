@@ -3,9 +3,10 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nanodag.stale import stale_stages
 from nanodag.store import Store
 
 TAIL_BYTES = 65536
@@ -14,8 +15,8 @@ SPEED_WINDOW_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgress:
-    """One stage. state: as in the run's record. done: share of its steps, 0 to 1. speed: in words. left_s, elapsed_s:
-    seconds, -1 where nothing is known."""
+    """One stage. state: as in the run's record, or `stale`. done: share of its steps, 0 to 1. speed: in words. left_s,
+    elapsed_s: seconds, -1 where nothing is known; elapsed_s: over all tries."""
 
     name: str
     kind: str
@@ -32,7 +33,9 @@ class StageProgress:
 
 def progress_of(store: Store, record: Mapping[str, Any]) -> list[StageProgress]:
     """Every stage of a run, in the order of its DAG."""
-    return [_stage(store, name, record["stages"][name]) for name in record["order"]]
+    stale = stale_stages(record)
+    found = [_stage(store, name, record["stages"][name]) for name in record["order"]]
+    return [replace(stage, state="stale") if stage.name in stale else stage for stage in found]
 
 
 def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
@@ -51,7 +54,7 @@ def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
         total=total,
         speed=_speed(lines, rate) if is_running else "",
         left_s=(total - step) / rate if is_running and rate and total else -1.0,
-        elapsed_s=(ended or time.time()) - started if started else -1.0,
+        elapsed_s=(ended or time.time()) - started + entry.get("earlier_s", 0.0) if started else -1.0,
         reason=entry.get("reason", ""),
     )
 

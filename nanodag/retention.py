@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
-from nanodag.runs import ENDED_WELL
+from nanodag.stale import ENDED_WELL
 from nanodag.store import Artifact, Store
 from nanodag.store.check import targets
 from nanodag.store.files import sizes_below

@@ -17,9 +17,8 @@ from nanodag.config import Pipeline, Resolved, order_of, resolve
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
+from nanodag.stale import ENDED_WELL, config_digest, following, left_alone, stale_stages
 from nanodag.store import Artifact, Store
-
-ENDED_WELL = ("built", "found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Run:
         def change(record: dict[str, Any]) -> None:
             entry = record["stages"][stage]
             if entry.get("key") != key:
-                for field in ("attempt", "digest", "bytes"):
+                for field in ("attempt", "digest", "made_of", "made_with", "bytes"):
                     entry.pop(field, None)
             entry["key"] = key
 
@@ -111,11 +110,20 @@ def left_before(record: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def open_run(
-    name: str, *, file: str, preset: str, overrides: Sequence[str], only: Sequence[str] = (), flow_run: str = ""
+    name: str,
+    *,
+    file: str,
+    preset: str,
+    overrides: Sequence[str],
+    only: Sequence[str] = (),
+    keeps_stale: bool = False,
+    flow_run: str = "",
 ) -> Run:
     """Resolve the config and begin, or go on with, the run of that name.
 
-    only: stages that are carried out this time; what the record says of the others stays. flow_run: Prefect's id.
+    only: stages that are carried out this time; what the record says of the others stays. keeps_stale: so stay finished
+    ones that are stale, unless they must be carried out for another reason (nanodag.stale.left_alone). flow_run:
+    Prefect's id.
 
     Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
     carries out that run.
@@ -125,23 +133,26 @@ def open_run(
     run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
     if unknown := [stage for stage in only if stage not in run.pipeline.stages]:
         raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
-    run.to_do = [stage for stage in run.order if not only or stage in only]
     if str(run.code_path) not in sys.path:
         sys.path.append(str(run.code_path))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
     before = store.read_run(name) if name in store.runs() else {}
     refuse_composed(name, before)
+    if keeps_stale and before and (kept_stale := left_alone(before, run.pipeline)):
+        only = [stage for stage in run.order if stage not in kept_stale]
+    run.to_do = [stage for stage in run.order if not only or stage in only]
     if is_alive(before) and before["pid"] != os.getpid():
         raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
     kept = before.get("stages", {}) if only else {}
     stages = {
-        stage: kept.get(stage)
+        stage: {**kept[stage], "config": config_digest(config)}
         if only and stage not in only and stage in kept
         else {
             **kept.get(stage, {}),
             "kind": config.kind,
             "inputs": dict(config.inputs),
+            "config": config_digest(config),
             "state": "waiting",
             "forced": before.get("stages", {}).get(stage, {}).get("forced", []),
         }
@@ -193,21 +204,27 @@ class Recorded:
 
 
 def recorded_run(
-    store: Store, name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()
+    store: Store, name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
 ) -> Recorded:
-    """What a run's record says, for one of its stages alone, or for one (`begin_at`) and all that follow it; with more
-    overrides for these.
+    """What a run's record says, for one of its stages alone, for one (`begin_at`) and all that follow it, or for what
+    is stale or not finished (`stale`); with more overrides for these.
 
-    Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, or an override
-    of another one: its results would no longer be those of this run.
+    Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, for nothing that
+    is stale, or an override of another stage: its results would no longer be those of this run.
     """
     store.read_run(name)  # says which runs there are, when there is none of that name
     record = store.own_run(name)
     refuse_composed(name, record)
     first = stage or begin_at
-    if first not in record["stages"]:
+    if stale:
+        is_stale = stale_stages(record)
+        stages = tuple(s for s in record["order"] if s in is_stale or record["stages"][s]["state"] not in ENDED_WELL)
+        if not stages:
+            raise ConfigError(f"Nothing of run {name} is stale or unfinished: there is nothing to build again.")
+    elif first not in record["stages"]:
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
-    stages = (stage,) if stage else following(record, begin_at)
+    else:
+        stages = (stage,) if stage else following(record, begin_at)
     foreign = [text for text in overrides if text.partition(".")[0] not in stages]
     if foreign:
         raise ConfigError(
@@ -239,15 +256,6 @@ def merged(overrides: Sequence[str]) -> list[str]:
         last.pop(name, None)
         last[name] = text
     return list(last.values())
-
-
-def following(record: Mapping[str, Any], first: str) -> tuple[str, ...]:
-    """A stage of a run's record and all that take its result, directly or through others, in the DAG's order."""
-    found = [first]
-    for stage in record["order"]:
-        if stage not in found and set(record["stages"][stage]["inputs"].values()) & set(found):
-            found.append(stage)
-    return tuple(found)
 
 
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
@@ -313,3 +321,11 @@ def is_alive(record: Mapping[str, Any]) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and is_process(process, record["pid_started"])
     except psutil.NoSuchProcess:
         return False
+
+
+def state_of(record: Mapping[str, Any]) -> str:
+    """A run's state as it is shown: `interrupted` of one whose process is gone, `stale` of one that has completed and
+    of which a stage was built again since (nanodag.stale)."""
+    if record["state"] == "running" and not is_alive(record):
+        return "interrupted"
+    return "stale" if record["state"] == "completed" and stale_stages(record) else record["state"]

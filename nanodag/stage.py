@@ -20,11 +20,13 @@ from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
-from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
+from nanodag.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 from nanodag.provenance import environment
+from nanodag.report.context import context_stages
 from nanodag.rl import entries
 from nanodag.runs import Run, StageResult, result_of
 from nanodag.slots import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.stale import config_digest, stale_stages
 from nanodag.store import Artifact, stage_key
 from nanodag.worker import Job
 
@@ -56,7 +58,7 @@ def carry_out(
     """
     began, waited_s = time.monotonic(), 0.0
     stage = run.pipeline.stages[name]
-    run.note(name, started=time.time(), ended=0.0, reason="")
+    run.note(name, started=time.time(), ended=0.0, earlier_s=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
         run.note_key(name, key)  # before it is looked up: from now on `gc` keeps what there is of it
@@ -94,6 +96,8 @@ def carry_out(
         key=key,
         attempt=artifact.attempt,
         digest=artifact.digest,
+        made_of={label: result.digest for label, result in inputs.items()},
+        made_with=config_digest(stage),
         bytes=artifact.num_bytes,
         cost=artifact.cost,
         took_s=round(time.monotonic() - began - waited_s, 3),
@@ -221,7 +225,8 @@ class _Build:
         # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.
         with hold(places_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
             self.waited_s = time.monotonic() - asked
-            run.note(self._name, state="running", started=time.time(), key=self._key, workspace=str(job.workspace))
+            tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
+            run.note(self._name, state="running", started=time.time(), key=self._key, **tried)
             log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
             with self._mirrored(job):
                 result = run_worker(
@@ -283,6 +288,7 @@ class _Build:
         cost = {
             **result.cost,
             "seconds": usage["seconds"],
+            "earlier_seconds": usage["earlier_seconds"],
             "cpu_seconds": usage["cpu_s"],
             "peak_bytes": max(usage["largest_process_bytes"], result.cost.get("peak_bytes", 0)),
             "num_attempts": usage["num_attempts"],
@@ -327,31 +333,11 @@ def _collect_records(job: Job) -> None:
 
 def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
     """What nanodag.report lists, for every stage above that has a result: its manifest, its files, its records."""
-    record = run.store.read_run(run.name)["stages"]
+    record = run.store.read_run(run.name)
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):
         if stage in above:
             above |= set(run.pipeline.stages[stage].inputs.values())
-    shown: dict[str, Any] = {}
-    for stage in run.order:
-        if stage in above:
-            artifact = run.store.attempt(record[stage]["key"], record[stage]["attempt"])
-            # Another run may have built this artifact under other stage names; here it is called as in this run.
-            lineage = {
-                label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
-                for label, source in run.pipeline.stages[stage].inputs.items()
-                if source in shown
-            }
-            shown[stage] = {
-                **{field: getattr(artifact, field) for field in _REPORTED},
-                "lineage": lineage,
-                "files": str(run.store.materialize(artifact)),
-                "records": str(run.store.records(artifact)),
-            }
-    return {"description": run.pipeline.description, "origins": dict(run.origins), "stages": shown}
-
-
-_REPORTED = (
-    *("kind", "key", "attempt", "digest", "metrics", "cost"),
-    *("config", "sources", "environment", "created"),
-)
+    shown = context_stages(run.store, record, [s for s in run.order if s in above], is_read=lambda artifact: True)
+    stale = {stage: why for stage, why in stale_stages(record).items() if stage in above}
+    return {"description": run.pipeline.description, "origins": dict(run.origins), "stale": stale, "stages": shown}

@@ -25,6 +25,7 @@ from prefect.tasks import Task
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
+from nanodag.report import words
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
 from tasks.pool import carry_out_in_pool
@@ -50,9 +51,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def begin(name: str, *, file: str, preset: str, overrides: Sequence[str], only: tuple[str, ...] = ()) -> Run:
-    """The run that this flow run carries out, and its record in the store."""
-    return open_run(name, file=file, preset=preset, overrides=overrides, only=only, flow_run=own_flow_run())
+def begin(
+    name: str,
+    *,
+    file: str,
+    preset: str,
+    overrides: Sequence[str],
+    only: tuple[str, ...] = (),
+    keeps_stale: bool = False,
+) -> Run:
+    """The run that this flow run carries out, and its record in the store. keeps_stale: of a run that is gone on with,
+    stages that are stale are left as they are."""
+    asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
+    return open_run(name, **asked, flow_run=own_flow_run())
 
 
 def own_flow_run() -> str:
@@ -63,9 +74,11 @@ def own_flow_run() -> str:
     return str(flow_run.id or "")
 
 
-def begin_again(name: str, *, stage: str = "", begin_at: str = "", overrides: Sequence[str] = ()) -> Run:
-    """A run that there is already, for one stage of it, or for one and all that follow it."""
-    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, overrides=overrides)
+def begin_again(
+    name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
+) -> Run:
+    """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
+    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
     return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
 
 
@@ -179,14 +192,15 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     reason, _, rest = str(error).partition("\n")
     head, _, log_lines = rest.partition("\nLast lines of ")
     advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
-    lines = [f"# {name} of {run.name} failed", "", reason, "", *advice, ""]
+    said = [words.markdown(line) for line in (reason, *advice)]
+    lines = [f"# {name} of {run.name} failed", "", said[0], "", *said[1:], ""]
     if workspace := run.entry(name).get("workspace"):
         lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
     if log_lines:
-        lines += ["```", f"Last lines of {log_lines}", "```"]
+        lines.append(words.fenced(f"Last lines of {log_lines}"))
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
 def _rows(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, str]]:
     shown = [(k, f"{v:.6g}" if isinstance(v, float) else str(v)) for k, v in values.items()]
-    return [(prefix + k, v.replace("|", "\\|").replace("\n", " ")[:300]) for k, v in shown]
+    return [(words.markdown(prefix + k), words.markdown(v[:300])) for k, v in shown]

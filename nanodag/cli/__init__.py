@@ -35,12 +35,13 @@ def run(
     preset: Preset = "auto",
     file: File = "",
     name: Annotated[str, typer.Option("--name", "-n", help="A new run, or one to go on with.")] = "",
+    stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
 ) -> None:
     """Carry out a pipeline: what of it the store does not have yet. Ctrl-C stops it and leaves a resumable state."""
     from nanodag.cli.run import run_pipeline
 
-    raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, detach=detach))
+    raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach))
 
 
 @app.command()
@@ -49,20 +50,22 @@ def rerun(
     overrides: Overrides = None,
     stage: Annotated[str, typer.Option("--stage", "-s", help="That stage alone.")] = "",
     begin_at: Annotated[str, typer.Option("--from", help="That stage and all that follow it.")] = "",
+    stale: Annotated[bool, typer.Option("--stale", help="What stands on a result that was built again since.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
     file: File = "",
     detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
 ) -> None:
-    """Carry out one stage of a run again, or one and what follows: nanodag rerun RUN --stage rl rl.learning_rate=5e-7
+    """Carry out a stage of a run again, one and what follows, or what is stale.
+
+    nanodag rerun RUN --stage rl rl.learning_rate=5e-7
 
     What comes before is taken as the run left it. Without other values and without --force, what is finished is found
     in the store, and what failed goes on from its newest checkpoint.
     """
     from nanodag.cli.rerun import rerun as carry_out_again
 
-    raise typer.Exit(
-        carry_out_again(overrides or [], run=run, stage=stage, begin_at=begin_at, force=force, file=file, detach=detach)
-    )
+    which = {"stage": stage, "begin_at": begin_at, "stale": stale}
+    raise typer.Exit(carry_out_again(overrides or [], run=run, **which, force=force, file=file, detach=detach))
 
 
 @app.command()
@@ -96,13 +99,14 @@ def config(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
 
 @app.command()
 def status(
+    run: Annotated[str, typer.Argument(help="A run's name, or how it begins: it alone, with its scores.")] = "",
     file: File = "",
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest.")] = False,
 ) -> None:
     """Show runs, their stages, keys, sizes and times."""
     from nanodag.cli.show import show_status
 
-    show_status(file=file, all_runs=all_runs)
+    show_status(run, file=file, all_runs=all_runs)
 
 
 @app.command()

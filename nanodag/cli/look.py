@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from nanodag.cli.keep import open_store
-from nanodag.cli.show import find_run
+from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.compare import SECTIONS, Row, compare
 from nanodag.errors import StoreError
@@ -105,6 +105,9 @@ def export_artifact(key: str, folder: str, *, file: str) -> None:
     artifact = store.get(key)
     path = export(store, artifact, Path(folder))
     console.print(f"{artifact.stage} ({artifact.kind}), {size(artifact.num_bytes)}: {path}", soft_wrap=True)
+    run, colon, stage = key.partition(":")
+    if colon:
+        print_stale(console, store.read_run(run), stage)
 
 
 def reproduce_artifact(key: str, *, file: str) -> int:

@@ -1,4 +1,5 @@
-"""`nanodag rerun`: one stage of a run again, or one and all that follow it, with other values where wanted."""
+"""`nanodag rerun`: one stage of a run again, one and all that follow it, or what is stale; with other values where
+wanted."""
 
 from collections.abc import Sequence
 
@@ -13,22 +14,31 @@ from nanodag.server import server_of
 
 
 def rerun(
-    overrides: Sequence[str], *, run: str, stage: str, begin_at: str, force: bool, file: str, detach: bool
+    overrides: Sequence[str],
+    *,
+    run: str,
+    stage: str,
+    begin_at: str,
+    stale: bool,
+    force: bool,
+    file: str,
+    detach: bool,
 ) -> int:
-    """Carry out a stage of a run, or one and what follows it, and return the command's exit code.
+    """Carry out a stage of a run, one and what follows it, or what is stale, and return the command's exit code.
 
-    stage or begin_at: exactly one of them. What comes before is taken as the run's record says.
+    stage, begin_at or stale: exactly one of them. What comes before is taken as the run's record says.
 
     Raises ConfigError for a stage that the run does not have, an override of another one, or a wrong value.
     """
-    if bool(stage) == bool(begin_at):
+    if bool(stage) + bool(begin_at) + stale != 1:
         raise ConfigError(
-            "Say either --stage STAGE, for that stage alone, or --from STAGE, for it and what follows it."
+            "Say either --stage STAGE, for that stage alone, --from STAGE, for it and what follows it, or --stale, for "
+            "what is stale."
         )
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     name = find_run(store, run)["run"]
-    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, overrides=portable(overrides))
+    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
     path = pipeline_file(recorded.file)
     pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
     take_over(store, name)
@@ -42,7 +52,6 @@ def rerun(
             running.deployments["run_stage"], name=f"{name}-{stage}", parameters={**parameters, "stage": stage}
         )
     else:
-        flow_run = api.create_run(
-            running.deployments["speedrun"], name=name, parameters={**parameters, "begin_at": begin_at}
-        )
+        which = {"stale": "only"} if stale else {"begin_at": begin_at}
+        flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters={**parameters, **which})
     return follow(console, store, running, name, flow_run, detach=detach)

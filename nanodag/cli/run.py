@@ -1,18 +1,23 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
+import contextlib
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
-from nanodag.cli.watch import Watch, make_console, table_of
-from nanodag.config import resolve
+from nanodag.cli.show import print_stale, print_summary
+from nanodag.cli.watch import STYLES, Watch, make_console, table_of
+from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.progress import duration, progress_of
 from nanodag.runs import is_alive, merged, pipeline_file, refuse_composed, store_of
 from nanodag.server import FINAL_STATES, Api, Running, server_of
+from nanodag.stale import advice, left_alone
 from nanodag.store import Store
 
 STOP_TIMEOUT_S = 90.0
@@ -20,8 +25,11 @@ LOST_AFTER_S = 10.0
 STOPPED_EXIT_CODE = 130
 
 
-def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str, detach: bool) -> int:
-    """Carry out a pipeline and return the command's exit code: 0 only when the run completed."""
+def run_pipeline(
+    overrides: Sequence[str], *, preset: str, file: str, name: str, detach: bool, stale: bool = False
+) -> int:
+    """Carry out a pipeline and return the command's exit code: 0 only when the run completed. stale: of a run that is
+    gone on with, build again what is stale, without asking."""
     began = time.monotonic()
     console = make_console()
     known = store_of(resolve(pipeline_file(file)).pipeline) if name else None
@@ -36,6 +44,7 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     take_over(store, name)
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
+    kept = choose_stale(console, _record(store, name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)
@@ -45,6 +54,7 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
         # The flow's process has another environment and working directory: it is told all that came from these.
         "overrides": merged([*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]),
         "file": str(path),
+        "stale": kept,
     }
     flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
     return follow(console, store, running, name, flow_run, detach=detach, began=began)
@@ -54,6 +64,30 @@ def take_over(store: Store, name: str) -> None:
     """Raise StoreBusy when a process that is alive carries out that run."""
     if is_alive(before := _record(store, name)):
         raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+
+
+def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
+    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.stale). Says which
+    these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
+
+    record: the run's, empty for a new one. build: that was asked for already.
+    """
+    stale = left_alone(record, pipeline) if record else {}
+    if not stale:
+        return "keep"
+    console.print(f"Of run {record['run']} these stages are finished, but stale:", style=STYLES["stale"])
+    for stage, why in stale.items():
+        took = duration(float(record["stages"][stage].get("cost", {}).get("seconds", -1.0)))
+        console.print(f"  {stage}: {why}" + (f"; it took {took} when it was built" if took else ""), markup=False)
+    if not build and may_ask:
+        console.print("Build them again? [y/N] ", end="", markup=False)
+        with contextlib.suppress(EOFError):  # Ctrl-D is no yes
+            build = input().strip().lower() in ("y", "yes")
+    if build:
+        console.print("They are built again.")
+        return "build"
+    console.print(f"They stay as they are. To build them again: {advice(record['run'])}", markup=False)
+    return "keep"
 
 
 def follow(
@@ -142,6 +176,9 @@ class _Attended:
         self._tell_how_to_go_on()
 
     def _tell_end(self, state: dict[str, str]) -> int:
+        if record := self._record():
+            print_stale(self._console, record)
+            print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
             if any(stage["kind"] == "report" for stage in self._record()["stages"].values()):

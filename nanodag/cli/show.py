@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.watch import STYLES, make_console
@@ -12,10 +13,11 @@ from nanodag.config import resolve
 from nanodag.config.derive import facts
 from nanodag.config.resolve import leaves
 from nanodag.config.schema import PretrainStage
-from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.progress import duration, size
 from nanodag.provenance import code_revision
-from nanodag.runs import is_alive, pipeline_file, store_of
+from nanodag.runs import pipeline_file, state_of, store_of
+from nanodag.stale import advice, stale_stages
 from nanodag.store import Store
 
 NEWEST = 10
@@ -57,27 +59,26 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def show_status(*, file: str, all_runs: bool) -> None:
-    """The runs of the store, newest last, with every stage's state, key, size and time."""
+def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
+    """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
+    too."""
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     records = store.records_of_runs()
     if not records:
         console.print(f"No runs in {store.url} yet. Start one with: nanodag run")
         return
+    if name:
+        record = find_run(store, name)
+        _print_run(console, record, code_revision())
+        print_summary(console, store, record)
+        return
     shown = list(records) if all_runs else list(records)[-NEWEST:]
     if len(shown) < len(records):
         console.print(f"{len(records) - len(shown)} older runs are not shown; see them with --all.", style="dim")
     now = code_revision()
-    for name in shown:
-        record = records[name]
-        state = _state_of(record)
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
-        title = Text.assemble((name, "bold"), f"  {when}  preset {record['preset']}  ", (state, STYLES.get(state, "")))
-        if record["revision"] != now:
-            title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
-        console.print(title)
-        console.print(_stage_table(record), soft_wrap=True)
+    for run in shown:
+        _print_run(console, records[run], now)
     # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
     used = {
         (entry["key"], entry["attempt"]): entry.get("bytes", 0)
@@ -89,9 +90,55 @@ def show_status(*, file: str, all_runs: bool) -> None:
     console.print(told, style="dim")
 
 
-def _state_of(record: Mapping[str, Any]) -> str:
-    """A record that says `running` while its process is gone belongs to a run that was killed."""
-    return "interrupted" if record["state"] == "running" and not is_alive(record) else record["state"]
+def _print_run(console: Console, record: Mapping[str, Any], now: str) -> None:
+    """A run and its stages. now: the revision of the code."""
+    state = state_of(record)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
+    about = f"  {when}  preset {record['preset']}  "
+    title = Text.assemble((record["run"], "bold"), about, (state, STYLES.get(state, "")))
+    if record["revision"] != now:
+        title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
+    console.print(title)
+    console.print(_stage_table(record), soft_wrap=True)
+    print_stale(console, record)
+
+
+def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> None:
+    """The scores of a run, what got better and worse by more than noise, and what to beware of; nothing where there is
+    nothing of it."""
+    from nanodag.report.summary import summary_of  # it compares; no other table needs what that takes
+
+    try:
+        summary = summary_of(store, record)
+    except NanodagError as error:
+        console.print(f"No scores: {error}", style="red", markup=False)
+        return
+    if summary.scores is not None:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for number, title in enumerate(summary.scores.headers):
+            table.add_column(title, justify="right" if number else "left")
+        for lead, *scores in summary.scores.rows:
+            cells = [Text.assemble(c.text, (f" ({c.detail})" if c.text else "", "dim")) for c in scores]
+            table.add_row(f"{lead.text} {lead.detail}".strip(), *cells)
+        console.print()
+        console.print(table)
+    for lines, word, style in ((summary.better, "better", "green"), (summary.worse, "worse", "red")):
+        for line in lines:
+            console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)
+    if summary.num_compared and not (summary.better or summary.worse):
+        console.print(f"No difference beyond noise, in {summary.num_compared} comparisons.", style="dim")
+    for line in summary.warnings:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def print_stale(console: Console, record: Mapping[str, Any], stage: str = "") -> None:
+    """Say which stages of a run are stale, why, and how they are built; of one stage alone where it is named."""
+    stale = stale_stages(record)
+    if not stale or (stage and stage not in stale):
+        return
+    said = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
+    line = f"stale: {said}. Build again what is stale with: {advice(record['run'])}"
+    console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 
 TITLES = ("stage", "kind", "state", "key", "attempt", "size", "took", "worker", "CPU")
@@ -100,7 +147,8 @@ NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
 
 def _stage_table(record: Mapping[str, Any]) -> Text:
     """As columns of one text: rich's own tables take most of the time of this command."""
-    rows = [TITLES, *(_stage_cells(name, record["stages"][name]) for name in record["order"])]
+    stale = stale_stages(record)
+    rows = [TITLES, *(_stage_cells(name, record["stages"][name], name in stale) for name in record["order"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     table = Text()
     for number, row in enumerate(rows):
@@ -114,19 +162,28 @@ def _stage_table(record: Mapping[str, Any]) -> Text:
     return table
 
 
-def _stage_cells(name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _stage_cells(name: str, entry: Mapping[str, Any], is_stale: bool) -> tuple[str, ...]:
     cost = entry.get("cost", {})
     return (
         name,
         entry["kind"],
-        entry["state"],
+        "stale" if is_stale else entry["state"],
         entry.get("key", "")[:12],
         entry.get("attempt", ""),
         size(entry["bytes"]) if "bytes" in entry else "",
-        duration(entry.get("took_s", -1.0)),
+        _took(entry),
         duration(cost.get("seconds", -1.0)),
         duration(cost.get("cpu_seconds", -1.0)),
     )
+
+
+def _took(entry: Mapping[str, Any]) -> str:
+    """What a stage took over all its tries; beside it the last one, where there were several."""
+    last, earlier = entry.get("took_s", -1.0), entry.get("earlier_s", 0.0)
+    num = entry.get("cost", {}).get("num_attempts", 0)
+    if last < 0 or not earlier:
+        return duration(last)
+    return f"{duration(earlier + last)} ({num} tries, last {duration(last)})"
 
 
 def find_run(store: Store, name: str) -> dict[str, Any]:
@@ -152,16 +209,20 @@ def show_stages(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    console.print(Text.assemble((record["run"], "bold"), f"  preset {record['preset']}  {_state_of(record)}"))
+    console.print(Text.assemble((record["run"], "bold"), f"  preset {record['preset']}  {state_of(record)}"))
     if record["reason"]:
         console.print(record["reason"].partition("\n")[0], style="red", markup=False, highlight=False)
+    stale = stale_stages(record)
     for stage in record["order"]:
         entry = record["stages"][stage]
-        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", (entry["state"], "dim")))
+        state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry["state"], "dim")
+        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", state))
         if "attempt" in entry:
             _print_artifact(console, store, entry)
         elif entry.get("reason"):
             console.print(f"  {entry['reason']}", style="red", markup=False, highlight=False)
+    if stale:
+        console.print(f"\nBuild again what is stale with: {advice(record['run'])}", style=STYLES["stale"])
 
 
 def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich.console import Console
 from rich.markdown import Markdown
 
-from nanodag.cli.show import find_run
+from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors import ArtifactNotFound, MissingTool
@@ -34,6 +35,7 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     if not models:
         raise ArtifactNotFound(f"Run {record['run']} has no finished model yet.")
     folder = _files_of(store, record, stage or models[-1])
+    print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
     environment = worker_environment(usable_cores(), device="cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
     command = [sys.executable, "-m", "nanodag.serve", str(folder)]
     # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
@@ -52,6 +54,7 @@ def show_report(name: str, *, file: str) -> None:
         )
     folder = _files_of(store, record, reports[-1])
     console.print(Markdown((folder / "report.md").read_text()))
+    print_stale(console, record, reports[-1])
     for path in sorted(folder.glob("report.*")):
         console.print(str(path), soft_wrap=True, highlight=False)
 
@@ -62,7 +65,10 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     from nanodag.rollouts.shelf import shelf_of
 
     store = store_of(resolve(pipeline_file(file)).pipeline)
-    serve(shelf_of(store, find_run(store, name), stage), port=port)
+    record = find_run(store, name)
+    shelf = shelf_of(store, record, stage)
+    print_stale(make_console(), record, shelf.stage)
+    serve(shelf, port=port)
 
 
 def _is_made(record: dict[str, Any], stage: str) -> bool:

@@ -14,7 +14,14 @@ from rich.text import Text
 from nanodag.progress import StageProgress, duration, progress_of
 from nanodag.store import Store
 
-STYLES = {"built": "green", "found": "cyan", "running": "yellow", "failed": "red", "stopped": "magenta"}
+STYLES = {
+    "built": "green",
+    "found": "cyan",
+    "running": "yellow",
+    "failed": "red",
+    "stopped": "magenta",
+    "stale": "dark_orange",
+}
 LINE_EVERY_S = 30.0
 
 

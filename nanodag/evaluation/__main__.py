@@ -14,6 +14,7 @@ from nanodag.config.schema import BenchmarkConfig
 from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.harness import BenchmarkResult, run_benchmark
+from nanodag.model.headers import matrix_parameters
 from nanodag.store.files import write_bytes, write_json
 from nanodag.worker import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
 
@@ -54,7 +55,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     for needed in (forms, samples_folder, finished_folder):
         needed.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    cost: dict[str, Any] = {"tokens": 0, "seconds_by_benchmark": {}}
+    cost: dict[str, Any] = {"forward_tokens": 0, "seconds_by_benchmark": {}}
     for number, benchmark in enumerate(config.benchmarks):
         progress.begin(number, benchmark.name)
         done_path = finished_folder / f"{benchmark.name}.json"
@@ -62,11 +63,11 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
             _run_one(job, checkpoint, benchmark, forms, samples_folder, done_path)
         done = json.loads(done_path.read_text(encoding="utf-8"))
         results[benchmark.name] = done["result"]
-        cost["tokens"] += done["tokens"]
+        cost["forward_tokens"] += done["tokens"]
         cost["seconds_by_benchmark"][benchmark.name] = done["seconds"]
         progress.end(number, done["result"])
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
-    cost["flops"] = cost["tokens"] * flops_per_token(folder)
+    cost["flops"] = 2 * matrix_parameters(folder) * cost["forward_tokens"]
     write_json(job.output / "results.json", {"benchmarks": results, "samples": samples})
     return {name: result["value"] for name, result in results.items()}, cost
 
@@ -107,25 +108,6 @@ def _samples(checkpoint: Checkpoint, prompts: tuple[str, ...], *, chat: bool) ->
     texts = [checkpoint.apply_chat_template([{"role": "user", "content": p}]) if chat else p for p in prompts]
     completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts], [()] * len(texts))
     return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]
-
-
-def flops_per_token(folder: Path) -> int:
-    """FLOPs of one token's forward pass without attention: 2 a matrix parameter, the output head counted, the embedding
-    not. Read from the shapes in the safetensors' headers."""
-    from safetensors import safe_open
-
-    total = 0
-    names = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                shape = tensors.get_slice(name).get_shape()
-                names.add(name)
-                if len(shape) == 2 and "embed_tokens" not in name:
-                    total += shape[0] * shape[1]
-                elif "embed_tokens" in name:
-                    embedding = shape[0] * shape[1]
-    return 2 * (total if "lm_head.weight" in names else total + embedding)
 
 
 class _Progress:

@@ -6,7 +6,7 @@ the difference item by item. Records are those of `samples/<benchmark>.jsonl` (n
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from nanodag.errors import SourceError
 
 NUM_RESAMPLES = 10_000
+FALSE_ALARMS = 0.05  # the chance that a report calls anything better or worse where nothing is
 _CHUNK = 200  # resamples held at once: 200 x 14,042 MMLU items of 8 bytes are 22 MB
 
 Records = Path | Iterable[Mapping[str, Any]]
@@ -23,9 +24,11 @@ Records = Path | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """b minus a. low and high: 95 % interval. num_higher, num_lower: items on which b scored higher, lower than a.
+    """b minus a. low and high: 95 % interval of this difference alone. num_higher, num_lower: items on which b scored
+    higher, lower than a.
 
-    p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else the normal approximation.
+    p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else the normal approximation. It
+    decides whether a difference is more than noise, once it is corrected for how many are looked at (`holm`).
     """
 
     num_items: int
@@ -38,11 +41,6 @@ class PairedDifference:
     p_value: float
     num_higher: int
     num_lower: int
-
-    @property
-    def is_clear(self) -> bool:
-        """True when the interval lies on one side of zero."""
-        return self.low > 0 or self.high < 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,6 +108,21 @@ def mcnemar(num_higher: int, num_lower: int) -> float:
         return 1.0
     tail = sum(math.comb(changed, k) for k in range(min(num_higher, num_lower) + 1))
     return min(1.0, 2 * tail / 2**changed)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values, in the order given: calling those below alpha real is wrong about any of them with a chance of
+    at most alpha, whatever their dependence.
+
+    Source: Holm, Scandinavian Journal of Statistics 1979.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
 
 
 def _by_id(records: Records, metric: str) -> dict[str, tuple[float, float]]:

@@ -14,7 +14,8 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.schema import EvalStage, ImportStage, Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
-from nanodag.runs import ENDED_WELL, StageResult, result_of
+from nanodag.runs import StageResult, result_of
+from nanodag.stale import ENDED_WELL, advice, stale_stages
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,12 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """subjects, and missing: what was asked for that is not there, in words. mirror: that the runs' data come from."""
+    """subjects, and missing: what was asked for that is not there, in words. stale: which of the models are stale in
+    their runs, in words. mirror: that the runs' data come from."""
 
     subjects: tuple[Subject, ...]
     missing: tuple[str, ...]
+    stale: tuple[str, ...]
     mirror: str
 
 
@@ -58,6 +61,7 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
     records = list(store.records_of_runs().values())
     subjects: list[Subject] = []
     missing: list[str] = []
+    stale: list[str] = []
     mirrors: dict[str, str] = {}
     for label, pattern in pipeline.nightly.runs.items():
         fitting = [r for r in records if _fits(r, pattern)]
@@ -77,6 +81,8 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
                 missing.append(f"{label}/{stage}: run {record['run']} has no eval stage for it")
                 continue
             subjects.append(subject)
+            if why := stale_stages(record).get(stage):
+                stale.append(f"{label}/{stage}: stale in run {record['run']}, {why}; {advice(record['run'])}")
             mirrors[record["run"]] = record["pipeline"].get("mirror", "none")
     subjects += [_pinned(label, pipeline) for label in pipeline.nightly.models]
     for text in missing:
@@ -88,7 +94,10 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
             + (", ".join(r["run"] for r in records[-5:]) or "none yet")
             + "."
         )
-    return Choice(subjects=tuple(subjects), missing=tuple(missing), mirror=_mirror_of(pipeline, mirrors))
+    for text in stale:
+        log.warning("%s", text)
+    mirror = _mirror_of(pipeline, mirrors)
+    return Choice(subjects=tuple(subjects), missing=tuple(missing), stale=tuple(stale), mirror=mirror)
 
 
 def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, SourceError
-from nanodag.evaluation.paired import PairedDifference, paired
+from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.store import Store
 
 # What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
@@ -78,21 +78,6 @@ def compare(
     for i, adjusted in zip(tested, holm([made[i].p_worse for i in tested]), strict=True):
         made[i] = replace(made[i], adjusted=adjusted, is_worse=adjusted < false_alarms)
     return made
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given: calling those below alpha real is wrong about any of them with a chance of
-    at most alpha, whatever their dependence.
-
-    Source: Holm, Scandinavian Journal of Statistics 1979.
-    """
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [1.0] * len(p_values)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
 
 
 def _of_one(store: Store, score: Score, earlier: Sequence[Mapping[str, Any]]) -> list[Comparison]:

@@ -33,6 +33,9 @@ def trend_report(
     if missing:
         rows = [[Cell(text=text)] for text in missing]
         sections.append(Section(title="Not evaluated", parts=[Part(table=Table(headers=["what, and why"], rows=rows))]))
+    if stale := tonight["nightly"].get("stale", []):
+        rows = [[Cell(text=text, tone="bad")] for text in stale]
+        sections.append(Section(title="Stale", parts=[Part(table=Table(headers=["model, and why"], rows=rows))]))
     for number, (label, stage) in enumerate(dict.fromkeys((score["label"], score["stage"]) for score in scores)):
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [

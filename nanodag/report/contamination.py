@@ -43,14 +43,26 @@ def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _row(overlap: Overlap) -> list[Cell]:
     searched = overlap.rows - overlap.rows_too_short
-    share = overlap.rows_found / searched if searched else 0.0
+    if why := _not_checked(overlap):
+        head = [Cell(text=overlap.benchmark, code=True), Cell(text=overlap.training, code=True)]
+        return [*head, Cell(text="not checked", detail=why), Cell(text=""), Cell(text=""), Cell(text="")]
+    share = overlap.rows_found / searched
     short = f"{overlap.rows_too_short} shorter than 13 words" if overlap.rows_too_short else ""
-    tone = "bad" if overlap.rows_found else "good" if searched else ""
+    tone = "bad" if overlap.rows_found else "good" if overlap.complete else ""
     return [
         Cell(text=overlap.benchmark, code=True),
         Cell(text=overlap.training, code=True),
         Cell(text=str(overlap.rows_found), tone=tone),
         Cell(text=str(searched), detail=short),
-        Cell(text=f"{100 * share:.1f} %" if searched else ""),
+        Cell(text=f"{100 * share:.1f} %"),
         Cell(text=words.num_bytes(overlap.training_bytes), detail="" if overlap.complete else "then stopped"),
     ]
+
+
+def _not_checked(overlap: Overlap) -> str:
+    """Why nothing can be said of a benchmark and a training source; empty where it was looked for."""
+    if overlap.rows == 0:
+        return "the benchmark source has no rows"
+    if overlap.rows_too_short == overlap.rows:
+        return f"all {overlap.rows} items are shorter than 13 words"
+    return "" if overlap.training_bytes else "the training source has no text"

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanodag.evaluation.paired import PairedDifference, paired
+from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
+from nanodag.rl.learning import why_nothing_was_learned
 
 KIND_ORDER = ("tokenizer", "import", "pretrain", "midtrain", "sft", "rl", "eval", "report")
 LABELS = {"import": "START", "pretrain": "BASE", "midtrain": "MID", "sft": "SFT", "rl": "RL"}
@@ -68,21 +69,34 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """`after` against `before` on one benchmark. same_form: both were asked in the same words."""
+    """`after` against `before` on one benchmark. same_form: both were asked in the same words. is_parent: `after` was
+    trained from `before`, not beside it. adjusted: the p-value, by Holm's correction over all that are compared."""
 
     benchmark: str
     before: Column
     after: Column
     higher_is_better: bool
     same_form: bool
+    is_parent: bool
     found: PairedDifference
+    adjusted: float = 1.0
 
     @property
     def verdict(self) -> str:
-        """better, worse, or no clear difference: by which side of zero the 95 % interval lies on."""
-        if not self.found.is_clear:
+        """better, worse, or no clear difference: by the adjusted p-value alone."""
+        if self.adjusted >= FALSE_ALARMS:
             return "no clear difference"
-        return "better" if (self.found.difference > 0) == self.higher_is_better else "worse"
+        return "better" if self.gain > 0 else "worse"
+
+    @property
+    def metric(self) -> str:
+        """What is compared."""
+        return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index]
+
+    @property
+    def gain(self) -> float:
+        """The difference, above 0 where `after` is the better one."""
+        return self.found.difference if self.higher_is_better else -self.found.difference
 
 
 def stages_of(context: Mapping[str, Any]) -> dict[str, Stage]:
@@ -142,7 +156,7 @@ def benchmarks_of(columns: Sequence[Column]) -> list[str]:
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, Stage]) -> list[Comparison]:
     """Each model against the nearest evaluated one that it was trained from, and against others trained from that one.
 
-    The latter is what tells RL from a control that spent the same on more SFT.
+    The latter is what tells RL from a control that spent the same on more SFT. p-values are corrected over all of them.
     """
     found = []
     parents = {column.label: _nearest_evaluated(column, columns, stages) for column in columns}
@@ -151,12 +165,13 @@ def comparisons_of(columns: Sequence[Column], stages: Mapping[str, Stage]) -> li
             parent = parents[column.label]
             siblings = [c for c in columns[:number] if parent is not None and parents[c.label] is parent]
             for other in ([parent] if parent else []) + siblings:
-                if comparison := _compared(benchmark, other, column):
+                if comparison := _compared(benchmark, other, column, is_parent=other is parent):
                     found.append(comparison)
-    return found
+    adjusted = holm([comparison.found.p_value for comparison in found])
+    return [replace(comparison, adjusted=p) for comparison, p in zip(found, adjusted, strict=True)]
 
 
-def _compared(name: str, before: Column, after: Column) -> Comparison | None:
+def _compared(name: str, before: Column, after: Column, *, is_parent: bool) -> Comparison | None:
     first, second = before.benchmark(name), after.benchmark(name)
     if first is None or second is None or first["metric"] != second["metric"]:
         return None
@@ -165,6 +180,7 @@ def _compared(name: str, before: Column, after: Column) -> Comparison | None:
         before=before,
         after=after,
         higher_is_better=bool(second["higher_is_better"]),
+        is_parent=is_parent,
         same_form=(first["form"], first["num_fewshot"]) == (second["form"], second["num_fewshot"]),
         found=paired(before.samples_path(name), after.samples_path(name), second["metric"]),
     )
@@ -178,6 +194,15 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
         if stage is not None and stage.name in by_name:
             return by_name[stage.name]
     return None
+
+
+def warnings_of(stages: Mapping[str, Stage], stale: Mapping[str, str]) -> list[str]:
+    """What the reader of scores must know: what is stale, and that RL learned nothing. stale: stage -> why."""
+    said = [f"{name} is stale: {why}." for name, why in stale.items()]
+    for stage in stages.values():
+        if stage.kind == "rl":
+            said += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+    return said
 
 
 def _is_number(value: Any) -> bool:

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
-from nanodag.report.gather import Column, Comparison, Stage, columns_of, comparisons_of, stages_of
+from nanodag.report.gather import Column, Comparison, Stage, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.tables import Cell, Example, Table
 
@@ -48,11 +49,12 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What both pages show."""
+    """What both pages show. warnings: what the reader must know before all else."""
 
     title: str
     subtitle: str
     cards: Sequence[Cell]
+    warnings: Sequence[str] = ()
     sections: Sequence[Section] = field(default_factory=list)
 
 
@@ -81,7 +83,8 @@ def build_report(
     return Report(
         title=f"Report of run {run}",
         subtitle=" · ".join(fact.rstrip(".") for fact in facts if fact),
-        cards=_cards(stages, columns, comparisons),
+        cards=[*_change_cards(comparisons), *_cost_cards(stages)],
+        warnings=warnings_of(stages, context.get("stale", {})),
         sections=[section for section in made if section is not None],
     )
 
@@ -102,39 +105,46 @@ def _environment(*, autoescape: bool) -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=autoescape, undefined=jinja2.StrictUndefined
     )
-    environment.filters["md"] = _md
+    environment.filters["md"] = words.markdown
     environment.filters["md_cell"] = _md_cell
     return environment
 
 
-def _md(text: str) -> str:
-    """Text that stays one line and one cell of a Markdown table, and no markup of its own."""
-    escaped = re.sub(r"([\\|`*_\[\]<>#])", r"\\\1", text)
-    return re.sub(r"\s*\n\s*", " ⏎ ", escaped.strip())
-
-
 def _md_cell(cell: Cell) -> str:
-    text = _md(cell.text)
-    return f"{text} ({_md(cell.detail)})" if cell.detail and text else text or _md(cell.detail)
+    text, detail = words.markdown(cell.text), words.markdown(cell.detail)
+    return f"{text} ({detail})" if detail and text else text or detail
 
 
-def _cards(stages: Mapping[str, Stage], columns: Sequence[Column], comparisons: Sequence[Comparison]) -> list[Cell]:
+def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
+    """The largest gain beside the largest loss, of shares of right answers, of a model over the one it comes from."""
+    compared = [c for c in comparisons if c.is_parent and words.is_share(c.metric)]
+    cards = []
+    for verdict, what in (("better", "gain"), ("worse", "loss")):
+        clear = [c for c in compared if c.verdict == verdict]
+        if clear:
+            largest = max(clear, key=lambda c: abs(c.gain))
+            models = f"{largest.after.label} over {largest.before.label}"
+            cards.append(
+                Cell(
+                    text=f"{words.signed(largest.found.difference, largest.metric)} points",
+                    detail=f"largest {what}: {largest.benchmark}, {models}",
+                    tone="good" if verdict == "better" else "bad",
+                )
+            )
+        elif compared:
+            cards.append(Cell(text=f"no {what}", detail=f"beyond noise, in {len(compared)} comparisons"))
+    return cards
+
+
+def _cost_cards(stages: Mapping[str, Stage]) -> list[Cell]:
     def total(name: str) -> float:
         return sum(tables.number(stage.cost, name) for stage in stages.values())
 
     cards = [Cell(text=words.duration(total("seconds")), detail="of all stages together")]
-    if tokens := total("tokens"):
-        cards.append(Cell(text=words.count(tokens), detail="tokens through a model"))
+    if tokens := sum(tables.trained_tokens(stage) for stage in stages.values()):
+        cards.append(Cell(text=words.count(tokens), detail="tokens trained on"))
     if flops := total("flops"):
         cards.append(Cell(text=words.count(flops), detail="FLOPs"))
-    last = columns[-1] if columns else None
-    of_last = [c for c in comparisons if last is not None and c.after is last]
-    shares = [c for c in of_last if words.is_share(c.after.benchmark(c.benchmark)["metric"])]  # type: ignore[index]
-    if shares:
-        largest = max(shares, key=lambda c: abs(c.found.difference))
-        gain = words.signed(largest.found.difference, "exact_match")
-        models = f"{largest.after.label} over {largest.before.label}"
-        cards.append(Cell(text=f"{gain} points", detail=f"{models}, {largest.benchmark}"))
     return cards
 
 
@@ -144,9 +154,10 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Sec
     parts = [Part(svg=plots.scores_svg(columns, name="scores")), Part(table=tables.scores_table(columns))]
     if comparisons:
         note = (
-            "Differences item by item between models that answered the same items, in points; 95 % intervals by a "
-            "paired bootstrap, p by McNemar's test where items are right or wrong. “No clear difference” may hide a "
-            "small one."
+            "Differences item by item between models that answered the same items, in points. p decides the verdict: "
+            "by McNemar's test where items are right or wrong, corrected by Holm over all rows, so that where nothing "
+            f"differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval, by a paired bootstrap, "
+            "is of one difference alone. “No clear difference” may hide a small one."
         )
         parts.append(
             Part(
@@ -189,8 +200,11 @@ def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Se
 
 def _stages(stages: Mapping[str, Stage], price_per_hour: float) -> Section:
     note = (
-        "Time is what the stage's processes took, CPU time is summed over them, memory is the largest process. A stage "
-        "that was found in the store shows what it cost when it was built."
+        "Time is what the stage's processes took, over all tries, CPU time is summed over them, memory is the largest "
+        "process. A stage that was found in the store shows what it cost when it was built. Trained tokens went "
+        "through the model forward and backward; read tokens forward only: prompts and samples of RL, and evaluations. "
+        "FLOPs of all stages are 6 a trained token and 2 a read one for each parameter of a matrix, the head once, "
+        "without attention, and without RL's scoring by old, reference and critic weights; MFU has attention too."
     )
     table = tables.stages_table(stages, price_per_hour)
     return Section(title="Time, tokens and cost", note=note, parts=[Part(table=table, style="compact total")])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanodag.report.gather import Column, Stage, benchmarks_of
-from nanodag.report.words import is_share
+from nanodag.report.words import is_share, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COLOURS = ("#2563eb", "#dc7a09", "#15803d", "#b91c5c", "#6d5bd0", "#5b6470")
 MAX_POINTS = 400
 SEPARATE_POINTS = 8  # up to so many, each has its interval drawn as a line in the band
+LONGEST_TITLE, LONGEST_LABEL = 36, 12  # letters: longer ones leave their axes no room
 _FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine draws the same letters
 
 
@@ -58,9 +59,11 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
         for place, value, low, high in zip(places, values, below, above, strict=True):
             colour = COLOURS[place % len(COLOURS)]
             axis.errorbar(place, value, yerr=[[low], [high]], fmt="o", color=colour, markersize=5, capsize=3, zorder=2)
-        axis.set_xticks(range(len(columns)), [c.label for c in columns], fontsize=8)
+        labels = [shortened(column.label, LONGEST_LABEL) for column in columns]
+        axis.set_xticks(range(len(columns)), labels, fontsize=8)
         axis.set_xlim(-0.5, len(columns) - 0.5)
-        axis.set_title(f"{benchmark} (%)" if scale == 100 else benchmark, fontsize=9, loc="left")
+        title = shortened(benchmark, LONGEST_TITLE)
+        axis.set_title(f"{title} (%)" if scale == 100 else title, fontsize=9, loc="left")
     return _svg(figure, name)
 
 
@@ -120,7 +123,7 @@ def _draw(axis: Any, panel: Panel) -> None:
         axis.set_xticks([x for x, _ in panel.ticks], [text for _, text in panel.ticks])
     if panel.from_zero:
         axis.set_ylim(bottom=0)
-    axis.set_title(panel.title, fontsize=9, loc="left")
+    axis.set_title(shortened(panel.title, 2 * LONGEST_TITLE), fontsize=9, loc="left")
     axis.set_xlabel(panel.x_label, fontsize=8)
     if len(panel.lines) > 1:
         axis.legend(fontsize=7.5, frameon=False)
@@ -149,6 +152,7 @@ def _figure(num: int, *, width: float = 3.4, height: float = 2.4) -> tuple["Figu
     num_rows = -(-num // per_row)
     matplotlib.rcParams["svg.hashsalt"] = "nanodag"  # ids in the SVG would otherwise be drawn at random
     matplotlib.rcParams["font.family"] = _FONTS
+    matplotlib.rcParams["text.parse_math"] = False  # a name with two dollars in it is no formula
     figure = Figure(figsize=(width * per_row, height * num_rows), layout="constrained")
     axes = list(figure.subplots(num_rows, per_row, squeeze=False).flat)
     for axis in axes[num:]:
@@ -176,4 +180,5 @@ def _svg(figure: "Figure", name: str) -> str:
         count=1,
     )
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    prefix = re.sub(r"[^A-Za-z0-9_-]", "-", name)
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)

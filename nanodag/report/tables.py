@@ -56,6 +56,26 @@ def scores_table(columns: Sequence[Column]) -> Table:
     return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
 
 
+def short_scores_table(columns: Sequence[Column]) -> Table:
+    """The same as one line a benchmark: score and 95 % interval."""
+    rows = []
+    for benchmark in benchmarks_of(columns):
+        found = [column.benchmark(benchmark) for column in columns]
+        metric = next(score["metric"] for score in found if score is not None)
+        cells = [
+            Cell(
+                text=words.value(score["value"], metric),
+                detail=f"{words.value(score['low'], metric)}–{words.value(score['high'], metric)}",
+            )
+            if score is not None
+            else Cell(text="")
+            for score in found
+        ]
+        rows.append([Cell(text=benchmark, detail="%" if words.is_share(metric) else ""), *cells])
+    headers = ["benchmark", *(column.label for column in columns)]
+    return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
+
+
 def _score_cell(score: Mapping[str, Any]) -> Cell:
     metric = score["metric"]
     value = words.value(score["value"], metric)
@@ -69,7 +89,7 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     """Differences on the same items."""
     rows = []
     for comparison in comparisons:
-        found, metric = comparison.found, comparison.after.benchmark(comparison.benchmark)["metric"]  # type: ignore[index]
+        found, metric = comparison.found, comparison.metric
         verdict = comparison.verdict
         tone = {"better": "good", "worse": "bad"}.get(verdict, "")
         rows.append(
@@ -79,7 +99,7 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
                 Cell(text=words.signed(found.difference, metric), tone=tone),
                 Cell(text=f"{words.signed(found.low, metric)} to {words.signed(found.high, metric)}"),
                 Cell(text=f"{found.num_higher} / {found.num_lower}", detail=f"of {found.num_items}"),
-                Cell(text=words.probability(found.p_value)),
+                Cell(text=words.probability(comparison.adjusted)),
                 Cell(text=verdict, tone=tone),
             ]
         )
@@ -95,13 +115,14 @@ def stages_table(stages: Mapping[str, Stage], price_per_hour: float) -> Table:
         Cell(text="all"),
         Cell(text=words.duration(totals["seconds"])),
         Cell(text=words.duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""),
-        Cell(text=words.count(sum(number(s.cost, "tokens") for s in stages.values()))),
+        Cell(text=_count(sum(map(trained_tokens, stages.values())))),
+        Cell(text=_count(sum(map(read_tokens, stages.values())))),
         Cell(text=""),
         Cell(text=words.count(totals["flops"]) if totals["flops"] else ""),
         Cell(text=""),
         Cell(text=words.num_bytes(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))),
     ]
-    headers = ["stage", "time", "CPU time", "tokens", "tokens/s", "FLOPs", "MFU", "memory"]
+    headers = ["stage", "time", "CPU time", "trained", "read", "trained/s", "FLOPs", "MFU", "memory"]
     if price_per_hour:
         headers.append("price")
         last.append(Cell(text=f"{sum(_price(s, price_per_hour) for s in stages.values()):.2f}"))
@@ -110,7 +131,7 @@ def stages_table(stages: Mapping[str, Stage], price_per_hour: float) -> Table:
 
 def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
     cost = stage.cost
-    seconds, tokens = number(cost, "seconds"), number(cost, "tokens")
+    seconds, tokens = number(cost, "seconds"), trained_tokens(stage)
     speed = number(cost, "tokens_per_second") or (tokens / seconds if seconds and tokens else 0.0)
     device = str(cost.get("device", ""))
     if (ranks := _num_ranks(stage)) > 1:
@@ -118,9 +139,10 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
     kind = stage.kind if stage.kind != stage.name else ""
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
-        Cell(text=words.duration(seconds) if seconds else ""),
+        Cell(text=words.duration(seconds) if seconds else "", detail=tries_of(cost)),
         Cell(text=words.duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
-        Cell(text=words.count(tokens) if tokens else ""),
+        Cell(text=_count(tokens)),
+        Cell(text=_count(read_tokens(stage))),
         Cell(text=words.count(speed) if speed else ""),
         Cell(text=words.count(cost["flops"]) if number(cost, "flops") else ""),
         Cell(text=f"{100 * cost['mfu']:.1f} %" if number(cost, "mfu") else ""),
@@ -135,6 +157,28 @@ def _price(stage: Stage, price_per_hour: float) -> float:
 
 def _num_ranks(stage: Stage) -> int:
     return int(stage.config.get("resources", {}).get("num_ranks", 1))
+
+
+def trained_tokens(stage: Stage) -> float:
+    """Tokens that a stage put through the model forward and backward."""
+    return 0.0 if stage.kind == "eval" else number(stage.cost, "tokens")
+
+
+def read_tokens(stage: Stage) -> float:
+    """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
+    before = "tokens" if stage.kind == "eval" else "sampled_tokens"  # as artifacts had it before
+    return number(stage.cost, "forward_tokens") or number(stage.cost, before)
+
+
+def tries_of(cost: Mapping[str, Any]) -> str:
+    """`2 tries, the last 38 s`; empty where the first one was enough."""
+    earlier = number(cost, "earlier_seconds")
+    num = int(number(cost, "num_attempts"))
+    return f"{num} tries, the last {words.duration(number(cost, 'seconds') - earlier)}" if earlier else ""
+
+
+def _count(tokens: float) -> str:
+    return words.count(tokens) if tokens else ""
 
 
 def number(table: Mapping[str, Any], name: str) -> float:
@@ -177,7 +221,7 @@ def samples_table(columns: Sequence[Column]) -> Table | None:
 
 def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[Example]:
     """Items with written answers that `after` has right and `before` wrong (turned="right"), or the other way round."""
-    name, metric = comparison.benchmark, comparison.after.benchmark(comparison.benchmark)["metric"]  # type: ignore[index]
+    name, metric = comparison.benchmark, comparison.metric
     before = {record["id"]: record for record in read_records(comparison.before.samples_path(name))}
     wanted = 1.0 if turned == "right" else -1.0
     found = []

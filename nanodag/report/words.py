@@ -1,5 +1,6 @@
 """Numbers as people read them."""
 
+import re
 from typing import Any
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -55,8 +56,21 @@ def signed(number: float, metric: str) -> str:
 
 
 def probability(p: float) -> str:
-    """`0.031`, `< 0.001`."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+    """`0.031`, `< 0.001`; more digits where three would not tell on which side of 0.05 it lies."""
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if abs(p - 0.05) >= 0.0005 else f"{p:.5f}"
+
+
+def markdown(text: str) -> str:
+    """Text that stays one line of Markdown and one cell of its tables, and is no markup of its own."""
+    return " ⏎ ".join(re.sub(r"([\\|`*_\[\]<>#&~$!])", r"\\\1", line.strip()) for line in text.strip().splitlines())
+
+
+def fenced(text: str) -> str:
+    """Text as a block of code, whatever fences it has itself."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
 
 
 def shown(anything: Any) -> str:

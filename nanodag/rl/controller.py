@@ -30,6 +30,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rl.generation import Generator
 from nanodag.rl.harvest import Harvest, read_harvest, write_harvest
+from nanodag.rl.learning import learning_of
 from nanodag.rl.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.prompts import Prompt, PromptCursor, first_prompts
 from nanodag.rl.records import Records
@@ -295,17 +296,24 @@ class Controller:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         self._services.link.ask("export", folder=str(self._job.output))
         self._records.close()
-        totals, parameters = self._state["totals"], self._services.model.num_parameters
+        totals, parameters = self._state["totals"], self._services.model.num_matrix_parameters
         evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
             metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
-        flops = 6 * parameters * totals["computed"] + 2 * parameters * (totals["sampled"] + totals["prompt"])
+        forward = totals["sampled"] + totals["prompt"]
+        flops = 6 * parameters * totals["computed"] + 2 * parameters * forward
         finish(
             self._job,
             metrics=metrics,
-            cost={"tokens": totals["computed"], "sampled_tokens": totals["sampled"], "flops": flops},
+            cost={
+                "tokens": totals["computed"],
+                "forward_tokens": forward,
+                "sampled_tokens": totals["sampled"],
+                "flops": flops,
+            },
         )
 
     def _held_out_prompts(self, longest: int) -> list[Prompt]:

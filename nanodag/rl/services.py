@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import shutil
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from nanodag.config.derive import replicas_of
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
+from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
 from nanodag.nodes import Nodes
 from nanodag.ports import free_port
 from nanodag.rl.broadcast_sync import DistributedSync
@@ -266,8 +266,11 @@ class _Background:
 class ModelFacts:
     """What a Hugging Face directory says of its model without loading it."""
 
-    def __init__(self, *, num_parameters: int, num_bytes: int, max_positions: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, num_parameters: int, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int
+    ) -> None:
         self.num_parameters = num_parameters
+        self.num_matrix_parameters = num_matrix_parameters
         self.num_bytes = num_bytes
         self.max_positions = max_positions
         self.vocab_size = vocab_size
@@ -278,30 +281,14 @@ class ModelFacts:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"The model in {folder} has no safetensors file; RL begins at a Hugging Face directory.")
-        counts = [count for file in files for count in _tensor_sizes(file)]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return cls(
-            num_parameters=sum(counts),
+            num_parameters=num_elements(tensor_shapes(folder)),
+            num_matrix_parameters=matrix_parameters(folder),
             num_bytes=sum(file.stat().st_size for file in files),
             max_positions=int(config["max_position_embeddings"]),
             vocab_size=int(config["vocab_size"]),
         )
-
-
-def _tensor_sizes(file: Path) -> list[int]:
-    """Elements of each tensor. A safetensors file begins with the length of its JSON header, as 8 bytes."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    sizes = []
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        size = 1
-        for extent in tensor["shape"]:
-            size *= extent
-        sizes.append(size)
-    return sizes
 
 
 def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:

@@ -1,5 +1,6 @@
 """The page itself: one address, whose query says what is shown. It works without JavaScript."""
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,19 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.rollouts.shelf import Shelf
-from nanodag.rollouts.view import COLOURS, Painter, fates_of, timeline_svg, wanted_of
+from nanodag.rollouts.view import COLOURS, Painter, fates_of, shortened, timeline_svg, wanted_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 20
+# What a query may have, and how its values look. A step has as many digits as its file's name.
+PARAMETERS = {
+    "set": "eval",
+    "step": "[0-9]{1,9}",
+    **dict.fromkeys(("lowest", "highest", "fate", "finish", "prompt"), "(?s:.*)"),
+    "colour": "|".join(COLOURS),
+    "page": "[1-9][0-9]{0,8}",
+}
+WHAT = {"step": "number of a step", "page": "number of a page"}
 COLUMNS = (
     ("reward", "reward"),
     ("pass_rate", "pass rate"),
@@ -64,6 +74,7 @@ def serve(shelf: Shelf, *, port: int) -> None:
 
 
 def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str, Any]:
+    refuse_odd(query)
     steps = shelf.steps()
     frame = _frame(shelf, steps, query)
     if not steps and not frame["evaluations"]:
@@ -72,9 +83,9 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     fates = fates_of(reads)
     chosen = [read for read in reads if wanted_of(query).is_met_by(read)]
     colour = query.get("colour") or ("advantage" if any(r.advantages for r in reads) else "logprob")
-    if colour not in COLOURS:
-        raise ValueError(f"colour is {colour!r}; it is one of {', '.join(COLOURS)}")
-    number = _page_number(query.get("page", ""))
+    number, num_pages = int(query.get("page") or 1), max(1, -(-len(chosen) // ON_A_PAGE))
+    if number > num_pages:
+        raise ValueError(f"page is {query['page']!r}, and the last one is {num_pages}")
     shown = chosen[(number - 1) * ON_A_PAGE : number * ON_A_PAGE]
     return {
         **frame,
@@ -86,15 +97,18 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
         "fate_options": [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()],
         "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
         "number": number,
-        "num_pages": max(1, -(-len(chosen) // ON_A_PAGE)),
+        "num_pages": num_pages,
         "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
     }
 
 
-def _page_number(text: str) -> int:
-    if text and not (text.isdecimal() and int(text)):
-        raise ValueError(f"page is {text!r}, which is no page's number")
-    return int(text or 1)
+def refuse_odd(query: Mapping[str, str]) -> None:
+    """Raise ValueError for what is no parameter of the page, or no value that one may have; what is empty may stay."""
+    for name, text in query.items():
+        if name not in PARAMETERS:
+            raise ValueError(f"there is no {shortened(name)!r} to ask for; there are {', '.join(PARAMETERS)}")
+        if text and not re.fullmatch(PARAMETERS[name], text):
+            raise ValueError(f"{name} is {shortened(text)!r}, which is no {WHAT.get(name, name)}")
 
 
 def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
@@ -103,7 +117,7 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
     evaluations = shelf.evaluations()
     there = evaluations if is_held_out else [int(line["step"]) for line in steps]
     asked = query.get("step", "")
-    step = int(asked) if asked.isdigit() else (there[-1] if there else 0)
+    step = int(asked) if re.fullmatch(PARAMETERS["step"], asked) else (there[-1] if there else 0)
     return {
         "shelf": shelf,
         "step": step,

@@ -1,5 +1,6 @@
 """What the page shows: rollouts that were asked for, their tokens with colours, and the picture of one step."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")
 RED, GREEN, BLUE, GREY = "220,38,38", "22,163,74", "37,99,235", "120,130,145"
 VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
+LONGEST_SAID = 40  # letters
 REASONS = ("reward_error", "generate_error", "answer")  # of a rollout's metadata, what is shown
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
@@ -195,15 +197,23 @@ def _ticks(seconds: float, scale: float, y: float) -> list[str]:
     return found
 
 
+def shortened(text: str) -> str:
+    """As much of what was asked as one line has room for."""
+    return text if len(text) <= LONGEST_SAID else f"{text[:LONGEST_SAID]}…"
+
+
 def wanted_of(query: Mapping[str, str]) -> Wanted:
-    """The query of the page's form. Raises ValueError naming the field that is no number."""
+    """The query of the page's form. Raises ValueError naming the field that is no finite number."""
 
     def number(name: str) -> float | None:
         text = query.get(name, "").strip()
         try:
-            return float(text) if text else None
+            found = float(text) if text else None
         except ValueError:
-            raise ValueError(f"{name} is {text!r}, which is no number") from None
+            found = math.nan
+        if found is not None and not math.isfinite(found):
+            raise ValueError(f"{name} is {shortened(text)!r}, which is no number")
+        return found
 
     return Wanted(
         lowest=number("lowest"),

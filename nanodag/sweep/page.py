@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import words
 from nanodag.report.page import Part, Report, Section
 from nanodag.report.plots import COLOURS, Panel, panels_svg
@@ -26,8 +27,9 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[Row]) -> Report:
     note = (
         "One row a point, the best first by the first column after the options. Below a score: the difference to the "
         "first point on the same items, with the 95 % interval of a paired bootstrap; of the first point its own 95 % "
-        "interval. The best of many points owes part of its lead to chance: run it again with another seed or on other "
-        "items, before you believe it."
+        "interval. Green and red: more than noise, p corrected by Holm over the whole table and below "
+        f"{FALSE_ALARMS:g}. The best of many points owes part of its lead to chance: run it again with another seed or "
+        "on other items, before you believe it."
     )
     made = [Section(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
     if panels := _option_panels(sweep, rows, labels, metrics):
@@ -91,7 +93,7 @@ def _score_cell(score: Score | None) -> Cell:
     if (found := score.difference) is not None:
         low, high = words.signed(found.low, score.metric), words.signed(found.high, score.metric)
         detail = f"{words.signed(found.difference, score.metric)}, {low} to {high}"
-        if found.is_clear:
+        if score.adjusted < FALSE_ALARMS:
             tone = "good" if (found.difference > 0) == score.higher_is_better else "bad"
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)
 

@@ -3,13 +3,13 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nanodag.errors import SourceError
-from nanodag.evaluation.paired import PairedDifference, paired
+from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.runs import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.sweep.points import Point, Sweep
@@ -21,7 +21,8 @@ MAX_CURVES = 6  # as many as there are colours
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One benchmark's score of one point, and the difference to the first point that has it, on the same items."""
+    """One benchmark's score of one point, and the difference to the first point that has it, on the same items.
+    adjusted: its p-value, by Holm's correction over all differences of the sweep."""
 
     benchmark: str
     metric: str
@@ -31,6 +32,7 @@ class Score:
     high: float
     num_items: int
     difference: PairedDifference | None
+    adjusted: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,22 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
                 scores |= _scores(name, folder, first)
         records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
         rows.append(Row(point=point, artifact=artifact, records=records, scores=scores))
-    return rows
+    return _corrected(rows)
+
+
+def _corrected(rows: list[Row]) -> list[Row]:
+    tested = [s.difference.p_value for row in rows for s in row.scores.values() if s.difference is not None]
+    adjusted = iter(holm(tested))
+    return [
+        replace(
+            row,
+            scores={
+                label: score if score.difference is None else replace(score, adjusted=next(adjusted))
+                for label, score in row.scores.items()
+            },
+        )
+        for row in rows
+    ]
 
 
 def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, Score]:

@@ -12,6 +12,7 @@ from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.runs import Run, StageResult, is_alive, pipeline_file, result_of, store_of
 from nanodag.stage import key_of
+from nanodag.stale import config_digest
 from nanodag.sweep.points import Sweep, make_sweep
 
 
@@ -69,10 +70,12 @@ def find_built(run: Run) -> dict[str, StageResult]:
         artifact = run.store.lookup(key)
         if artifact is None:
             continue
+        made_of = {label: found[source].digest for label, source in config.inputs.items()}
         found[stage] = result_of(stage, artifact, was_found=True)
         notes[stage] = {
             **{"state": "found", "reason": "", "started": now, "ended": now, "took_s": 0.0, "cost": artifact.cost},
             **{"key": key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
+            **{"made_of": made_of, "made_with": config_digest(config)},
         }
 
     def note(record: dict[str, Any]) -> None:

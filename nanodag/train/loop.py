@@ -35,11 +35,12 @@ WriteMetrics = Callable[..., None]
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a stage comes to. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
-    and backward; peak_flops: matmul peak of all ranks, a second."""
+    and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
 
     num_steps: int
     micro_batches: int
     flops_per_token: int
+    matrix_flops_per_token: int
     peak_flops: float
 
 

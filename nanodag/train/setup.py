@@ -110,6 +110,7 @@ def prepare(job: Job) -> Stage:
         num_steps=_num_steps(job, data, checkpoint),
         micro_batches=data.micro_batches,
         flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
+        matrix_flops_per_token=flops_per_token(shape, architecture.vocab_size, 0),
         peak_flops=engine.world_size * matmul_peak(engine.device.type),
     )
     return Stage(

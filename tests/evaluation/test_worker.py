@@ -77,7 +77,7 @@ def test_an_eval_stage_leaves_scores_records_and_samples(make_job):
     assert sum(record["scores"]["exact_match"] for record in records) / 5 == words["value"]
     assert results["samples"][0]["prompt"] == "the cat" and results["samples"][0]["completion"]
     # 2 layers of 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 parameters, and 280 * 32 of the untied head
-    assert cost["flops"] == cost["tokens"] * 2 * (2 * (2 * 1024 + 2 * 512 + 3 * 1536) + 280 * 32)
+    assert cost["flops"] == cost["forward_tokens"] * 2 * (2 * (2 * 1024 + 2 * 512 + 3 * 1536) + 280 * 32)
     lines = [json.loads(line) for line in job.metrics_path.read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     assert (lines[-1]["step"], lines[-1]["total"]) == (3000, 3000)

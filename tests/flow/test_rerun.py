@@ -7,7 +7,8 @@ from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
 from nanodag.composed import open_composed
 from nanodag.errors import ConfigError
-from nanodag.runs import following, merged, open_run, recorded_run
+from nanodag.runs import merged, open_run, recorded_run
+from nanodag.stale import following
 from nanodag.store import Store
 
 RECORD = {

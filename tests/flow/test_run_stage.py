@@ -1,9 +1,13 @@
 """One stage of a run, alone."""
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
+from nanodag.runs import state_of
 from nanodag.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -28,8 +32,19 @@ def test_a_stage_alone_has_the_pipelines_key_and_force_adds_an_attempt(store):
 
 def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_refused(store):
     before = store.read_run("r")["stages"]["sft"]["key"]
-    assert run_stage("r", "sft", overrides=("sft.seed=9",), return_state=True).is_completed()
-    assert store.read_run("r")["stages"]["sft"]["key"] != before
+    done = run_stage("r", "sft", overrides=("sft.seed=9",), return_state=True)
+    assert done.is_completed() and store.read_run("r")["stages"]["sft"]["key"] != before
+    assert done.message.endswith("Stale now: eval_sft, report; build again with: nanodag rerun r --stale")
+    with get_client(sync_client=True) as client:
+        wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["run-r"]))
+        text = client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.CREATED_DESC, limit=1)[0].data
+    assert "eval\\_sft is stale: sft was built since" in text
+    same = {"preset": "tiny", "overrides": ("sft.seed=9",), "return_state": True}
+    kept = speedrun("r", **same)
+    assert kept.message.startswith("4 stages, 4 of them found") and "Stale now: eval_sft, report" in kept.message
+    mended = speedrun("r", stale="only", return_state=True)
+    assert mended.message == "2 stages, 0 of them found in the store"
+    assert state_of(store.read_run("r")) == "completed"
     state = run_stage("r", "sft", overrides=("pretrain.seed=9",), return_state=True)
     assert state.is_failed() and "Override 'pretrain.seed=9' is not of stage sft" in state.message
 

@@ -1,6 +1,7 @@
 """One stage, without Prefect: found or built, stopped and gone on with."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,10 @@ import time
 import psutil
 import pytest
 
+from nanodag.cli.show import _took
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
+from nanodag.launch import begin_try, usage_of
+from nanodag.progress import progress_of
 from nanodag.retention import Policy, plan
 from nanodag.runs import open_run
 from nanodag.stage import carry_out
@@ -172,7 +176,30 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     seen = []
     result = carry_out(run, "tokenizer", {}, on_metrics=seen.append)
     assert [line["step"] for line in seen] == [3, 4] and seen[0]["resumed_from"] == 2
-    assert run.store.attempt(result.key, result.attempt).cost["num_attempts"] == 2
+    cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
+    assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]
+    assert entry["earlier_s"] == cost["earlier_seconds"], "what it took is more than the last try"
+    (shown,) = progress_of(run.store, {"order": ["tokenizer"], "stages": {"tokenizer": entry}})
+    assert shown.elapsed_s == pytest.approx(entry["ended"] - entry["started"] + entry["earlier_s"])
+    assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1m12s (2 tries, last 10.0s)"
+    carry_out(run, "tokenizer", {})
+    assert run.entry("tokenizer")["earlier_s"] == 0.0, "it was found: that took no other try"
+
+
+def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
+    assert begin_try(tmp_path) == 0.0
+    (tmp_path / "began").write_text("1000.0")
+    (tmp_path / "worker.log").write_text("step 7\n")
+    os.utime(tmp_path / "worker.log", (1030.0, 1030.0))  # the last that was heard of it; no line of usage was left
+    assert begin_try(tmp_path) == 30.0
+    with (tmp_path / "usage.jsonl").open("a") as stream:  # the second one left its line, as it began after `began`
+        stream.write(
+            json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "largest_process_bytes": 9}) + "\n"
+        )
+    assert begin_try(tmp_path) == 35.0
+    assert usage_of(tmp_path) == {
+        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_s": 4.0, "largest_process_bytes": 9, "num_attempts": 2}
+    }
 
 
 def test_a_killed_worker_is_told_apart_from_one_that_failed(run, tell):

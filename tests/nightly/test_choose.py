@@ -73,3 +73,18 @@ def test_long_names_stay_apart_and_within_what_a_stage_name_may_be(store, tmp_pa
     pipeline = pipeline_with(runs=dict.fromkeys(labels, "plain"))
     choice = choose(store, pipeline)
     assert len(night_pipeline(pipeline, choice).stages) == 4
+
+
+def test_a_model_that_is_stale_in_its_run_is_evaluated_and_named(store, tmp_path):
+    write_run(store, tmp_path, "plain", created=1.0)
+
+    def stale(record):
+        record["order"] = ["pretrain", *record["order"]]
+        record["stages"]["pretrain"] = {"kind": "pretrain", "inputs": {}, "state": "built", "digest": "new"}
+        made = {"inputs": {"model": "pretrain"}, "made_of": {"model": "old"}, "made_with": "c", "config": "c"}
+        record["stages"]["sft"].update(made)
+
+    store.change_run("plain", stale)
+    choice = choose(store, pipeline_with())
+    assert [subject.stage for subject in choice.subjects] == ["sft"]
+    assert choice.stale == ("newest/sft: stale in run plain, pretrain was built since; nanodag rerun plain --stale",)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanodag.nightly.compare import compare, holm
+from nanodag.evaluation.paired import holm
+from nanodag.nightly.compare import compare
 from tests.nightly.nights import night_record, publish_eval
 
 RIGHT, WRONG = [1], [0]

@@ -24,6 +24,7 @@ def report(store, tmp_path):
     scores = [publish_eval(store, tmp_path / f"{n}", f"run-{n}", row) for n, row in enumerate(answers)]
     nights = [night_record(f"nightly-{n}", [score], due=FIRST + n * DAY) for n, score in enumerate(scores)]
     nights[-1]["nightly"]["missing"] = ["main/rl: no run has finished that stage"]
+    nights[-1]["nightly"]["stale"] = ["main/sft: stale in run r, pretrain was built since"]
     found = compare(store, scores[2:], nights[:2], false_alarms=0.01)
     return trend_report(nights, found, false_alarms=0.01, zone="Europe/Berlin")
 
@@ -33,6 +34,7 @@ def test_the_page_says_what_is_worse_than_what_and_what_is_missing(report):
     (row,) = [line for line in text.splitlines() if line.startswith("| main/sft")]
     assert "60.0 (58.0 to 62.0)" in row and "−32.0" in row and "worse than last night" in row and "< 0.001" in row
     assert "main/rl: no run has finished that stage" in text
+    assert "## Stale\n" in text and "main/sft: stale in run r, pretrain was built since" in text
     assert "nightly-2 · 2025-11-22 02:00" in text, "in the schedule's time zone"
     rows = [line for line in text.splitlines() if line.startswith("| 2025-11-")]
     assert [row[2:18] for row in rows] == ["2025-11-22 02:00", "2025-11-21 02:00", "2025-11-20 02:00"]

@@ -1,13 +1,16 @@
 import html.parser
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from nanodag.config.schema import ReportStage
-from nanodag.report import words
+from nanodag.report import tables, words
 from nanodag.report.contamination import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
@@ -59,7 +62,7 @@ def test_models_are_compared_with_the_one_they_come_from_and_with_each_other(run
     by_pair = {(c.benchmark, c.after.label, c.before.label): c for c in found}
     rl = by_pair["sort", "RL", "SFT"]
     assert (rl.found.difference, rl.found.num_higher, rl.found.num_lower) == (pytest.approx(0.4), 4, 0)
-    assert (rl.verdict, rl.same_form) == ("better", True)
+    assert (rl.found.p_value, rl.verdict, rl.same_form) == (0.125, "no clear difference", True)
     assert not by_pair["sort", "SFT", "BASE"].same_form
     assert by_pair["sort", "CONTROL", "SFT"].verdict == "no clear difference"
     assert by_pair["bits_per_byte", "RL", "SFT"].verdict == "worse"  # more bits are worse
@@ -76,9 +79,9 @@ def test_time_tokens_and_cost_add_up(run):
     table = stages_table(stages_of(run), 2.0)
     rows = {row[0]: row for row in texts(table)}
     #                         2 ranks for an hour at 2.00 each
-    assert rows["pretrain"] == ["pretrain", "1 h 0 min", "1 h 56 min", "1.5 M", "417", "2 T", "31.0 %", "", "4.00"]
+    assert rows["pretrain"] == ["pretrain", "1 h 0 min", "1 h 56 min", "1.5 M", "", "417", "2 T", "31.0 %", "", "4.00"]
     assert rows["all"][1:4] == ["1 h 1 min", "1 h 57 min", "1.5 M"]  # 3680 s; 7024 s
-    assert rows["all"][8] == "4.04"  # and 80 s on one rank: .0444
+    assert rows["all"][9] == "4.04"  # and 80 s on one rank: .0444
 
 
 def test_config_says_where_values_come_from_and_what_the_dial_would_have_said(run):
@@ -87,6 +90,118 @@ def test_config_says_where_values_come_from_and_what_the_dial_would_have_said(ru
     assert [cell.text for cell in first] == ["num_epochs", "3", "override"]
     assert first[2].detail == "said 1"
     assert [row[2].text for row in table.rows[1:]] == ["default", "default"]
+
+
+def answers(run, name, right):
+    """Let an eval answer 60 sorting problems, of which these are right."""
+    lines = [{"id": f"s{n}", "scores": {"exact_match": float(n in right)}} for n in range(60)]
+    path = Path(run["stages"][name]["files"]) / "samples" / "sort.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def comparison_table(run):
+    """(after, before) on `sort` -> p and verdict, as the page shows them."""
+    sections = report_of(run).sections
+    table = sections[0].parts[-1].table
+    return {row[1].text: (row[5].text, row[6].text) for row in table.rows if row[0].text == "sort"}
+
+
+def test_the_p_that_is_shown_decides_and_not_the_interval(run):
+    for name, right in (("eval_base", 0), ("eval_sft", 20), ("eval_control", 20), ("eval_rl", 15)):
+        answers(run, name, range(right))
+    stages = stages_of(run)
+    found = next(c for c in comparisons_of(columns_of(stages), stages) if c.after.label == "RL" and c.is_parent)
+    assert found.found.p_value == 0.0625 and found.found.high < 0, "the interval alone would call it worse"
+    shown = comparison_table(run)
+    assert shown["RL − SFT"] == ("0.250", "no clear difference")  # 4 of 8 are no smaller: 4 x 0.0625
+    assert shown["SFT − BASE"] == ("< 0.001", "better")
+
+
+def test_one_of_many_comparisons_is_not_called_worse_by_chance(run):
+    for name, right in (("eval_base", range(20)), ("eval_sft", range(20)), ("eval_control", range(20))):
+        answers(run, name, right)
+    answers(run, "eval_rl", range(13))  # 7 lost, none won: p = 2/128, which alone would do
+    assert comparison_table(run)["RL − SFT"] == ("0.078", "no clear difference")  # 5 of 8 are no smaller: 5 x 0.0156
+    answers(run, "eval_rl", range(10))
+    assert comparison_table(run)["RL − SFT"] == ("0.010", "worse")  # 5 x 2/1024
+
+
+def test_the_first_tiles_name_the_largest_gain_beside_the_largest_loss(run):
+    answers(run, "eval_base", range(30))
+    answers(run, "eval_sft", range(5))
+    answers(run, "eval_control", range(5))
+    answers(run, "eval_rl", range(50))
+    first, second = report_of(run).cards[:2]
+    assert (first.text, first.detail) == ("+75.0 points", "largest gain: sort, RL over SFT")
+    assert (second.text, second.detail) == ("−41.7 points", "largest loss: sort, SFT over BASE")
+    answers(run, "eval_base", range(5))
+    assert [c.text for c in report_of(run).cards[:2]] == ["+75.0 points", "no loss"]
+
+
+def test_trained_and_read_tokens_have_columns_of_their_own(run):
+    run["stages"]["rl"]["cost"] = {"seconds": 10.0, "tokens": 3000, "forward_tokens": 2000, "flops": 1e6}
+    run["stages"]["eval_rl"]["cost"] = {"seconds": 5.0, "forward_tokens": 500, "flops": 1e3}
+    run["stages"]["eval_sft"]["cost"] = {"seconds": 5.0, "tokens": 400}  # as artifacts had it before
+    table = stages_table(stages_of(run), 0.0)
+    rows = {row[0]: row for row in texts(table)}
+    assert table.headers[3:6] == ["trained", "read", "trained/s"]
+    assert (rows["rl"][3:6], rows["eval_rl"][3:6]) == (["3 k", "2 k", "300"], ["", "500", ""])
+    assert rows["eval_sft"][3:6] == ["", "400", ""] and rows["all"][3:5] == ["1.5 M", "2.9 k"]
+
+
+def test_a_stage_that_took_several_tries_shows_all_of_their_time_and_the_last(run):
+    run["stages"]["rl"]["cost"] = {"seconds": 100.0, "earlier_seconds": 62.0, "num_attempts": 3}
+    row = next(row for row in stages_table(stages_of(run), 0.0).rows if row[0].text == "rl")
+    assert (row[1].text, row[1].detail) == ("1 min 40 s", "3 tries, the last 38 s")
+
+
+def test_what_is_stale_and_rl_that_learned_nothing_are_said_first(run):
+    run["stages"]["rl"]["metrics"] = {"version": 0}
+    run["stale"] = {"eval_rl": "rl was built since"}
+    report = report_of(run)
+    said = ["eval_rl is stale: rl was built since.", "rl learned nothing: no update of the weights was made."]
+    assert report.warnings == said
+    for page in (to_html(report), to_markdown(report)):
+        assert page.index("rl learned nothing") < page.index("Scores")
+
+
+HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
+
+
+def test_nothing_that_a_user_names_becomes_markup(run, tmp_path):
+    stages = run["stages"]
+    run["description"], run["preset"] = HOSTILE, HOSTILE
+    run["stale"] = {HOSTILE: HOSTILE}
+    stages["sft"]["config"]["note"] = HOSTILE
+    stages["rl"]["metrics"] = {HOSTILE: HOSTILE}
+    stages["rl"]["environment"] = {HOSTILE: HOSTILE}
+    for stage in ("eval_rl", "eval_sft"):
+        folder = Path(stages[stage]["files"])
+        stages[stage]["config"]["benchmarks"] += [{"name": HOSTILE.replace("/", "")}]
+        results = json.loads((folder / "results.json").read_text())
+        results["benchmarks"][HOSTILE.replace("/", "")] = results["benchmarks"]["sort"]
+        results["samples"] = [{"prompt": HOSTILE, "completion": HOSTILE}]
+        (folder / "results.json").write_text(json.dumps(results))
+        lines = [
+            {"id": f"{n}", "scores": {"exact_match": float(stage == "eval_rl")}}
+            | {"prompt": HOSTILE, "target": HOSTILE, "output": HOSTILE}
+            for n in range(3)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "samples" / f"{HOSTILE.replace('/', '')}.jsonl").write_text(text)
+    run["stages"] = {HOSTILE if name == "control" else name: raw for name, raw in stages.items()}
+    rows = [[tables.Cell(text=HOSTILE, detail=HOSTILE, code=True)]]
+    report = report_of(run, missing=[HOSTILE], contamination=tables.Table(headers=[HOSTILE], rows=rows))
+    report = replace(report, title=HOSTILE)
+    page = to_html(report)
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and "<script" not in page and "alert(1)" in page
+    text = to_markdown(report)
+    assert "alert(1)" in text
+    for mark in ("<script", "[x]", "`c`", "*b*", "$x", "~~y", "&lt;"):
+        assert not re.search(r"(?<!\\)" + re.escape(mark), text), mark
+    assert not re.search(r"^# not a title", text, flags=re.MULTILINE)
 
 
 class Checker(html.parser.HTMLParser):
@@ -170,7 +285,7 @@ def test_what_a_stage_reached_is_said_in_one_line(run):
     run["stages"]["pretrain"]["cost"]["mfu"] = None
     stages = stages_of(run)
     assert texts(reached_table(stages)) == [["sft", "loss 1.2346 · stopped early yes · steps 12,000"]]
-    assert {row[0]: row for row in texts(stages_table(stages, 0.0))}["pretrain"][6] == ""
+    assert {row[0]: row for row in texts(stages_table(stages, 0.0))}["pretrain"][7] == ""
     assert "stopped early yes" in to_markdown(report_of(run))
 
 
@@ -191,6 +306,8 @@ def test_a_running_mean_is_centred_and_shorter_at_the_ends():
         (words.signed(-0.021, "bits_per_byte"), "−0.021"),
         (words.signed(0.183, "acc"), "+18.3"),
         (words.probability(0.0004), "< 0.001"),
+        (words.probability(0.0496), "0.04960"),
+        (words.probability(0.0156), "0.016"),
     ],
 )
 def test_numbers_in_words(said, expected):
@@ -213,6 +330,27 @@ def test_contamination_finds_an_item_that_stands_in_training_data(tmp_path):
     assert table.rows[0][3].detail == "1 shorter than 13 words"
     assert training_urls(stages) == [f"file:{training}"]
     assert contamination_table(stages, (), None) is None
+
+
+def test_a_source_that_could_not_be_looked_for_is_not_called_clean(tmp_path):
+    training, empty, benchmark = (tmp_path / name for name in ("train.jsonl", "empty.jsonl", "test.jsonl"))
+    training.write_text(json.dumps({"text": "some words"}) + "\n")
+    empty.write_text(json.dumps({"text": ""}) + "\n")
+    benchmark.write_text(json.dumps({"q": "too short"}) + "\n")
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"q": " ".join(f"w{n}" for n in range(20))}) + "\n")
+    stages = {"sft": {"kind": "sft", "config": {"data": [{"url": f"file:{path}"} for path in (training, empty)]}}}
+    config = ReportStage(kind="report", contamination=(f"file:{benchmark}", f"file:{long}"))
+    found = [
+        (row[2].text, row[2].detail, row[2].tone)
+        for row in contamination_table(stages, config.contamination, None).rows
+    ]
+    assert found == [
+        ("not checked", "all 1 items are shorter than 13 words", ""),
+        ("0", "", "good"),
+        ("not checked", "all 1 items are shorter than 13 words", ""),
+        ("not checked", "the training source has no text", ""),
+    ]
 
 
 def test_the_worker_writes_both_pages(run, tmp_path):

@@ -1,6 +1,7 @@
 """The page of rollouts: what became of each, filters, colours, and that nothing in them is taken for markup."""
 
 import json
+import re
 
 import pytest
 from starlette.testclient import TestClient
@@ -87,6 +88,7 @@ def test_the_page_shows_the_newest_step_with_every_rollout_and_who_waited(get):
         ("?fate=reward_failed", 1),
         ("?prompt=rig", 2),
         ("?finish=length", 0),
+        ("?fate=%00", 0),
         ("?lowest=&highest=&fate=&finish=&prompt=", 4),
     ],
 )
@@ -125,11 +127,34 @@ def test_what_a_model_wrote_is_not_markup(get):
         ("?step=9", "There is no step-00000009.jsonl"),
         ("?colour=pink", "colour is &#39;pink&#39;"),
         ("?page=x", "page is &#39;x&#39;"),
+        ("?step=²", "step is &#39;²&#39;, which is no number of a step"),
+        ("?step=-1", "step is &#39;-1&#39;"),
+        ("?step=1e3", "step is &#39;1e3&#39;"),
+        ("?step=" + "9" * 5000, "step is &#39;9999999999"),
+        ("?step=" + "9" * 400, "step is &#39;9999"),
+        ("?step=999999999", "There is no step-999999999.jsonl"),
+        ("?set=eval&step=٣", "step is"),
+        ("?set=evil", "set is &#39;evil&#39;"),
+        ("?page=²", "page is &#39;²&#39;"),
+        ("?page=0", "page is &#39;0&#39;"),
+        ("?page=" + "9" * 5000, "page is &#39;99"),
+        ("?page=2", "page is &#39;2&#39;, and the last one is 1"),
+        ("?lowest=nan", "lowest is &#39;nan&#39;, which is no number"),
+        ("?highest=1e999", "highest is &#39;1e999&#39;, which is no number"),
+        ("?steps=2", "there is no &#39;steps&#39;"),
     ],
 )
 def test_a_wrong_query_is_answered_with_the_reason(get, query, said):
     answer = get(query)
     assert answer.status_code == 400 and said in answer.text
+    assert len(re.search(r'class="error">([^<]*)<', answer.text)[1]) < 300
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/%00", "/%2e%2e/etc/passwd", "/" + "a" * 5000, "/?" + "a" * 5000])
+def test_a_path_that_is_not_there_is_answered_and_nothing_breaks(shelf, path):
+    client = TestClient(make_app(shelf), base_url="http://127.0.0.1", raise_server_exceptions=False)
+    assert client.get(path).status_code in (400, 404)
+    assert client.post("/").status_code == 405
 
 
 def test_a_stage_without_a_step_yet_says_so(shelf):

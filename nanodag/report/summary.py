@@ -1,0 +1,98 @@
+"""What a run has come to, in short: its scores, what got better and worse by more than noise, and what to beware of.
+
+It says what the report says, by the same functions, of the run as it is now: also where it has no report, or one that
+is stale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.report import tables, words
+from nanodag.report.context import context_stages
+from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
+from nanodag.report.page import Part, Report, Section
+from nanodag.report.tables import Cell, Table
+from nanodag.stale import stale_stages
+from nanodag.store import Artifact, Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """scores: None where nothing was evaluated. better, worse: lines, each a difference beyond noise between a model
+    and the one it comes from. num_compared: how many were looked at. warnings: lines, without what is stale."""
+
+    scores: Table | None
+    better: tuple[str, ...]
+    worse: tuple[str, ...]
+    num_compared: int
+    warnings: tuple[str, ...]
+
+
+def summary_of(store: Store, record: Mapping[str, Any]) -> Summary:
+    """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
+    known = [stage for stage in record["order"] if record["stages"][stage]["kind"] in KIND_ORDER]
+    found = context_stages(store, record, known, is_read=_has_scores)
+    stages = stages_of({"stages": {n: raw for n, raw in found.items() if raw["kind"] != "eval" or raw["files"]}})
+    columns = columns_of(stages)
+    comparisons = [c for c in comparisons_of(columns, stages) if c.is_parent] if columns else []
+    return Summary(
+        scores=tables.short_scores_table(columns) if columns else None,
+        better=tuple(_line(c) for c in comparisons if c.verdict == "better"),
+        worse=tuple(_line(c) for c in comparisons if c.verdict == "worse"),
+        num_compared=len(comparisons),
+        warnings=tuple(warnings_of(stages, {})),
+    )
+
+
+def _has_scores(artifact: Artifact) -> bool:
+    return artifact.kind == "eval" and "results.json" in artifact.files
+
+
+def _line(comparison: Comparison) -> str:
+    """`sort: RL over SFT +47.5 points (+42.0 to +53.0, p < 0.001)`."""
+    found, metric = comparison.found, comparison.metric
+    unit = "points" if words.is_share(metric) else metric.replace("_", " ")
+    p = words.probability(comparison.adjusted)
+    interval = f"{words.signed(found.low, metric)} to {words.signed(found.high, metric)}"
+    form = "" if comparison.same_form else ", asked in different forms"
+    return (
+        f"{comparison.benchmark}: {comparison.after.label} over {comparison.before.label} "
+        f"{words.signed(found.difference, metric)} {unit} ({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
+    )
+
+
+def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
+    """The summary as a page: the artifact of a run in Prefect's UI."""
+    sections = []
+    if summary.scores is not None:
+        note = "Score, 95 % interval. Shares in percent."
+        sections.append(Section(title="Scores", note=note, parts=[Part(table=summary.scores)]))
+    if summary.num_compared:
+        changes = [(line, tone) for lines, tone in ((summary.better, "good"), (summary.worse, "bad")) for line in lines]
+        rows = [
+            [Cell(text="better" if tone == "good" else "worse", tone=tone), Cell(text=text)] for text, tone in changes
+        ]
+        note = f"Of {summary.num_compared} comparisons of a model with the one it comes from, {len(rows)} beyond noise."
+        parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
+        sections.append(Section(title="Better and worse", note=note, parts=parts))
+    stale = stale_stages(record)
+    rows = [
+        [
+            Cell(text=name),
+            Cell(text=entry["kind"]),
+            Cell(text="stale" if name in stale else entry["state"], detail=stale.get(name, "")),
+            Cell(text=entry.get("key", "")[:12], code=True),
+            Cell(text=words.duration(entry["cost"]["seconds"]) if entry.get("cost", {}).get("seconds") else ""),
+        ]
+        for name, entry in ((name, record["stages"][name]) for name in record["order"])
+    ]
+    table = Table(headers=["stage", "kind", "state", "key", "took"], rows=rows, numeric=(4,))
+    sections.append(Section(title="Stages", parts=[Part(table=table)]))
+    return Report(
+        title=f"Run {record['run']}",
+        subtitle=f"preset {record['preset']}",
+        cards=(),
+        warnings=[*warnings_of({}, stale), *summary.warnings],
+        sections=sections,
+    )

@@ -1,0 +1,153 @@
+"""What stands on a result that is the run's no more: said, and built again only when asked for."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nanodag.cli.run import choose_stale
+from nanodag.cli.show import show_stages, show_status
+from nanodag.compare import compare
+from nanodag.config import resolve
+from nanodag.errors import ConfigError
+from nanodag.runs import open_run, recorded_inputs, recorded_run, state_of
+from nanodag.stage import _report_context, carry_out
+from nanodag.stale import left_alone, stale_stages
+from nanodag.store import Store
+
+STAGES = ("tokenizer", "pretrain", "eval_base", "sft", "eval_sft", "report")
+
+
+def entry(*inputs, digest="", made_of=None, state="built", **fields):
+    made = {"made_of": dict.fromkeys(inputs, "old") if made_of is None else made_of, "made_with": "c"}
+    digest = {"digest": digest, "attempt": "0001", **made} if digest else {}
+    return {"inputs": {name: name for name in inputs}, "state": state, "config": "c", **digest, **fields}
+
+
+def record_of(**stages):
+    return {"order": list(stages), "stages": stages}
+
+
+def test_what_was_made_of_another_result_is_stale_and_so_is_all_that_was_made_of_it():
+    record = record_of(
+        base=entry(digest="old"),
+        sft=entry("base", digest="new"),
+        rl=entry("sft", digest="old"),
+        eval_rl=entry("rl", digest="old"),
+        eval_base=entry("base", digest="old"),
+    )
+    assert stale_stages(record) == {"rl": "sft was built since", "eval_rl": "rl is stale"}
+
+
+def test_equal_bytes_make_nothing_stale_and_an_unfinished_input_does():
+    same = record_of(sft=entry(digest="old"), rl=entry("sft", digest="x"))
+    assert stale_stages(same) == {}
+    failed = record_of(sft=entry(state="failed"), rl=entry("sft", digest="old"), report=entry("rl", digest="y"))
+    assert stale_stages(failed) == {"rl": "sft is failed", "report": "rl is stale"}
+
+
+def test_another_config_and_a_result_that_came_later_make_stale():
+    changed = record_of(rl=entry(digest="x", config="d"))
+    assert stale_stages(changed) == {"rl": "its config is another one now"}
+    late = record_of(rl=entry(digest="old"), report=entry("rl", digest="x", made_of={}))
+    assert stale_stages(late) == {"report": "rl was built since"}
+
+
+def test_records_that_do_not_say_what_stages_were_made_of_are_not_judged():
+    old = record_of(sft=entry(digest="new"), rl={"inputs": {"model": "sft"}, "state": "built", "digest": "x"})
+    night = record_of(eval={**entry("model-newest-sft", digest="x")})  # its model is another run's
+    assert stale_stages(old) == {} and stale_stages(night) == {}
+
+
+def carry(name, only=(), overrides=()):
+    run = open_run(name, file="", preset="tiny", overrides=overrides, only=only, flow_run="f")
+    for stage in run.to_do:
+        carry_out(run, stage, recorded_inputs(run, stage, list(run.pipeline.stages[stage].inputs)))
+    run.close()
+    return run.store.read_run(name)
+
+
+def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_that_mends_it(project):
+    carry("r")
+    record = carry("r", only=("sft",), overrides=["sft.seed=9"])
+    stale = {"eval_sft": "sft was built since", "report": "sft was built since"}
+    assert stale_stages(record) == stale and state_of(record) == "stale"
+    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"], only=("report",))
+    context = _report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
+    run.close()
+    assert context["stale"] == {"eval_sft": "sft was built since"}
+    new, old = context["stages"]["sft"], context["stages"]["eval_sft"]["lineage"]["model"]
+    assert new["digest"] != old["digest"], "the old scores are not said to be of the new model"
+    assert context["stages"]["eval_base"]["lineage"]["model"]["digest"] == context["stages"]["pretrain"]["digest"]
+    recorded = recorded_run(Store(project / "store"), "r", stale=True)
+    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
+    mended = carry("r", only=recorded.stages, overrides=recorded.overrides)
+    assert stale_stages(mended) == {} and state_of(mended) == "completed"
+    assert [mended["stages"][s]["state"] for s in ("eval_sft", "report")] == ["built", "built"]
+    with pytest.raises(ConfigError, match="Nothing of run r is stale"):
+        recorded_run(Store(project / "store"), "r", stale=True)
+
+
+@pytest.fixture
+def stale_record(project):
+    """The record of a run whose sft was built again alone; nothing is in the store."""
+    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"])
+    made = {"state": "built", "attempt": "0001", "key": "ab" * 20, "cost": {"seconds": 61.0}}
+    for stage, config in run.pipeline.stages.items():
+        of = {label: f"old {source}" for label, source in config.inputs.items()}
+        digest = "new" if stage == "sft" else f"old {stage}"
+        run.note(stage, **made, digest=digest, made_of=of, made_with=run.entry(stage)["config"])
+    run.close()
+    return run.store.read_run("r")
+
+
+def pipeline_with(*overrides):
+    return resolve(Path("pipeline.yaml"), "tiny", overrides).pipeline
+
+
+def test_what_a_run_leaves_alone_is_what_nothing_else_asks_for(stale_record):
+    assert list(left_alone(stale_record, pipeline_with("sft.seed=9"))) == ["eval_sft", "report"]
+    with_another = left_alone(stale_record, pipeline_with("sft.seed=9", "eval_base.seed=2"))
+    assert list(with_another) == ["eval_sft"], "the report follows eval_base"
+    assert left_alone(stale_record, pipeline_with("sft.seed=3")) == {}, "sft is built, and both follow it"
+    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"], keeps_stale=True)
+    assert run.to_do == ["tokenizer", "pretrain", "eval_base", "sft"]
+    assert open_run("r", file="", preset="tiny", overrides=["sft.seed=9"]).to_do == list(STAGES)
+
+
+def test_a_stale_run_says_so_in_status_stages_and_diff(stale_record, project, capsys):
+    show_status("", file="", all_runs=False)
+    said = capsys.readouterr().out
+    assert "preset tiny  stale" in said
+    assert "stale: eval_sft (sft was built since), report (sft was built since)" in said
+    assert "nanodag rerun r --stale" in said
+    states = {line.split()[0]: line.split()[2] for line in said.splitlines() if line.startswith("  ")}
+    assert [stage for stage in STAGES if states[stage] == "stale"] == ["eval_sft", "report"]
+    show_stages("r", file="")
+    said = capsys.readouterr().out
+    assert "r  preset tiny  stale" in said and "eval_sft (eval) stale: sft was built since" in said
+    rows = {row.name: row.before for row in compare(Store(project / "store"), stale_record, stale_record)}
+    assert (rows["sft"], rows["eval_sft"]) == ("abababababab/0001", "abababababab/0001, stale")
+
+
+@pytest.mark.parametrize(
+    ("build", "answer", "choice", "words"),
+    [
+        (False, "y", "build", "Build them again? [y/N]"),
+        (False, "", "keep", "nanodag rerun r --stale"),
+        (False, None, "keep", "nanodag rerun r --stale"),
+        (True, None, "build", "They are built again."),
+    ],
+)
+def test_what_is_stale_is_built_again_when_that_is_answered_or_asked_for(
+    stale_record, monkeypatch, build, answer, choice, words
+):
+    """answer: None where there is no terminal to ask on."""
+    said = io.StringIO()
+    monkeypatch.setattr("builtins.input", lambda: answer)
+    how = {"build": build, "may_ask": answer is not None}
+    console = Console(file=said, width=200)
+    assert choose_stale(console, stale_record, pipeline_with("sft.seed=9"), **how) == choice
+    assert "  eval_sft: sft was built since; it took 1m01s when it was built" in said.getvalue()
+    assert words in said.getvalue()

@@ -1,0 +1,109 @@
+"""A run in short, from its record and a store, as it stands at the end of `nanodag run`."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from nanodag.cli.show import print_summary
+from nanodag.report.page import to_markdown
+from nanodag.report.summary import summary_of, summary_report
+from nanodag.store import Store, stage_key
+
+ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "x", "chat": True, "num_fewshot": 0}
+NUM_ITEMS = 100
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def publish(store, tmp_path):
+    """Puts a stage into the store; returns what the run's record says of it."""
+
+    def put(name, kind, files, *, inputs=None, entries=None, metrics=None, config=None):
+        for file, text in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        ups = {label: (source, entries[source]) for label, source in (inputs or {}).items()}
+        artifact = store.publish(
+            stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}, sources={}),
+            tmp_path / name,
+            **{"kind": kind, "stage": name, "config": config or {}, "sources": {}, "cost": {}, "environment": {}},
+            metrics=metrics or {},
+            lineage={
+                label: {"stage": source, **{f: up[f] for f in ("kind", "key", "attempt", "digest")}}
+                for label, (source, up) in ups.items()
+            },
+        )
+        made = {"made_of": {label: up["digest"] for label, (_, up) in ups.items()}, "made_with": "c", "config": "c"}
+        where = {"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest}
+        return {"kind": kind, "inputs": inputs or {}, "state": "built", **where, **made}
+
+    return put
+
+
+@pytest.fixture
+def record(publish):
+    """SFT and RL, each asked 100 items of three benchmarks: `gains` 20 -> 60, `loses` 50 -> 20, `same` 30 -> 32."""
+    entries = {}
+    entries["sft"] = publish("sft", "sft", {"model": "sft"})
+    given = {"inputs": {"model": "sft"}, "entries": entries, "metrics": {"version": 0}}
+    entries["rl"] = publish("rl", "rl", {"model": "rl"}, **given)
+    for model, right in (("sft", (20, 50, 30)), ("rl", (60, 20, 32))):
+        files, results = {}, {}
+        for name, num in zip(("gains", "loses", "same"), right, strict=True):
+            lines = [{"id": f"{i}", "scores": {"exact_match": float(i < num)}} for i in range(NUM_ITEMS)]
+            files[f"samples/{name}.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines)
+            value = num / NUM_ITEMS
+            score = {"value": value, "stderr": 0.05, "low": value - 0.1, "high": value + 0.1, "num_items": NUM_ITEMS}
+            results[name] = {**ABOUT, **score}
+        files["results.json"] = json.dumps({"benchmarks": results, "samples": []})
+        config = {"benchmarks": [{"name": name} for name in results]}
+        how = {"inputs": {"model": model}, "entries": entries, "config": config}
+        entries[f"eval_{model}"] = publish(f"eval_{model}", "eval", files, **how)
+    return {"run": "r", "preset": "p", "order": list(entries), "stages": entries}
+
+
+def test_a_summary_has_scores_and_what_got_better_and_worse_by_more_than_noise(store, record):
+    found = summary_of(store, record)
+    assert found.scores.headers == ["benchmark", "SFT", "RL"]
+    assert [(c.text, c.detail) for c in found.scores.rows[0]] == [
+        ("gains", "%"),
+        ("20.0", "10.0–30.0"),
+        ("60.0", "50.0–70.0"),
+    ]
+    assert [line.partition(" points (")[0] for line in found.better] == ["gains: RL over SFT +40.0"]
+    assert [line.partition(" points (")[0] for line in found.worse] == ["loses: RL over SFT −30.0"]
+    assert found.better[0].endswith(", p < 0.001)") and found.num_compared == 3
+    assert found.warnings == ("rl learned nothing: no update of the weights was made.",)
+
+
+def test_it_is_shown_in_the_terminal_and_as_an_artifact(store, record, tmp_path):
+    with (tmp_path / "said").open("w+") as stream:
+        print_summary(Console(file=stream, width=100), store, record)
+        stream.seek(0)
+        said = stream.read()
+    assert "60.0 (50.0–70.0)" in said and "better gains: RL over SFT" in said and "worse  loses: RL over SFT" in said
+    assert "rl learned nothing" in said
+    text = to_markdown(summary_report(record, summary_of(store, record)))
+    assert text.startswith("# Run r\n") and "| worse | loses: RL over SFT −30.0 points" in text
+    assert "rl learned nothing" in text and "| eval\\_rl | eval | built |" in text
+
+
+def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, record, publish):
+    again = publish("sft-again", "sft", {"model": "another"})
+    record["stages"]["sft"] = again | {"inputs": {}}
+    found = summary_of(store, record)
+    assert found.scores.headers == ["benchmark", "RL"], "eval_sft is of the sft before"
+    assert found.num_compared == 0, "and RL did not come from this one"
+    text = to_markdown(summary_report(record, found))
+    assert "> **rl is stale: sft was built since.**" in text and "| eval\\_rl | eval | stale (rl is stale) |" in text
+
+
+def test_a_run_without_scores_has_none(store, record):
+    record["order"] = ["sft"]
+    assert summary_of(store, record).scores is None
