@@ -6,7 +6,6 @@ on from its checkpoint.
 """
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed, State
 from prefect.tasks import Task
 
+from nanodag import logs
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
@@ -31,8 +31,6 @@ from tasks.pool import carry_out_in_pool
 
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
-# As nanodag.worker sets it up.
-_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<text>[\w.]+: .*)")
 
 
 def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -119,8 +117,12 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
     logger = get_run_logger()
     progress = _Progress(name)
 
+    is_for_people = logs.ForPeople()
+
     def on_line(line: str) -> None:
-        if found := _LOG_LINE.fullmatch(line):  # Prefect writes time and level itself
+        if not is_for_people(line):
+            return
+        if found := logs.LINE.fullmatch(line):  # Prefect writes time and level itself
             logger.log(logging.getLevelNamesMapping()[found["level"]], found["text"])
         else:
             logger.info(line)

@@ -27,8 +27,6 @@ def main() -> None:
     job = load_job()
     stage = prepare(job)
     engine = stage.engine
-    if engine.rank != 0:
-        logging.getLogger().setLevel(logging.WARNING)
     checkpoints = Checkpoints(job.checkpoints, keep=job.config.keep_checkpoints)
     loop = Loop(
         config=job.config,
