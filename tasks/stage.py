@@ -25,6 +25,7 @@ from nanodag import logs
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
+from nanodag.report import words
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
 from tasks.pool import carry_out_in_pool
@@ -170,8 +171,8 @@ class _Progress:
 def _show_result(run: Run, result: StageResult) -> None:
     """What a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
-    rows = [*_rows("", artifact.metrics), *_rows("cost.", artifact.cost)]
-    lines = [f"# {result.stage} of {run.name}", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows)]
+    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, artifact.kind)]
+    lines += ["", *_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
 
@@ -189,6 +190,18 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
-def _rows(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    shown = [(k, f"{v:.6g}" if isinstance(v, float) else str(v)) for k, v in values.items()]
-    return [(prefix + k, v.replace("|", "\\|").replace("\n", " ")[:300]) for k, v in shown]
+def _table(title: str, values: Mapping[str, Any], kind: str = "") -> list[str]:
+    """A Markdown table of names, values and units. kind: an evaluation's metrics are scores by benchmark."""
+    flat = {
+        f"{name} {inner}".strip(): number
+        for name, value in values.items()
+        for inner, number in (value if isinstance(value, dict) else {"": value}).items()
+    }
+    rows = [f"| {title} | value | unit |", "|---|---:|---|"]
+    for name, number in flat.items():
+        is_score = kind == "eval" and words.is_share(name)
+        value, unit = words.measured(name.partition(" ")[0], number, unit="%" if is_score else "")
+        said = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
+        cells = [text.replace("|", "\\|").replace("\n", " ")[:300] for text in (said, value, unit)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

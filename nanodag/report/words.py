@@ -1,5 +1,6 @@
 """Numbers as people read them."""
 
+import re
 from typing import Any
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -57,6 +58,39 @@ def signed(number: float, metric: str) -> str:
 def probability(p: float) -> str:
     """`0.031`, `< 0.001`."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+# How a metric's name ends or begins, and its unit: a number with a scale of its own has that in its text.
+UNITS = (
+    (r"bits_per_byte$", "bits a byte"),
+    (r"(^|_)tokens_per_second$", "tokens a second"),
+    (r"bytes_per_token", "bytes a token"),
+    (r"(^|_)(share|rate|mfu)$", "%"),
+    (r"_ms$", "ms"),
+    (r"(^|_)(seconds|s)$|^seconds_", "time"),
+    (r"(^|_)bytes$", "size"),
+    (r"(^|_)flops$", "FLOPs"),
+    (r"(^|_)tokens$", "tokens"),
+    (r"^((best|final)_)?(validation_)?loss$", "nats a token"),
+    (r"^(entropy|kl|mismatch)", "nats"),
+)
+
+
+def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:
+    """A metric's value and its unit, which follows from its name unless it is given: (`1.64 M`, `tokens`), (`4 min 10
+    s`, ``)."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return shown(number), ""
+    unit = unit or next((unit for pattern, unit in UNITS if re.search(pattern, name)), "")
+    if unit == "time":
+        return duration(number), ""
+    if unit == "size":
+        return num_bytes(number), ""
+    if unit == "%":
+        return f"{100 * number:.1f}", unit
+    if unit in ("FLOPs", "tokens"):
+        return count(number), unit
+    return f"{number:,}" if isinstance(number, int) else f"{number:.4g}", unit
 
 
 def shown(anything: Any) -> str:
