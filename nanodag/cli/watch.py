@@ -112,9 +112,7 @@ def _table_of(stages: Sequence[StageProgress], left_out: Sequence[str]) -> Table
 
 def _cells(stage: StageProgress) -> dict[str, RenderableType]:
     is_shown = stage.state not in ("waiting", "not run")
-    bar = ProgressBar(
-        total=1.0, completed=stage.done, width=BAR_WIDTH, complete_style="yellow", finished_style="green"
-    )
+    bar = ProgressBar(total=1.0, completed=stage.done, width=BAR_WIDTH, complete_style="yellow", finished_style="green")
     return {
         "stage": stage.name,
         "state": Text(stage.state, style=STYLES.get(stage.state, "dim")),
