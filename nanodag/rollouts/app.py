@@ -10,11 +10,12 @@ from fastapi.responses import HTMLResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import ConfigError, NanodagError
+from nanodag.report.page import TEMPLATES
 from nanodag.rollouts.shelf import Shelf
-from nanodag.rollouts.view import COLOURS, Painter, fates_of, timeline_svg, wanted_of
+from nanodag.rollouts.view import COLOURS, Painter, fates_of, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"
-ON_A_PAGE = 20
+ON_A_PAGE = 24
 COLUMNS = (
     ("reward", "reward"),
     ("pass_rate", "pass rate"),
@@ -74,19 +75,19 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     colour = query.get("colour") or ("advantage" if any(r.advantages for r in reads) else "logprob")
     if colour not in COLOURS:
         raise ValueError(f"colour is {colour!r}; it is one of {', '.join(COLOURS)}")
-    number = _page_number(query.get("page", ""))
-    shown = chosen[(number - 1) * ON_A_PAGE : number * ON_A_PAGE]
+    number, pages = _page_number(query.get("page", "")), together(chosen, ON_A_PAGE)
+    shown = pages[number - 1] if number <= len(pages) else []
     return {
         **frame,
         "colour": colour,
-        "cards": painter.cards(shown, colour),
+        "groups": painter.groups(shown, colour),
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
         "fate_options": [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()],
         "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
         "number": number,
-        "num_pages": max(1, -(-len(chosen) // ON_A_PAGE)),
+        "num_pages": len(pages),
         "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
     }
 
@@ -108,6 +109,8 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
         "shelf": shelf,
         "step": step,
         "there": there,
+        "before": max((one for one in there if one < step), default=None),
+        "after": min((one for one in there if one > step), default=None),
         "line": next((line for line in steps if line["step"] == step), {}),
         "is_held_out": is_held_out,
         "evaluations": evaluations,
@@ -120,6 +123,6 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
 def _template() -> Any:
     import jinja2
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("rollouts.html.jinja")
