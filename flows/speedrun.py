@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.deployments import offer_runs
 from tasks import TASKS
 from tasks.stage import begin, begin_again, ending, inputs_of, outcome
 
@@ -38,6 +39,7 @@ def speedrun(
         run = begin_again(name, begin_at=begin_at, overrides=overrides)
     else:
         run = begin(name, file=file, preset=preset, overrides=overrides)
+        offer_runs(run.store)
     futures = {}
     with ending(run):
         for stage in run.to_do:
