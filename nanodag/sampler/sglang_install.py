@@ -28,6 +28,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_TIMEOUT_S = 3.0
 MARK = "installed"
 LOG_NAME = "install.log"
+UNPACKED = "lib/python*/site-packages/*.dist-info"
 LOOK_EVERY_S = 0.5
 TAIL_LINES = 20
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -128,19 +129,20 @@ def _is_reachable(url: str) -> bool:
         return False
 
 
-def progress_of(lines: Sequence[str], total: int) -> str:
+def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
     """How far pip is by what it has said: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
-    beforehand how many packages there are."""
-    packages = [found[1] for line in lines if (found := _PACKAGE.match(line))]
+    beforehand how many packages there are. num_unpacked: of those that are fetched and those that were there."""
+    packages = [found[1] or found[2] for line in lines if (found := _PACKAGE.match(line))]
     of = f" of {total}" if total else ""
     num_bytes = sum(float(found[1]) * UNITS[found[2]] for line in lines if (found := _DOWNLOAD.match(line)))
     loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download so far"
     if any(line.startswith("Installing collected packages") for line in lines):
-        return f"unpacking, {len(packages)}{of} packages fetched, {loaded}"
+        return f"{num_unpacked} of {max(total, len(packages))} packages unpacked, {loaded}"
     return f"package {len(packages)}{of}: {packages[-1]}, {loaded}" if packages else "asking the package index"
 
 
-_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)")
+# from an index, as it is there already, or from a folder of wheels
+_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing .*/(\w+)-[^/]*$")
 _DOWNLOAD = re.compile(r"\s*Downloading .*\(([0-9.]+) (kB|MB|GB)\)")
 
 
@@ -159,7 +161,11 @@ def _watched(command: Sequence[str], log_path: Path, total: int, show: Callable[
         ) as process:
             try:
                 while process.poll() is None:
-                    show(f"{progress_of(_lines(log_path, before), total)}, {duration(time.monotonic() - began)}")
+                    unpacked = [
+                        p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))
+                    ]
+                    how_far = progress_of(_lines(log_path, before), total, len(unpacked))
+                    show(f"{how_far}, {duration(time.monotonic() - began)}")
                     time.sleep(LOOK_EVERY_S)
             except BaseException:
                 process.terminate()  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
