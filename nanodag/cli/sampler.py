@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-sampler_app = typer.Typer(help="SGLang as a sampler: the environment that it lives in.", no_args_is_help=True)
+sampler_app = typer.Typer(help="The environment of SGLang, for rl.sampler.engine=sglang.", no_args_is_help=True)
 
 Cpu = Annotated[
     bool | None, typer.Option("--cpu/--cuda", help="For a CPU (3.2 GB) or CUDA (some 11 GB). Default: by hardware.")
@@ -15,13 +15,19 @@ Cpu = Annotated[
 def install(
     cpu: Cpu = None,
     folder: Annotated[
-        str, typer.Option("--folder", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda.")
+        str,
+        typer.Option(
+            "--folder", metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda."
+        ),
     ] = "",
 ) -> None:
-    """Make SGLang's environment, for `sampler.engine: sglang`.
+    """Make SGLang's environment.
 
     It takes 2 to 20 minutes, by network and disk. Interrupted, it goes on when called again. What pip says lies in
     install.log in the environment's folder.
+
+    \b
+    nanodag sampler install --cpu
     """
     import shutil
     from pathlib import Path
