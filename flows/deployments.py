@@ -9,6 +9,7 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
+from nanodag.errors import StoreError
 from nanodag.runs import stage_names
 from nanodag.store import Store
 
@@ -47,7 +48,7 @@ def offer_runs(store: Store) -> None:
     """Have the form of `run-stage` offer this store's newest runs, and their stages, as boxes to select from.
 
     Called when serving begins and when a run is added. Neither is enforced: a run that another machine has added may
-    be asked for by name. A server that does not answer costs the form its newest run, and no more.
+    be asked for by name. A server or store that does not answer costs the form its newest run, and no more.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -57,7 +58,7 @@ def offer_runs(store: Store) -> None:
             schema = with_choices(deployment.parameter_openapi_schema or {}, store)
             if schema != deployment.parameter_openapi_schema:
                 client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema))
-    except httpx.HTTPError:
+    except (httpx.HTTPError, StoreError):
         log.warning("The form of run-stage does not offer the newest run.", exc_info=True)
 
 

@@ -13,7 +13,7 @@ def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: boo
     """Carry out one stage of a run whose inputs are there already.
 
     Args:
-        name: the run; the newest of the store are offered (flows/deployments.py)
+        name: the run, as nanodag status lists it
         stage: its stage
         overrides: dotted.name=value for this stage, on top of the run's
         force: build it again though the store has it; the new attempt is the one that counts

@@ -39,9 +39,9 @@ def speedrun(
         run = begin_again(name, begin_at=begin_at, overrides=overrides)
     else:
         run = begin(name, file=file, preset=preset, overrides=overrides)
-        offer_runs(run.store)
     futures = {}
     with ending(run):
+        offer_runs(run.store)
         for stage in run.to_do:
             inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
             if inputs is not None:

@@ -105,7 +105,9 @@ def sweep(
     file: File = "",
     name: Annotated[
         str,
-        typer.Option("--name", "-n", metavar="SWEEP", help="A new sweep's, or one to go on with. Default: by time."),
+        typer.Option(
+            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to go on with. Default: preset and time."
+        ),
     ] = "",
     detach: Detach = False,
     dry_run: Annotated[
