@@ -25,6 +25,7 @@ VARIABLES = {INK: "ink", SOFT: "soft", AXIS: "axis", GRID: "grid"} | {
 }
 WIDTH, HEIGHT = 3.4, 2.4  # inches, of a panel
 LEGEND_POINTS = 175  # the room beside the vertical axis for a row of the legend
+LEGEND_ROW, USUAL_ROWS = 11, 2  # points; rows
 MAX_POINTS = 400
 SEPARATE_POINTS = 8  # up to so many, each has its interval drawn as a line in the band
 _FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine leaves the same room for letters
@@ -51,7 +52,9 @@ def panels_svg(panels: Sequence[Panel], *, name: str) -> str:
     pictures = []
     for number, panel in enumerate(panels):
         figure, axis = _figure()
-        _draw(axis, panel)
+        num_rows = _draw(axis, panel)
+        # A legend of more rows than most makes the picture higher, and the axes no lower.
+        figure.set_size_inches(WIDTH, HEIGHT + max(0, num_rows - USUAL_ROWS) * LEGEND_ROW / 72)
         pictures.append(_svg(figure, f"{name}-{number}", panel.title))
     return f'<div class="panels">{"".join(pictures)}</div>'
 
@@ -118,7 +121,8 @@ def _lines(stage: Stage, names: Mapping[str, str]) -> dict[str, tuple[list[float
     return {label: curve for label, curve in found.items() if curve[0]}
 
 
-def _draw(axis: Any, panel: Panel) -> None:
+def _draw(axis: Any, panel: Panel) -> int:
+    """Draw a panel; returns how many rows its legend has."""
     for number, (label, (xs, ys)) in enumerate(panel.lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         if label in panel.intervals:
@@ -141,7 +145,8 @@ def _draw(axis: Any, panel: Panel) -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(panel.x_label, fontsize=8)
     num_rows = _add_legend(axis, list(panel.lines)) if len(panel.lines) > 1 else 0
-    axis.set_title(panel.title, fontsize=9, loc="left", pad=6 + 11 * num_rows)
+    axis.set_title(panel.title, fontsize=9, loc="left", pad=6 + LEGEND_ROW * num_rows)
+    return num_rows
 
 
 def _add_legend(axis: Any, labels: Sequence[str]) -> int:

@@ -62,6 +62,11 @@ def test_a_legend_stands_between_title_and_axes(num_lines):
     assert legend.x1 <= figure.bbox.x1
 
 
+def test_a_long_legend_makes_the_picture_higher(plots):
+    heights = [float(box.split()[3]) for box in re.findall(r'viewBox="([^"]+)"', plots)]
+    assert heights[1] == heights[0] + 22, "four rows of 11 points, two of them usual"
+
+
 def test_only_a_word_too_long_for_any_column_may_be_broken(page):
     assert '<td class="short">a longword</td>' in page and f'<td class="long">{"x" * 60}</td>' in page
     assert not re.search(r"^td \{[^}]*overflow-wrap: anywhere", page, re.MULTILINE)
