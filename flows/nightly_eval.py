@@ -13,11 +13,11 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.deployments import find
 from nanodag.config import resolve
 from nanodag.nightly.findings import Findings
 from nanodag.nightly.nights import Skipped, begin_night
@@ -84,10 +84,7 @@ def schedule() -> dict[str, Any]:
         slug="nightly",
     )
     with get_client(sync_client=True) as client:
-        try:
-            known = client.read_deployment_by_name("nightly_eval/local")
-        except ObjectNotFound:
-            known = None
+        known = find(client, "nightly_eval")
     if known is not None and known.version == version and len(known.schedules) == 1:
         kept = known.schedules[0]
         made = made.model_copy(update={f: getattr(kept, f) for f in ("schedule", "active", "parameters")})

@@ -1,25 +1,20 @@
 """One stage of a run, alone: on what the run's record says its inputs are."""
 
-from typing import Literal
-
 from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from nanodag.runs import stage_names
 from tasks import TASKS
 from tasks.stage import begin_again, ending, inputs_of, outcome
 from tasks.summary import concluded
 
-StageName = Literal[*stage_names()]
-
 
 @flow(name="run_stage", flow_run_name="{name}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
-def run_stage(name: str, stage: StageName, overrides: tuple[str, ...] = (), force: bool = False) -> State:
+def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: bool = False) -> State:
     """Carry out one stage of a run whose inputs are there already.
 
     Args:
-        name: the run
+        name: the run, as nanodag status lists it
         stage: its stage
         overrides: dotted.name=value for this stage, on top of the run's
         force: build it again though the store has it; the new attempt is the one that counts

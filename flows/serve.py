@@ -13,10 +13,11 @@ from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType
 from prefect.runner import Runner
 
-from flows import crashed, nightly_eval
+from flows import crashed, deployments, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from flows.sweep import sweep
+from nanodag.runs import served_store
 
 START_TIMEOUT_S = 300.0
 
@@ -28,14 +29,21 @@ def main() -> None:
         crashed.register(client)
     # pause_on_shutdown: an old process that is slow to end must not pause a new one's deployments.
     runner = Runner(name="nanodag", pause_on_shutdown=False, query_seconds=1, limit=None)
-    deployments = {}
-    options = {"nightly_eval": nightly_eval.schedule()}
+    ids = {}
+    options = {
+        "nightly_eval": nightly_eval.schedule(),
+        "run_stage": {"enforce_parameter_schema": False},  # what its form offers is not all that there may be
+    }
     for flow in (speedrun, run_stage, sweep, nightly_eval.nightly_eval):
         # By module: a file path would put its folder in front of sys.path.
         made = {"entrypoint_type": EntrypointType.MODULE_PATH, **options.get(flow.name, {})}
-        deployment = flow.to_deployment("local", **made)
-        deployments[flow.name] = str(runner.add_deployment(deployment))
-    _write(ready, json.dumps(deployments))
+        made["description"] = (flow.description or "").partition("\n\nArgs:")[0]
+        deployment = flow.to_deployment(deployments.NAMES[flow.name], **made)
+        ids[flow.name] = str(runner.add_deployment(deployment))
+    with get_client(sync_client=True) as client:
+        deployments.remove_former(client)
+    deployments.offer_runs(served_store())
+    _write(ready, json.dumps(ids))
     asyncio.run(runner.start())
 
 

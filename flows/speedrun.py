@@ -13,6 +13,7 @@ from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.deployments import offer_runs
 from tasks import TASKS
 from tasks.stage import begin, begin_again, ending, inputs_of, outcome
 from tasks.summary import concluded
@@ -46,6 +47,7 @@ def speedrun(
         run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep" and not force)
     futures = {}
     with ending(run):
+        offer_runs(run.store)
         for stage in run.to_do:
             inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
             if inputs is not None:

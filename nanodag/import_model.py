@@ -17,7 +17,7 @@ from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
 from nanodag.worker import Job, MetricsLog, finish, load_job
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nanodag.import_model")
 
 WANTED = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -43,9 +43,9 @@ def main() -> None:
     job = load_job()
     began = time.monotonic()
     metrics_log = MetricsLog(job)
-    metrics_log.write(0, total=1, event="phase", phase="copying")
+    metrics_log.write(0, total=1, event="phase", phase="copying", unit="phases")
     metrics = import_model(job)
-    metrics_log.write(1, total=1, **metrics)
+    metrics_log.write(1, total=1, unit="phases", **metrics)
     metrics_log.close()
     finish(job, metrics=metrics, cost={"work_seconds": time.monotonic() - began})
 

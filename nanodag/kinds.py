@@ -32,5 +32,5 @@ KINDS: dict[str, Kind] = {
     "sft": Kind(module="nanodag.train", code_version=2, has_ranks=True),
     "rl": Kind(module="nanodag.rl"),
     "eval": Kind(module="nanodag.evaluation", is_beside=True),
-    "report": Kind(module="nanodag.report", takes_what_exists=True),
+    "report": Kind(module="nanodag.report", code_version=2, takes_what_exists=True),
 }

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
+from nanodag import logs
 from nanodag.config.schema import AnyStage
 from nanodag.store.files import write_json
 
@@ -107,10 +108,7 @@ def load_job(argv: list[str] | None = None) -> Job:
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local")]
     if len(arguments) < 1:
         raise SystemExit("usage: python -m nanodag.<module> job.json")
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S")
-    for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "fsspec"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logs.set_up()
     install_stop_signal()
     job = read_job(Path(arguments[0]))
     if (code := job.context.get("code")) and code not in sys.path:

@@ -6,7 +6,6 @@ on from its checkpoint.
 """
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed, State
 from prefect.tasks import Task
 
+from nanodag import logs
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.keeper import end_with_parent
 from nanodag.kinds import KINDS
@@ -32,8 +32,6 @@ from tasks.pool import carry_out_in_pool
 
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
-# As nanodag.worker sets it up.
-_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<text>[\w.]+: .*)")
 
 
 def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -132,8 +130,12 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
     logger = get_run_logger()
     progress = _Progress(name)
 
+    is_for_people = logs.ForPeople()
+
     def on_line(line: str) -> None:
-        if found := _LOG_LINE.fullmatch(line):  # Prefect writes time and level itself
+        if not is_for_people(line):
+            return
+        if found := logs.LINE.fullmatch(line):  # Prefect writes time and level itself
             logger.log(logging.getLevelNamesMapping()[found["level"]], found["text"])
         else:
             logger.info(line)
@@ -181,8 +183,8 @@ class _Progress:
 def _show_result(run: Run, result: StageResult) -> None:
     """What a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
-    rows = [*_rows("", artifact.metrics), *_rows("cost.", artifact.cost)]
-    lines = [f"# {result.stage} of {run.name}", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows)]
+    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, artifact.kind)]
+    lines += ["", *_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
 
@@ -201,6 +203,18 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
-def _rows(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    shown = [(k, f"{v:.6g}" if isinstance(v, float) else str(v)) for k, v in values.items()]
-    return [(words.markdown(prefix + k), words.markdown(v[:300])) for k, v in shown]
+def _table(title: str, values: Mapping[str, Any], kind: str = "") -> list[str]:
+    """A Markdown table of names, values and units. kind: an evaluation's metrics are scores by benchmark."""
+    flat = {
+        f"{name} {inner}".strip(): number
+        for name, value in values.items()
+        for inner, number in (value if isinstance(value, dict) else {"": value}).items()
+    }
+    rows = [f"| {title} | value | unit |", "|---|---:|---|"]
+    for name, number in flat.items():
+        is_score = kind == "eval" and words.is_share(name)
+        value, unit = words.measured(name.partition(" ")[0], number, unit="%" if is_score else "")
+        said = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
+        cells = [words.markdown(text[:300]) for text in (said, value, unit)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

@@ -7,26 +7,23 @@ import typer
 
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
+from nanodag.cli.parameters import Detach, File, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
 app = typer.Typer(
     name="nanodag",
-    help="Train a chat model from raw text to GRPO as one resumable DAG.",
+    help="Train a chat model from raw text to GRPO as one resumable DAG.\n\nBegin with: nanodag run. Every command has "
+    "--help; docs/ has a page a topic.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-server_app = typer.Typer(help="The Prefect server of the store: UI and what carries runs out.", no_args_is_help=True)
+server_app = typer.Typer(help="Prefect's server: the UI, and what carries runs out.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
-
-Preset = Annotated[str, typer.Option("--preset", "-p", help="A preset of the pipeline file; auto goes by hardware.")]
-File = Annotated[str, typer.Option("--file", "-f", help="The pipeline file; else ./pipeline.yaml, else nanodag's own.")]
-RunName = Annotated[str, typer.Argument(help="A run's name, or how it begins; the newest run unless given.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="dotted.name=value, as in rl.learning_rate=2e-6")]
 
 
 @app.command()
@@ -34,11 +31,24 @@ def run(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    name: Annotated[str, typer.Option("--name", "-n", help="A new run, or one to go on with.")] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", "-n", metavar="RUN", help="A new run's, or one to go on with. Default: preset and time."
+        ),
+    ] = "",
     stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+    detach: Detach = False,
 ) -> None:
-    """Carry out a pipeline: what of it the store does not have yet. Ctrl-C stops it and leaves a resumable state."""
+    """Carry out a pipeline: what the store does not have yet.
+
+    Ctrl-C stops it; what is finished is kept, and a stage under way goes on from its checkpoint.
+
+    \b
+    nanodag run
+    nanodag run --preset small rl.learning_rate=2e-6
+    nanodag run --name RUN            go on with a run that was stopped
+    """
     from nanodag.cli.run import run_pipeline
 
     raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach))
@@ -46,21 +56,24 @@ def run(
 
 @app.command()
 def rerun(
-    run: Annotated[str, typer.Argument(help="A run's name, or how it begins.")],
+    run: ThisRun,
     overrides: Overrides = None,
-    stage: Annotated[str, typer.Option("--stage", "-s", help="That stage alone.")] = "",
-    begin_at: Annotated[str, typer.Option("--from", help="That stage and all that follow it.")] = "",
+    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="That stage alone.")] = "",
+    begin_at: Annotated[str, typer.Option("--from", metavar="STAGE", help="That stage and all that follow it.")] = "",
     stale: Annotated[bool, typer.Option("--stale", help="What stands on a result that was built again since.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
     file: File = "",
-    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+    detach: Detach = False,
 ) -> None:
-    """Carry out a stage of a run again, one and what follows, or what is stale.
+    """Carry out a stage of a run again, all from one on, or what is stale.
 
+    Give --stage, --from or --stale. What comes before is taken as the run left it. Without other values and without
+    --force, what is finished is found in the store, and what failed goes on from its newest checkpoint.
+
+    \b
     nanodag rerun RUN --stage rl rl.learning_rate=5e-7
-
-    What comes before is taken as the run left it. Without other values and without --force, what is finished is found
-    in the store, and what failed goes on from its newest checkpoint.
+    nanodag rerun RUN --from sft --force
+    nanodag rerun RUN --stale
     """
     from nanodag.cli.rerun import rerun as carry_out_again
 
@@ -71,17 +84,45 @@ def rerun(
 @app.command()
 def sweep(
     overrides: Overrides = None,
-    grid: Annotated[list[str] | None, typer.Option("--grid", "-g", help="rl.learning_rate=[1e-6,2e-6]; again.")] = None,
-    point: Annotated[list[str] | None, typer.Option("--point", help="One point: 'a.b=1 c.d=2'; again.")] = None,
-    stage: Annotated[str, typer.Option("--stage", "-s", help="What is compared; else the last that is set.")] = "",
-    at_once: Annotated[int, typer.Option("--at-once", "-j", min=1, help="Stages that train at a time.")] = 1,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", "-g", metavar="NAME=[A,B]", help="An option and its values; may be repeated."),
+    ] = None,
+    point: Annotated[
+        list[str] | None, typer.Option("--point", metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
+    ] = None,
+    stage: Annotated[
+        str,
+        typer.Option(
+            "--stage",
+            "-s",
+            metavar="STAGE",
+            help="What is compared. Default: the last one that a point sets a value of.",
+        ),
+    ] = "",
+    at_once: Annotated[
+        int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")
+    ] = 1,
     preset: Preset = "auto",
     file: File = "",
-    name: Annotated[str, typer.Option("--name", "-n", help="A new sweep, or one to go on with.")] = "",
-    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points.")] = False,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to go on with. Default: preset and time."
+        ),
+    ] = "",
+    detach: Detach = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and list the points, and carry out nothing.")
+    ] = False,
 ) -> None:
-    """Carry out a stage with many settings, sharing what comes before it, and compare them."""
+    """Carry out a stage with many settings, and compare them.
+
+    What the points have in common is carried out once. Every combination of the grid's values is a point.
+
+    \b
+    nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
+    """
     from nanodag.cli.sweep import start_sweep
 
     how = {"stage": stage, "at_once": at_once, "preset": preset, "file": file, "name": name}
@@ -91,7 +132,12 @@ def sweep(
 
 @app.command()
 def config(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
-    """Print the resolved config, and where each value comes from."""
+    """Print every value, and where each comes from.
+
+    \b
+    nanodag config --preset small
+    nanodag config rl.num_steps=50
+    """
     from nanodag.cli.show import show_config
 
     show_config(overrides or [], preset=preset, file=file)
@@ -99,11 +145,20 @@ def config(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="A run's name, or how it begins: it alone, with its scores.")] = "",
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
+    ] = "",
     file: File = "",
-    all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest.")] = False,
+    all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
 ) -> None:
-    """Show runs, their stages, keys, sizes and times."""
+    """Show runs and their stages: states, keys, sizes, times.
+
+    took: from the stage's begin to its end in this run. worker, CPU: what its processes took when it was built, by the
+    clock and in CPU time.
+
+    \b
+    nanodag status --all
+    """
     from nanodag.cli.show import show_status
 
     show_status(run, file=file, all_runs=all_runs)
@@ -111,7 +166,11 @@ def status(
 
 @app.command()
 def stages(run: RunName = "", file: File = "") -> None:
-    """Show the lineage of a run: every stage, what it came from, what it cost."""
+    """Show what a run's stages came from, and what they cost.
+
+    \b
+    nanodag stages RUN
+    """
     from nanodag.cli.show import show_stages
 
     show_stages(run, file=file)
@@ -120,10 +179,16 @@ def stages(run: RunName = "", file: File = "") -> None:
 @app.command()
 def chat(
     run: RunName = "",
-    stage: Annotated[str, typer.Argument(help="A stage that makes a model; else the last one.")] = "",
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
+    ] = "",
     file: File = "",
 ) -> None:
-    """Talk to a model in the terminal."""
+    """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the talk.
+
+    \b
+    nanodag chat RUN sft
+    """
     from nanodag.cli.use import chat_with
 
     chat_with(run, stage, file=file)
@@ -131,7 +196,11 @@ def chat(
 
 @app.command()
 def report(run: RunName = "", file: File = "") -> None:
-    """Print a run's report and where its files lie."""
+    """Print a run's report, and where its files lie.
+
+    \b
+    nanodag report RUN
+    """
     from nanodag.cli.use import show_report
 
     show_report(run, file=file)
@@ -140,11 +209,19 @@ def report(run: RunName = "", file: File = "") -> None:
 @app.command()
 def rollouts(
     run: RunName = "",
-    stage: Annotated[str, typer.Argument(help="An RL stage; else the last one that has begun.")] = "",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 0,
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
+    ] = "",
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
+    ] = 0,
     file: File = "",
 ) -> None:
-    """Open a local page on which a run's rollouts can be read, token by token. Ctrl-C ends it."""
+    """Open a local page to read what RL sampled. Ctrl-C ends it.
+
+    \b
+    nanodag rollouts RUN --port 8080
+    """
     from nanodag.cli.use import show_rollouts
 
     show_rollouts(run, stage, port=port, file=file)
@@ -153,9 +230,13 @@ def rollouts(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(
     context: typer.Context,
-    slow: Annotated[bool, typer.Option("--slow", help="The tests that take minutes, too.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="With the tests that take minutes.")] = False,
 ) -> None:
-    """Run the test suite; what else is given goes to pytest."""
+    """Run the test suite of a checkout. Other arguments go to pytest.
+
+    \b
+    nanodag test tests/store -k resume
+    """
     from nanodag.cli.use import run_tests
 
     raise typer.Exit(run_tests(slow=slow, arguments=context.args))
@@ -163,7 +244,11 @@ def test(
 
 @server_app.command("start")
 def server_start(file: File = "", preset: Preset = "auto") -> None:
-    """Start the server, when it is not up, and print its address."""
+    """Start the server, when it is not up, and print its address.
+
+    \b
+    nanodag server start
+    """
     from nanodag.cli.use import start_server
 
     start_server(file=file, preset=preset)
@@ -171,7 +256,13 @@ def server_start(file: File = "", preset: Preset = "auto") -> None:
 
 @server_app.command("stop")
 def server_stop(file: File = "", preset: Preset = "auto") -> None:
-    """End the server and whatever it carries out; the store keeps what is resumable."""
+    """End the server, and the runs that it carries out.
+
+    The store keeps what is resumable: go on with nanodag run --name RUN.
+
+    \b
+    nanodag server stop
+    """
     from nanodag.cli.use import stop_server
 
     stop_server(file=file, preset=preset)

@@ -4,11 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
-nightly_app = typer.Typer(help="Evals by schedule, and what got worse.", no_args_is_help=True)
+from nanodag.cli.parameters import Detach, File, Overrides, Preset
 
-Preset = Annotated[str, typer.Option("--preset", "-p", help="A preset of the pipeline file; auto goes by hardware.")]
-File = Annotated[str, typer.Option("--file", "-f", help="The pipeline file; else ./pipeline.yaml, else nanodag's own.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="dotted.name=value, as in nightly.stages=[sft,rl]")]
+nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
 
 @nightly_app.command("run")
@@ -16,9 +14,15 @@ def run_night(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    detach: Annotated[bool, typer.Option("--detach", help="Leave once it has begun.")] = False,
+    detach: Detach = False,
 ) -> None:
-    """Evaluate now. Exit code 1 when something got worse by more than noise, or could not be evaluated."""
+    """Evaluate now, and compare with the nights before.
+
+    Exit code 1 when something got worse by more than noise, or could not be evaluated.
+
+    \b
+    nanodag nightly run nightly.stages=[sft,rl]
+    """
     import time
 
     from nanodag.cli.watch import make_console
@@ -38,7 +42,13 @@ def run_night(
 
 @nightly_app.command("on")
 def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
-    """Turn the schedule on, with this preset's `nightly` section."""
+    """Turn the schedule on, as the preset's `nightly` section says.
+
+    It holds while the server is up.
+
+    \b
+    nanodag nightly on --preset small
+    """
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
     from nanodag.login import read_login
@@ -55,7 +65,11 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
 
 @nightly_app.command("off")
 def turn_off(preset: Preset = "auto", file: File = "") -> None:
-    """Turn the schedule off."""
+    """Turn the schedule off.
+
+    \b
+    nanodag nightly off
+    """
     from nanodag.cli.watch import make_console
     from nanodag.login import read_login
     from nanodag.nightly.switch import turn
@@ -67,10 +81,16 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
 
 @nightly_app.command("show")
 def show_night(
-    name: Annotated[str, typer.Argument(help="A night, as `nanodag status` lists them; the newest unless given.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="NIGHT", help="A night, as nanodag status lists them. Default: the newest.")
+    ] = "",
     file: File = "",
 ) -> None:
-    """Print a night's scores and comparisons, and where its page lies."""
+    """Print a night's scores, and where its page lies.
+
+    \b
+    nanodag nightly show
+    """
     from rich.markdown import Markdown
 
     from nanodag.cli.watch import make_console

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from nanodag.cli.show import print_stale, print_summary
-from nanodag.cli.watch import STYLES, Watch, make_console, table_of
+from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
@@ -172,7 +172,7 @@ class _Attended:
         except KeyboardInterrupt:
             self._console.print("Left; it is still being stopped.")
         if record := self._record():
-            self._console.print(table_of(progress_of(self._store, record)))
+            self._console.print(StageTable(progress_of(self._store, record)))
         self._tell_how_to_go_on()
 
     def _tell_end(self, state: dict[str, str]) -> int:

@@ -1,12 +1,13 @@
 """The live table of a run's stages; plain lines where the output is no terminal."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -15,13 +16,12 @@ from nanodag.progress import StageProgress, duration, progress_of
 from nanodag.store import Store
 
 STYLES = {
-    "built": "green",
-    "found": "cyan",
-    "running": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-    "stale": "dark_orange",
+    **{"built": "green", "found": "cyan", "starting": "yellow", "running": "yellow"},
+    **{"failed": "red", "stopped": "magenta", "stale": "dark_orange"},
 }
+COLUMNS = ("stage", "state", "", "progress", "reached", "speed", "left", "took", "key")  # without a title: the bar
+NUMBERS = ("progress", "speed", "left", "took")
+BAR_WIDTH = 12
 LINE_EVERY_S = 30.0
 
 
@@ -58,7 +58,7 @@ class Watch:
         if self._live is None:
             self._print_changes(stages, state)
         elif stages:
-            self._live.update(table_of(stages))
+            self._live.update(StageTable(stages))
         else:
             self._live.update(Text(f"{state['name']}: waiting for the flow's process", style="dim"))
 
@@ -76,40 +76,51 @@ class Watch:
 
 def _line(stage: StageProgress) -> str:
     parts = [f"{stage.name:<14} {stage.state:<8}"]
-    if stage.state == "running" and stage.total:
-        parts.append(f"{stage.step}/{stage.total}")
+    if stage.state == "running":
+        parts.append(stage.amount)
+    parts.append(stage.reached)
     if stage.left_s >= 0:
         parts.append(f"{duration(stage.left_s)} left")
     parts += [stage.speed, duration(stage.elapsed_s) if stage.state != "waiting" else "", stage.key[:12]]
     return "  ".join(p for p in parts if p)
 
 
-def table_of(stages: list[StageProgress]) -> Table:
-    """Stages with state, progress, speed, time left, time taken and key."""
+class StageTable:
+    """Stages with state, progress, loss, reward or score, speed, time left, time taken and key, as wide as the
+    terminal is: where it is narrow, the key is left out, then the bar, then speed."""
+
+    def __init__(self, stages: Sequence[StageProgress]) -> None:
+        self._stages = stages
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tables = [_table_of(self._stages, left_out) for left_out in ((), ("key",), ("key", ""), ("key", "", "speed"))]
+        endless = options.update(max_width=1000)
+        widths = [Measurement.get(console, endless, table).maximum for table in tables]
+        yield next((t for t, width in zip(tables, widths) if width <= options.max_width), tables[-1])
+
+
+def _table_of(stages: Sequence[StageProgress], left_out: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title, justify in (
-        ("stage", "left"),
-        ("state", "left"),
-        ("progress", "left"),
-        ("", "right"),
-        ("speed", "right"),
-        ("left", "right"),
-        ("took", "right"),
-        ("key", "left"),
-    ):
-        table.add_column(title, justify=justify, no_wrap=True)
+    titles = [title for title in COLUMNS if title not in left_out]
+    for title in titles:
+        table.add_column(title, justify="right" if title in NUMBERS else "left", no_wrap=True)
     for stage in stages:
-        is_shown = stage.state not in ("waiting", "not run")
-        table.add_row(
-            stage.name,
-            Text(stage.state, style=STYLES.get(stage.state, "dim")),
-            ProgressBar(total=1.0, completed=stage.done, width=24, complete_style="yellow", finished_style="green")
-            if is_shown
-            else "",
-            f"{stage.step}/{stage.total}" if stage.total and stage.state == "running" else "",
-            stage.speed,
-            duration(stage.left_s),
-            duration(stage.elapsed_s),
-            Text(stage.key[:12], style="dim"),
-        )
+        cells = _cells(stage)
+        table.add_row(*(cells[title] for title in titles))
     return table
+
+
+def _cells(stage: StageProgress) -> dict[str, RenderableType]:
+    is_shown = stage.state not in ("waiting", "not run")
+    bar = ProgressBar(total=1.0, completed=stage.done, width=BAR_WIDTH, complete_style="yellow", finished_style="green")
+    return {
+        "stage": stage.name,
+        "state": Text(stage.state, style=STYLES.get(stage.state, "dim")),
+        "": bar if is_shown else "",
+        "progress": stage.amount,
+        "reached": stage.reached,
+        "speed": stage.speed,
+        "left": duration(stage.left_s),
+        "took": duration(stage.elapsed_s) if is_shown else "",
+        "key": Text(stage.key[:12], style="dim"),
+    }

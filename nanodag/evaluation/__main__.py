@@ -18,7 +18,7 @@ from nanodag.model.headers import matrix_parameters
 from nanodag.store.files import write_bytes, write_json
 from nanodag.worker import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nanodag.evaluation")
 
 REPORT_EVERY_S = 0.5
 
@@ -37,8 +37,8 @@ def main() -> None:
 def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill the job's output; returns the stage's metrics and cost.
 
-    A benchmark that was finished before a restart is not asked again. Progress counts requests, in thousandths of the
-    benchmarks.
+    A benchmark that was finished before a restart is not asked again. Progress is told in thousandths of the
+    benchmarks, and in requests of the benchmark that is under way.
     """
     config = job.config
     folder = job.inputs["model"]
@@ -123,13 +123,14 @@ class _Progress:
 
     def begin(self, number: int, name: str) -> None:
         self._number, self._name = number, name
-        self._write(1000 * number, event="phase", phase=name)
+        self._write(1000 * number, event="phase", phase=name, done=0, of=0, unit="requests")
 
     def __call__(self, done: int, total: int) -> None:
         if stop_requested():
             leave_stopped()
         if time.monotonic() - self._last >= REPORT_EVERY_S:
-            self._write(1000 * self._number + 1000 * done // max(total, 1), event="phase", phase=self._name)
+            step = 1000 * self._number + 1000 * done // max(total, 1)
+            self._write(step, event="phase", phase=self._name, done=done, of=total, unit="requests")
 
     def end(self, number: int, result: dict[str, Any]) -> None:
         self._write(

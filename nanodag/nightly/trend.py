@@ -116,7 +116,7 @@ def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, 
             if (score["label"], score["stage"]) == (label, stage):
                 series.setdefault((score["eval"], score["benchmark"]), []).append((place, score))
     evals = {eval_name for eval_name, _ in series}
-    dates = [_day(night, zone) for night in nights]
+    dates = _dates(nights, zone)
     panels = [
         _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
         for (eval_name, benchmark), points in series.items()
@@ -173,5 +173,9 @@ def _when(night: Mapping[str, Any], zone: str) -> str:
     return f"{datetime.fromtimestamp(night['nightly']['due'], ZoneInfo(zone)):%Y-%m-%d %H:%M}"
 
 
-def _day(night: Mapping[str, Any], zone: str) -> str:
-    return f"{datetime.fromtimestamp(night['nightly']['due'], ZoneInfo(zone)):%m-%d}"
+def _dates(nights: Sequence[Mapping[str, Any]], zone: str) -> list[str]:
+    """What stands below each night: its day; its time, where all are of one day; both, where some are."""
+    times = [datetime.fromtimestamp(night["nightly"]["due"], ZoneInfo(zone)) for night in nights]
+    num_days = len({time.date() for time in times})
+    form = "%m-%d" if num_days == len(times) else "%H:%M" if num_days == 1 else "%m-%d\n%H:%M"
+    return [f"{time:{form}}" for time in times]

@@ -6,7 +6,11 @@ from html import escape
 from nanodag.report.gather import Stage, stage_behind
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
-FILL = {"eval": "#f3f4f6", "report": "#f3f4f6", "rl": "#fdeff4", "tokenizer": "#eef7f0", "import": "#eef7f0"}
+# Class and colour of a box. In a page its style sheet goes before the colours, which are for an SVG that stands alone.
+LOOKS = {"eval": ("beside", "#f3f4f6"), "report": ("beside", "#f3f4f6"), "rl": ("rl", "#fdeff4")} | dict.fromkeys(
+    ("tokenizer", "import"), ("first", "#eef7f0")
+)
+CHAIN = ("chain", "#eef3fd")
 
 
 def lineage_svg(stages: Mapping[str, Stage]) -> str:
@@ -15,10 +19,10 @@ def lineage_svg(stages: Mapping[str, Stage]) -> str:
     width = (max(x for x, _ in places.values()) + 1) * (BOX_WIDTH + GAP_X) - GAP_X + 4
     height = (max(y for _, y in places.values()) + 1) * (BOX_HEIGHT + GAP_Y) - GAP_Y + 4
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="lineage" viewBox="0 0 {width} {height}" '
         f'style="min-width:{min(width, 760)}px;max-width:{width}px" role="img" aria-label="lineage of the stages">',
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0L8 4L0 8z" fill="#9aa3af"/></marker></defs>',
+        '<path class="head" d="M0 0L8 4L0 8z" fill="#9aa3af"/></marker></defs>',
     ]
     for name, stage in stages.items():
         for source in sources_of(stages, stage):
@@ -56,14 +60,16 @@ def _corner(x: int, y: int) -> tuple[int, int]:
 
 def _box(stage: Stage, x: int, y: int) -> str:
     left, top = _corner(x, y)
-    fill = FILL.get(stage.kind, "#eef3fd")
+    name, fill = LOOKS.get(stage.kind, CHAIN)
     middle = left + BOX_WIDTH // 2
     detail = stage.kind if stage.kind != stage.name else ""
     return (
-        f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" stroke="#c3cad4"/>'
-        f'<text x="{middle}" y="{top + 19}" text-anchor="middle" font-size="13" font-weight="600" fill="#1f2937">'
+        f'<rect class="{name}" x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
+        'stroke="#c3cad4"/>'
+        f'<text class="name" x="{middle}" y="{top + 19}" text-anchor="middle" font-size="13" font-weight="600" '
+        f'fill="#1f2937">'
         f"{escape(stage.name)}</text>"
-        f'<text x="{middle}" y="{top + 36}" text-anchor="middle" font-size="10.5" fill="#6b7280">'
+        f'<text class="key" x="{middle}" y="{top + 36}" text-anchor="middle" font-size="10.5" fill="#6b7280">'
         f"{escape(f'{detail} {stage.key[:8]}'.strip())}</text>"
     )
 
@@ -74,6 +80,6 @@ def _arrow(source: tuple[int, int], target: tuple[int, int]) -> str:
     start_x, start_y, end_y = left + BOX_WIDTH, top + BOX_HEIGHT / 2, end_top + BOX_HEIGHT / 2
     bend = (end_x - start_x) / 2
     return (
-        f'<path d="M{start_x} {start_y}C{start_x + bend} {start_y} {end_x - bend} {end_y} {end_x - 2} {end_y}" '
-        'fill="none" stroke="#9aa3af" stroke-width="1.3" marker-end="url(#arrow)"/>'
+        f'<path class="arrow" d="M{start_x} {start_y}C{start_x + bend} {start_y} {end_x - bend} {end_y} {end_x - 2} '
+        f'{end_y}" fill="none" stroke="#9aa3af" stroke-width="1.3" marker-end="url(#arrow)"/>'
     )

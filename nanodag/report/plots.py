@@ -1,9 +1,14 @@
-"""Plots as SVG text, to stand in a page: small, sharp at any size, the same bytes for the same data."""
+"""Plots as SVG text, to stand in a page: small, sharp at any size, the same bytes for the same data.
+
+Each panel is a picture of its own, so that the page lays out as many in a row as it has room for. Colours are those of
+the page (look.html.jinja), light or dark; text is text, in the page's own letters.
+"""
 
 import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nanodag.report.gather import Column, Stage, benchmarks_of
@@ -13,10 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563eb", "#dc7a09", "#15803d", "#b91c5c", "#6d5bd0", "#5b6470")
+INK, SOFT, AXIS, GRID = "#1f2937", "#4b5563", "#9aa3af", "#e8ebef"
+# What stands in the picture in the place of each, for the page to choose.
+VARIABLES = {INK: "ink", SOFT: "soft", AXIS: "axis", GRID: "grid"} | {
+    colour: f"series-{number}" for number, colour in enumerate(COLOURS, start=1)
+}
+WIDTH, HEIGHT = 3.4, 2.4  # inches, of a panel
+LEGEND_POINTS = 175  # the room beside the vertical axis for a row of the legend
+LEGEND_ROW, USUAL_ROWS = 11, 2  # points; rows
 MAX_POINTS = 400
 SEPARATE_POINTS = 8  # up to so many, each has its interval drawn as a line in the band
 LONGEST_TITLE, LONGEST_LABEL = 36, 12  # letters: longer ones leave their axes no room
-_FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine draws the same letters
+_FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine leaves the same room for letters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +49,23 @@ class Panel:
 
 
 def panels_svg(panels: Sequence[Panel], *, name: str) -> str:
-    """Panels side by side, three in a row. name: makes ids within the SVG unique to the page."""
-    figure, axes = _figure(len(panels))
-    for axis, panel in zip(axes, panels, strict=True):
-        _draw(axis, panel)
-    return _svg(figure, name)
+    """Panels, to stand side by side. name: makes ids within the SVGs unique to the page."""
+    pictures = []
+    for number, panel in enumerate(panels):
+        figure, axis = _figure()
+        num_rows = _draw(axis, panel)
+        # A legend of more rows than most makes the picture higher, and the axes no lower.
+        figure.set_size_inches(WIDTH, HEIGHT + max(0, num_rows - USUAL_ROWS) * LEGEND_ROW / 72)
+        pictures.append(_svg(figure, f"{name}-{number}", panel.title))
+    return f'<div class="panels">{"".join(pictures)}</div>'
 
 
 def scores_svg(columns: Sequence[Column], *, name: str) -> str:
     """Every benchmark's score with its 95 % interval, model after model."""
     benchmarks = [b for b in benchmarks_of(columns) if sum(c.benchmark(b) is not None for c in columns) > 0]
-    figure, axes = _figure(len(benchmarks), width=2.3, height=2.5)
-    for axis, benchmark in zip(axes, benchmarks, strict=True):
+    pictures = []
+    for number, benchmark in enumerate(benchmarks):
+        figure, axis = _figure(width=2.3, height=2.5)
         found = [(i, c.benchmark(benchmark)) for i, c in enumerate(columns)]
         there = [(i, score) for i, score in found if score is not None]
         scale = 100 if is_share(there[0][1]["metric"]) else 1
@@ -55,7 +73,7 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
         below = [scale * (score["value"] - score["low"]) for _, score in there]
         above = [scale * (score["high"] - score["value"]) for _, score in there]
         places = [i for i, _ in there]
-        axis.plot(places, values, color="#c3cad4", linewidth=1.2, zorder=1)
+        axis.plot(places, values, color=AXIS, alpha=0.6, linewidth=1.2, zorder=1)
         for place, value, low, high in zip(places, values, below, above, strict=True):
             colour = COLOURS[place % len(COLOURS)]
             axis.errorbar(place, value, yerr=[[low], [high]], fmt="o", color=colour, markersize=5, capsize=3, zorder=2)
@@ -63,8 +81,10 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
         axis.set_xticks(range(len(columns)), labels, fontsize=8)
         axis.set_xlim(-0.5, len(columns) - 0.5)
         title = shortened(benchmark, LONGEST_TITLE)
-        axis.set_title(f"{title} (%)" if scale == 100 else title, fontsize=9, loc="left")
-    return _svg(figure, name)
+        title = f"{title} (%)" if scale == 100 else title
+        axis.set_title(title, fontsize=9, loc="left")
+        pictures.append(_svg(figure, f"{name}-{number}", title))
+    return f'<div class="panels small">{"".join(pictures)}</div>'
 
 
 def supervised_panels(stage: Stage) -> list[Panel]:
@@ -104,7 +124,8 @@ def _lines(stage: Stage, names: Mapping[str, str]) -> dict[str, tuple[list[float
     return {label: curve for label, curve in found.items() if curve[0]}
 
 
-def _draw(axis: Any, panel: Panel) -> None:
+def _draw(axis: Any, panel: Panel) -> int:
+    """Draw a panel; returns how many rows its legend has."""
     for number, (label, (xs, ys)) in enumerate(panel.lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         if label in panel.intervals:
@@ -119,14 +140,35 @@ def _draw(axis: Any, panel: Panel) -> None:
         else:
             marker = "o" if label in panel.marked or len(ys) < 2 else None
             axis.plot(xs, ys, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=label)
-    if panel.ticks:
-        axis.set_xticks([x for x, _ in panel.ticks], [text for _, text in panel.ticks])
     if panel.from_zero:
         axis.set_ylim(bottom=0)
-    axis.set_title(shortened(panel.title, 2 * LONGEST_TITLE), fontsize=9, loc="left")
+    if panel.ticks:
+        axis.set_xticks([x for x, _ in panel.ticks], [text for _, text in panel.ticks])
+    elif panel.x_label == "step":
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(panel.x_label, fontsize=8)
-    if len(panel.lines) > 1:
-        axis.legend(fontsize=7.5, frameon=False)
+    num_rows = _add_legend(axis, list(panel.lines)) if len(panel.lines) > 1 else 0
+    axis.set_title(shortened(panel.title, 2 * LONGEST_TITLE), fontsize=9, loc="left", pad=6 + LEGEND_ROW * num_rows)
+    return num_rows
+
+
+def _add_legend(axis: Any, labels: Sequence[str]) -> int:
+    """Put the legend between the title and the axes, where it covers nothing; returns how many rows it has."""
+    widest = max(map(len, labels))
+    num_columns = max(1, min(len(labels), int(LEGEND_POINTS / (26 + 4.2 * widest))))
+    axis.legend(
+        fontsize=7.5,
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        borderpad=0,
+        ncols=num_columns,
+        handlelength=1.4,
+        columnspacing=1.2,
+        labelspacing=0.3,
+    )
+    return -(-len(labels) // num_columns)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -144,41 +186,38 @@ def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], lis
     return [xs[run][-1] for run in runs], [sum(ys[run]) / len(ys[run]) for run in runs]
 
 
-def _figure(num: int, *, width: float = 3.4, height: float = 2.4) -> tuple["Figure", list[Any]]:
+def _figure(*, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", Any]:
+    """A figure with one set of axes, whose colours are those of VARIABLES."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    per_row = min(num, 4 if width < 3 else 3)
-    num_rows = -(-num // per_row)
     matplotlib.rcParams["svg.hashsalt"] = "nanodag"  # ids in the SVG would otherwise be drawn at random
+    matplotlib.rcParams["svg.fonttype"] = "none"
     matplotlib.rcParams["font.family"] = _FONTS
     matplotlib.rcParams["text.parse_math"] = False  # a name with two dollars in it is no formula
-    figure = Figure(figsize=(width * per_row, height * num_rows), layout="constrained")
-    axes = list(figure.subplots(num_rows, per_row, squeeze=False).flat)
-    for axis in axes[num:]:
-        axis.remove()
-    for axis in axes[:num]:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["left", "bottom"]].set_color("#9aa3af")
-        axis.grid(axis="y", color="#e8ebef", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelsize=8, colors="#4b5563", length=3)
-    return figure, axes[:num]
+    matplotlib.rcParams["text.color"] = INK
+    matplotlib.rcParams["axes.labelcolor"] = SOFT
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(AXIS)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8, colors=SOFT, length=3)
+    return figure, axis
 
 
-def _svg(figure: "Figure", name: str) -> str:
-    """The picture without XML header, its ids prefixed, as wide as the page but no wider than it was drawn for."""
+def _svg(figure: "Figure", name: str, label: str) -> str:
+    """The picture without XML header, its ids prefixed, its colours and letters those of the page."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :]
-    width = round(figure.get_figwidth() * 105)
-    text = re.sub(
-        r' width="[0-9.]+pt" height="[0-9.]+pt"',
-        f' style="max-width:{width}px;min-width:{min(width, 560)}px"',
-        text,
-        count=1,
-    )
+    told = f' role="img" aria-label="{escape(label)}"'
+    text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"', lambda _: told, text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(f": {colour}", f": var(--{variable})")
     prefix = re.sub(r"[^A-Za-z0-9_-]", "-", name)
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)

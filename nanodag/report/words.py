@@ -73,6 +73,39 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
+# How a metric's name ends or begins, and its unit: a number with a scale of its own has that in its text.
+UNITS = (
+    (r"bits_per_byte$", "bits a byte"),
+    (r"(^|_)tokens_per_second$", "tokens a second"),
+    (r"bytes_per_token", "bytes a token"),
+    (r"(^|_)(share|rate|mfu)$", "%"),
+    (r"_ms$", "ms"),
+    (r"(^|_)(seconds|s)$|^seconds_", "time"),
+    (r"(^|_)bytes$", "size"),
+    (r"(^|_)flops$", "FLOPs"),
+    (r"(^|_)tokens$", "tokens"),
+    (r"^((best|final)_)?(validation_)?loss$", "nats a token"),
+    (r"^(entropy|kl|mismatch)", "nats"),
+)
+
+
+def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:
+    """A metric's value and its unit, which follows from its name unless it is given: (`1.64 M`, `tokens`), (`4 min 10
+    s`, ``)."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return shown(number), ""
+    unit = unit or next((unit for pattern, unit in UNITS if re.search(pattern, name)), "")
+    if unit == "time":
+        return duration(number), ""
+    if unit == "size":
+        return num_bytes(number), ""
+    if unit == "%":
+        return f"{100 * number:.1f}", unit
+    if unit in ("FLOPs", "tokens"):
+        return count(number), unit
+    return f"{number:,}" if isinstance(number, int) else f"{number:.4g}", unit
+
+
 def shown(anything: Any) -> str:
     """A config value in one line."""
     if isinstance(anything, bool):

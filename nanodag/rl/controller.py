@@ -155,7 +155,8 @@ class Controller:
             rollouts = await self._generator.greedy(self._held_out)
         if stop_requested():
             raise Stopped
-        self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, seconds, self._held_out)
 
     # The trainer's side
 

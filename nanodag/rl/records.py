@@ -9,7 +9,7 @@ from typing import Any
 from nanodag.config.schema import RLStage
 from nanodag.rl.harvest import Harvest
 from nanodag.rl.metrics import rollout_metrics
-from nanodag.rl.prompts import Ledger
+from nanodag.rl.prompts import Ledger, Prompt
 from nanodag.rl.rollout import Rollout, write_rollouts
 from nanodag.rl.stopwatch import Span
 from nanodag.worker import Job, MetricsLog
@@ -38,6 +38,7 @@ class Records:
         path = self._folder / f"step-{step:08d}.jsonl"
         write_rollouts(path, harvest.trained)
         write_rollouts(path.with_suffix(".dropped.jsonl"), harvest.untrained)
+        _write_answers(path.with_suffix(".answers.jsonl"), harvest.prompts)
         return str(path)
 
     def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
@@ -58,12 +59,16 @@ class Records:
         self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
         self._timeline.flush()
 
-    def evaluation(self, step: int, rollouts: Sequence[Rollout], seconds: float) -> float | None:
+    def evaluation(
+        self, step: int, rollouts: Sequence[Rollout], seconds: float, prompts: Sequence[Prompt] = ()
+    ) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
         found = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "generate_failed")
         values = {f"eval_{name}": found[name] for name in names if name in found}
-        write_rollouts(self._folder / f"eval-{step:08d}.jsonl", rollouts)
+        path = self._folder / f"eval-{step:08d}.jsonl"
+        write_rollouts(path, rollouts)
+        _write_answers(path.with_suffix(".answers.jsonl"), prompts)
         self._metrics.write(
             step,
             total=self._config.num_steps,
@@ -90,6 +95,12 @@ class Records:
         self._metrics.close()
         self._ledger.close()
         self._timeline.close()
+
+
+def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
+    """The right answers, for those who read the rollouts: no rollout holds its own."""
+    lines = [{"prompt_id": p.prompt_id, "answer": p.record.get("answer", "")} for p in prompts]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _drop_evaluations(path: Path, evaluated: Container[str]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodag import logs
 from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.lora import add_lora, merged
@@ -304,9 +305,7 @@ def _serve(job: Job, link: ControllerLink) -> None:
 
 def main() -> None:
     """Serve the controller until it says `end`; any error goes to it, and ends this rank."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    logs.set_up()
     ignore_stop_signals()
     # DeepSpeed calls collectives by their names of torch 2.12, several times a step.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)

@@ -11,11 +11,13 @@ from fastapi.responses import HTMLResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import ConfigError, NanodagError
+from nanodag.report.page import TEMPLATES
+from nanodag.report.words import shortened
 from nanodag.rollouts.shelf import Shelf
-from nanodag.rollouts.view import COLOURS, Painter, fates_of, shortened, timeline_svg, wanted_of
+from nanodag.rollouts.view import COLOURS, LONGEST_SAID, Painter, fates_of, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"
-ON_A_PAGE = 20
+ON_A_PAGE = 24
 # What a query may have, and how its values look. A step has as many digits as its file's name.
 PARAMETERS = {
     "set": "eval",
@@ -83,21 +85,21 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     fates = fates_of(reads)
     chosen = [read for read in reads if wanted_of(query).is_met_by(read)]
     colour = query.get("colour") or ("advantage" if any(r.advantages for r in reads) else "logprob")
-    number, num_pages = int(query.get("page") or 1), max(1, -(-len(chosen) // ON_A_PAGE))
-    if number > num_pages:
-        raise ValueError(f"page is {query['page']!r}, and the last one is {num_pages}")
-    shown = chosen[(number - 1) * ON_A_PAGE : number * ON_A_PAGE]
+    number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
+    if number > max(1, len(pages)):
+        raise ValueError(f"page is {query['page']!r}, and the last one is {max(1, len(pages))}")
+    shown = pages[number - 1] if pages else []
     return {
         **frame,
         "colour": colour,
-        "cards": painter.cards(shown, colour),
+        "groups": painter.groups(shown, colour),
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
         "fate_options": [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()],
         "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
         "number": number,
-        "num_pages": num_pages,
+        "num_pages": len(pages),
         "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
     }
 
@@ -106,9 +108,11 @@ def refuse_odd(query: Mapping[str, str]) -> None:
     """Raise ValueError for what is no parameter of the page, or no value that one may have; what is empty may stay."""
     for name, text in query.items():
         if name not in PARAMETERS:
-            raise ValueError(f"there is no {shortened(name)!r} to ask for; there are {', '.join(PARAMETERS)}")
+            raise ValueError(
+                f"there is no {shortened(name, LONGEST_SAID)!r} to ask for; there are {', '.join(PARAMETERS)}"
+            )
         if text and not re.fullmatch(PARAMETERS[name], text):
-            raise ValueError(f"{name} is {shortened(text)!r}, which is no {WHAT.get(name, name)}")
+            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no {WHAT.get(name, name)}")
 
 
 def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
@@ -122,6 +126,8 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
         "shelf": shelf,
         "step": step,
         "there": there,
+        "before": max((one for one in there if one < step), default=None),
+        "after": min((one for one in there if one > step), default=None),
         "line": next((line for line in steps if line["step"] == step), {}),
         "is_held_out": is_held_out,
         "evaluations": evaluations,
@@ -134,6 +140,6 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
 def _template() -> Any:
     import jinja2
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("rollouts.html.jinja")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ HELD_OUT = "held_out"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
-    reason. Of a trained one, an entry for each token after the prompt, None where it was not trained: the advantage,
-    and the trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
+    reason. answer: the right one; empty where none was kept. advantages, differences: of a trained one, an entry for
+    each token after the prompt, None where it was not trained: the advantage, and the trainer's log-probability less
+    the sampler's, in nats; both are empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
+    answer: str = ""
     advantages: tuple[float | None, ...] = ()
     differences: tuple[float | None, ...] = ()
 
@@ -46,7 +48,8 @@ class Shelf:
 
     def evaluations(self) -> list[int]:
         """The steps after which held-out prompts were answered."""
-        return sorted(_step_of(path) for path in (self.records / "rollouts").glob("eval-*.jsonl"))
+        paths = (self.records / "rollouts").glob("eval-*.jsonl")
+        return sorted(_step_of(path) for path in paths if not path.name.endswith(".answers.jsonl"))
 
     def read(self, step: int, *, held_out: bool = False) -> list[Read]:
         """The rollouts of a step, those that were trained first; with held_out those of its evaluation.
@@ -54,16 +57,20 @@ class Shelf:
         Raises ArtifactNotFound when there are none, SourceError when a line is no rollout.
         """
         folder = self.records / "rollouts"
-        if held_out:
-            return [Read(rollout=r, fate=HELD_OUT) for r in _of(folder / f"eval-{step:08d}.jsonl")]
+        path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
+        found = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
+        answers = {line["prompt_id"]: line["answer"] for line in _lines(path.with_suffix(".answers.jsonl"))}
+        return [replace(read, answer=answers.get(read.rollout.prompt_id, "")) for read in found]
+
+    def _read_training(self, step: int, path: Path) -> list[Read]:
         scores = self._scores(step)
         reasons = {
             f"{line['prompt_id']}@{line['epoch']}": line["reason"]
             for line in _lines(self.records / "ledger.jsonl")
             if line["step"] == step and line["outcome"] == "dropped"
         }
-        found = [_with_scores(r, scores) for r in _of(folder / f"step-{step:08d}.jsonl")]
-        for rollout in _of(folder / f"step-{step:08d}.dropped.jsonl"):
+        found = [_with_scores(r, scores) for r in _of(path)]
+        for rollout in _of(path.with_suffix(".dropped.jsonl")):
             alone = GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
             found.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
         return found

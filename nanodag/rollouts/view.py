@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from nanodag.report.words import shortened
 from nanodag.rl.rollout import Span as TokenSpan
 from nanodag.rl.stopwatch import Span
 from nanodag.rollouts.shelf import Read
@@ -18,7 +19,8 @@ COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", 
 RED, GREEN, BLUE, GREY = "220,38,38", "22,163,74", "37,99,235", "120,130,145"
 VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
 LONGEST_SAID = 40  # letters
-REASONS = ("reward_error", "generate_error", "answer")  # of a rollout's metadata, what is shown
+REASONS = {"reward_error": "reward error", "generate_error": "generate error", "answer": "its answer"}  # of metadata
+ANSWER_LENGTH = 80
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
@@ -59,9 +61,20 @@ class Card:
     """One rollout as it is shown. facts: name and value."""
 
     read: Read
-    prompt: str
     tokens: Sequence[Token]
     facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt. answer: the right one, empty where it is not known. mean: of their rewards, None
+    where no rollout has one."""
+
+    prompt_id: str
+    prompt: str
+    answer: str
+    mean: float | None
+    cards: Sequence[Card]
 
 
 class Painter:
@@ -74,6 +87,23 @@ class Painter:
     def _encoding(self) -> Encoding:
         return Encoding(self._model)
 
+    def groups(self, reads: Sequence[Read], colour: Colour) -> list[Group]:
+        """The rollouts by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
+        cards: dict[str, list[Card]] = {}
+        for card in self.cards(reads, colour):
+            cards.setdefault(card.read.rollout.group_id, []).append(card)
+        return [self._group(mine) for mine in cards.values()]
+
+    def _group(self, cards: Sequence[Card]) -> Group:
+        first, rewards = cards[0].read, [c.read.rollout.reward for c in cards if c.read.rollout.reward is not None]
+        return Group(
+            prompt_id=first.rollout.prompt_id,
+            prompt=self._encoding.decode(first.rollout.prompt_token_ids),
+            answer=first.answer,
+            mean=sum(rewards) / len(rewards) if rewards else None,
+            cards=cards,
+        )
+
     def cards(self, reads: Sequence[Read], colour: Colour) -> list[Card]:
         """A card for each rollout; colours are scaled over all of them."""
         largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
@@ -82,17 +112,16 @@ class Painter:
 
     def _card(self, read: Read, colour: Colour, largest: float, versions: Sequence[int]) -> Card:
         rollout = read.rollout
-        facts = [
-            ("prompt", rollout.prompt_id),
+        facts = [("right answer", shortened(read.answer, ANSWER_LENGTH))] if read.answer else []
+        facts += [
             ("sample", str(rollout.sample_index)),
             ("ended by", rollout.finish_reason),
+            ("tokens", str(rollout.num_sampled)),
         ]
-        facts.append(("tokens", str(rollout.num_sampled)))
         facts += [(name, f"{value:.4g}") for name, value in rollout.reward_components.items()]
-        facts += [(name, str(value)) for name, value in rollout.metadata.items() if name in REASONS]
+        facts += [(REASONS[name], str(value)) for name, value in rollout.metadata.items() if name in REASONS]
         return Card(
             read=read,
-            prompt=self._encoding.decode(rollout.prompt_token_ids),
             tokens=list(self._tokens(read, colour, largest, versions)),
             facts=facts,
         )
@@ -149,6 +178,20 @@ def _style(value: float, colour: Colour, largest: float, versions: Sequence[int]
     return f"background:rgba({hue},{0.6 * strength:.3f})" if strength > 0.02 else ""
 
 
+def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
+    """Pages of whole groups: the samples of a prompt stand together, in the order of the first of them. A page holds
+    up to `most` rollouts, or one group that is larger."""
+    groups: dict[str, list[Read]] = {}
+    for read in reads:
+        groups.setdefault(read.rollout.group_id, []).append(read)
+    pages: list[list[Read]] = [[]]
+    for group in groups.values():
+        if pages[-1] and len(pages[-1]) + len(group) > most:
+            pages.append([])
+        pages[-1] += group
+    return pages
+
+
 def fates_of(reads: Sequence[Read]) -> dict[str, int]:
     """How many rollouts met which fate, most first."""
     return dict(Counter(read.fate for read in reads).most_common())
@@ -165,7 +208,7 @@ def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
     parts = []
     for row, lane in enumerate(lanes):
         y = 8 + 30 * row
-        parts.append(f'<text x="0" y="{y + 15}" fill="#6b7280">{LANE_NAMES[lane]}</text>')
+        parts.append(f'<text x="0" y="{y + 15}" fill="var(--soft)">{LANE_NAMES[lane]}</text>')
         for name, start, stop in known:
             if LANES[name] == lane:
                 parts.append(_bar(name, 110 + (start - begin) * scale, y, (stop - start) * scale, stop - start))
@@ -179,7 +222,7 @@ def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
 
 def _bar(name: str, x: float, y: float, size: float, seconds: float) -> str:
     fill = FILLS.get(name)
-    look = f'fill="rgba({fill},.75)"' if fill else 'fill="none" stroke="#9aa3af" stroke-dasharray="3 3"'
+    look = f'fill="rgba({fill},.75)"' if fill else 'fill="none" stroke="var(--axis)" stroke-dasharray="3 3"'
     label = name.replace("_", " ")
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{max(size, 1.0):.1f}" height="22" rx="3" {look}>'
@@ -192,14 +235,9 @@ def _ticks(seconds: float, scale: float, y: float) -> list[str]:
     found, place = [], 0.0
     while place <= seconds:
         x = 110 + place * scale
-        found.append(f'<text x="{x:.1f}" y="{y + 14}" fill="#6b7280" text-anchor="middle">{place:g} s</text>')
+        found.append(f'<text x="{x:.1f}" y="{y + 14}" fill="var(--soft)" text-anchor="middle">{place:g} s</text>')
         place = round(place + step, 6)
     return found
-
-
-def shortened(text: str) -> str:
-    """As much of what was asked as one line has room for."""
-    return text if len(text) <= LONGEST_SAID else f"{text[:LONGEST_SAID]}…"
 
 
 def wanted_of(query: Mapping[str, str]) -> Wanted:
@@ -212,7 +250,7 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
         except ValueError:
             found = math.nan
         if found is not None and not math.isfinite(found):
-            raise ValueError(f"{name} is {shortened(text)!r}, which is no number")
+            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no number")
         return found
 
     return Wanted(

@@ -18,7 +18,7 @@ from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
 from nanodag.worker import MetricsLog, finish, leave_stopped, load_job, stop_requested
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("nanodag.tokenizer")
 
 _DOCUMENT_CHARACTERS = 10_000  # one long document must not outweigh many short ones
 _MEASURED_BYTES = 1 << 20
@@ -89,12 +89,12 @@ def main() -> None:
         if stop_requested():
             leave_stopped()
         if text.num_documents % 10_000 == 1:
-            metrics_log.write(text.num_bytes, total=config.max_bytes, event="phase", phase="reading")
+            metrics_log.write(text.num_bytes, total=config.max_bytes, event="phase", phase="reading", unit="bytes")
 
     text = TrainingText(config.data, config.seed, config.max_bytes, job.mirror, watch)
     metrics = train_tokenizer(text, config.vocabulary, job.output)
     log.info("Trained %d tokens on %d bytes: %s", config.vocabulary, text.num_bytes, metrics)
-    metrics_log.write(text.num_bytes, total=text.num_bytes, **metrics)
+    metrics_log.write(text.num_bytes, total=text.num_bytes, unit="bytes", **metrics)
     metrics_log.close()
     finish(job, metrics=metrics, cost={"bytes": text.num_bytes, "work_seconds": round(time.monotonic() - started, 3)})
 

@@ -26,8 +26,6 @@ def main() -> None:
     job = load_job()
     stage = prepare(job)
     engine = stage.engine
-    if engine.rank != 0:
-        logging.getLogger().setLevel(logging.WARNING)
     loop = Loop(
         config=job.config,
         plan=stage.plan,

@@ -117,7 +117,9 @@ def test_a_pinned_model_is_imported_and_evaluated(store, project):
 
 
 def serve():
-    deployment = nightly_eval.to_deployment("local", entrypoint_type=EntrypointType.MODULE_PATH, **schedule())
+    deployment = nightly_eval.to_deployment(
+        "run-nightly-evals", entrypoint_type=EntrypointType.MODULE_PATH, **schedule()
+    )
     return str(deployment.apply())
 
 

@@ -3,6 +3,8 @@
 import json
 
 from nanodag.config.schema import RLStage
+from nanodag.rl.harvest import Harvest
+from nanodag.rl.prompts import Prompt
 from nanodag.rl.records import Records
 from nanodag.rl.stopwatch import Stopwatch
 from nanodag.worker import Job
@@ -67,3 +69,18 @@ def test_a_stopwatch_gives_sums_and_spans_once():
     assert [name for name, _, _ in spans] == ["generate", "train", "train"]
     assert all(begin <= end for _, begin, end in spans)
     assert set(stopwatch.taken()[0]) == {"step"} and stopwatch.taken()[1] == []
+
+
+def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
+    job = job_in(tmp_path)
+    records = Records(job, resume_step=-1)
+    prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2"}, token_ids=(1,))]
+    for step in (1, 2):
+        records.rollouts(step, Harvest(kept=[(prompts[0], [rollout([0])])]))
+        records.evaluation(step, [rollout([0])], 0.1, prompts)
+    records.close()
+    folder = job.records / "rollouts"
+    for name in ("step-00000001", "eval-00000001"):
+        assert lines(folder / f"{name}.answers.jsonl") == [{"prompt_id": "p", "answer": "1 2"}]
+    Records(job, resume_step=1).close()
+    assert {path.name.split(".")[0][-1] for path in folder.iterdir()} == {"1"}

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from nanodag.rl.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.rollouts.app import make_app
-from nanodag.rollouts.shelf import Shelf, shelf_of
-from nanodag.rollouts.view import Painter, timeline_svg
+from nanodag.rollouts.shelf import Read, Shelf, shelf_of
+from nanodag.rollouts.view import Painter, timeline_svg, together
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
 
@@ -45,6 +45,8 @@ def shelf(tmp_path):
     write_rollouts(folder / "step-00000002.jsonl", trained)
     write_rollouts(folder / "step-00000002.dropped.jsonl", failed + dropped)
     write_rollouts(folder / "eval-00000002.jsonl", trained[:1])
+    (folder / "step-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "a < b"}) + "\n")
+    (folder / "eval-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "held"}) + "\n")
     scores = [
         {"group_id": "right@0", "sample_index": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
         {"group_id": "right@0", "sample_index": 1, "advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
@@ -182,3 +184,44 @@ def test_the_shelf_of_a_stage_under_way_is_its_workspace(tmp_path):
     stages = {"rl": {"kind": "rl", "workspace": str(workspace)}, "sft": {"kind": "sft"}}
     found = shelf_of(Store(tmp_path / "store"), {"run": "r", "order": ["sft", "rl"], "stages": stages})
     assert (found.stage, found.records, str(found.model)) == ("rl", workspace / "records", "/model")
+
+
+def test_the_right_answer_stands_beside_every_sample_whose_prompt_has_one(shelf, get):
+    page = get().text
+    # once at the head of the group, once beside each of its two samples
+    assert page.count('class="answer">a &lt; b</dd>') == 3 and page.count("<dt>right answer</dt>") == 3
+    assert 'class="answer">held</dd>' in get("?set=eval").text
+    assert shelf.evaluations() == [2]
+    for path in (shelf.records / "rollouts").glob("*.answers.jsonl"):
+        path.unlink()
+    assert "right answer" not in get().text, "of an older run"
+
+
+def test_the_samples_of_a_prompt_stand_together_and_no_page_splits_them():
+    mixed = [Read(rollout=rollout(name, n, 1.0, []), fate="trained") for n in range(3) for name in "abc"]
+    pages = together(mixed, 7)
+    assert [[read.rollout.prompt_id for read in page] for page in pages] == [["a"] * 3 + ["b"] * 3, ["c"] * 3]
+    assert [len(page) for page in together(mixed, 2)] == [3, 3, 3]
+    assert together([], 7) == [[]]
+
+
+def test_a_prompt_is_shown_once_with_the_mean_of_its_rewards(get):
+    page = get("?prompt=right").text
+    assert page.count('<pre class="prompt">') == 1 and page.count('class="sample"') == 2
+    assert "<dt>mean reward</dt><dd>0.5</dd>" in page
+
+
+def test_links_lead_to_the_steps_before_and_after_and_keep_the_filter(shelf):
+    lines = [{"event": "step", "step": step, "total": 9} for step in (1, 2, 5)]
+    shelf.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = TestClient(make_app(shelf), base_url="http://127.0.0.1").get("/?step=2&page=1&fate=trained").text
+    links = dict(re.findall(r'<a data-key="(\w+)" href="\?([^"]*)"', page))
+    assert links == {"ArrowLeft": "step=1&amp;fate=trained", "ArrowRight": "step=5&amp;fate=trained"}
+
+
+def test_the_page_has_two_looks_and_loads_nothing(get):
+    page = get().text
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+    assert all(url.startswith(("?", "data:image/svg")) for url in re.findall(r'(?:href|src)="([^"]*)"', page))
+    for text in re.findall(r"#[0-9a-f]{3,6}", page.rpartition("</style>")[2]):
+        raise AssertionError(f"{text} is the same by day and by night")

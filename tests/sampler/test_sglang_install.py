@@ -1,6 +1,7 @@
 """SGLang's environment and command line, without SGLang: found or named, made step by step, options checked."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,14 @@ from pydantic import ValidationError
 from nanodag.config.schema import SamplerConfig
 from nanodag.errors import MissingTool
 from nanodag.sampler.options import OWN_OPTIONS, arguments, check_options
-from nanodag.sampler.sglang_install import default_folder, find_python, install, is_installed, requirements
+from nanodag.sampler.sglang_install import (
+    default_folder,
+    find_python,
+    install,
+    is_installed,
+    progress_of,
+    requirements,
+)
 from nanodag.sampler.sglang_process import SHIM
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
@@ -39,7 +47,7 @@ def environment(tmp_path):
 def test_an_interrupted_installation_goes_on_and_a_finished_one_is_left_alone(environment):
     broken, calls = environment / "bin" / "broken", environment / "bin" / "calls"
     broken.touch()
-    with pytest.raises(MissingTool, match=r"(?s)code 1; call it again to go on:.*no route to index"):
+    with pytest.raises(MissingTool, match=r"(?s)pip ended with code 1 after .*install\.log:.*no route to index"):
         install("cpu", environment, print, cpu_index=NOWHERE)
     assert not is_installed(environment, "cpu")
     broken.unlink()
@@ -49,6 +57,44 @@ def test_an_interrupted_installation_goes_on_and_a_finished_one_is_left_alone(en
     assert "--no-deps torch==2.13.0" in before and f"--no-deps --requirement {requirements('cpu')}" in before
     install("cpu", environment, print, cpu_index=NOWHERE)
     assert calls.read_text() == before
+
+
+PIP_SAYS = """Collecting torch==2.13.0
+  Downloading torch-2.13.0-cp311-none-any.whl (188.5 MB)
+Collecting numpy==2.4.0
+  Using cached numpy-2.4.0.whl (21.5 MB)
+Requirement already satisfied: attrs==26.1.0 in /x (26.1.0)
+Collecting six==1.17.0
+  Downloading six-1.17.0-py2.py3-none-any.whl (500 kB)
+Processing /wheels/idna-3.20-py3-none-any.whl
+Installing collected packages: torch, six
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "total", "said"),
+    [
+        (0, 146, "asking the package index"),
+        (1, 146, "package 1 of 146: torch, nothing to download so far"),
+        (4, 146, "package 2 of 146: numpy, 188.5 MB downloaded"),
+        (7, 0, "package 4: six, 189.0 MB downloaded"),
+        (8, 5, "package 5 of 5: idna, 189.0 MB downloaded"),
+        (9, 5, "3 of 5 packages unpacked, 189.0 MB downloaded"),
+    ],
+)
+def test_how_far_pip_is_follows_from_what_it_says(num_lines, total, said):
+    assert progress_of(PIP_SAYS[:num_lines], total, num_unpacked=3) == said
+
+
+def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment):
+    said, shown = [], []
+    (environment / "bin" / "python").write_text(
+        FAKE_PYTHON.replace("  *--requirement*)", "  *--requirement*) echo Collecting sglang==0.5.23; sleep 0.7;")
+    )
+    install("cpu", environment, said.append, show=shown.append, cpu_index=NOWHERE)
+    assert any(re.fullmatch(r"package 1 of 145: sglang, nothing to download so far, 0\.[5-9]s", text) for text in shown)
+    assert f"What pip says goes to {environment}/install.log" in said
+    assert "Collecting sglang==0.5.23" in (environment / "install.log").read_text()
 
 
 def test_a_missing_environment_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):

@@ -164,7 +164,6 @@ class Stages:
         shutil.rmtree(found)
         return differing
 
-
     def moved(self, case: Case, zero_stage: int) -> float:
         """By how much a stage that went on under another ZeRO stage is off one that was never interrupted, in nats: the
         largest of all training and validation losses, of which there must be as many. Infinity when documents differ.

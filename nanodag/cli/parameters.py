@@ -1,0 +1,40 @@
+"""What several commands take, each explained once."""
+
+from typing import Annotated
+
+import typer
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME=VALUE",
+        help="Values to change, as in rl.learning_rate=2e-6 or store.url=/data/store. nanodag config lists all.",
+    ),
+]
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        "-p",
+        metavar="NAME",
+        help="A preset of the pipeline file. auto: single-gpu where there is a GPU, else the file's default.",
+    ),
+]
+File = Annotated[
+    str,
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="The pipeline file. Default: the one that NANODAG_FILE names, else ./pipeline.yaml, else nanodag's own.",
+    ),
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins. Default: the newest run.")]
+ThisRun = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins.")]
+Key = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY", help="An artifact: its key, or how it begins; KEY/0002 for one attempt; RUN:STAGE for a run's."
+    ),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun; it goes on without the terminal.")]

@@ -1,0 +1,77 @@
+"""What worker processes write into their log, and which of its lines are for people.
+
+Everything stands in worker.log. What libraries say below an error (progress, advice to their own callers, warnings of
+what they deprecate) is no news of the run, so it is shown nowhere else.
+"""
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from functools import lru_cache
+
+OURS = ("nanodag", "__main__")
+# As `set_up` writes them.
+LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<text>(?P<logger>[\w.]+): .*)")
+_WARNING = re.compile(r"(?P<path>\S.*?):\d+: \w*Warning: ")
+# DeepSpeed, and torch's native logger, write lines of their own.
+_FOREIGN = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+\] \[(DEBUG|INFO|WARNING)\] |[IW]\d{4} \d\d:\d\d:\d\d")
+
+
+def set_up() -> None:
+    """Write this process's log to stderr, warnings as one line each. Of several ranks the first speaks for all: from
+    the others come errors alone."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format=form, datefmt="%H:%M:%S")
+    logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, category, filename, lineno, line=None: (
+        f"{filename}:{lineno}: {category.__name__}: {' '.join(str(message).split())}"
+    )
+    for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class ForPeople:
+    """Tells, line after line of a worker's log, whether it is shown where people look."""
+
+    def __init__(self) -> None:
+        self._goes_on = False  # a warning's second line, the source that it is about, is indented
+
+    def __call__(self, line: str) -> bool:
+        if self._goes_on and line.startswith("  "):
+            self._goes_on = False
+            return False
+        self._goes_on = False
+        if found := LINE.fullmatch(line):
+            if found["logger"] == "py.warnings":
+                warning = _WARNING.match(found["text"].removeprefix("py.warnings: "))
+                return warning is None or not _is_of_a_library(warning["path"])
+            return found["level"] in ("ERROR", "CRITICAL") or not _is_library(found["logger"].partition(".")[0])
+        if found := _WARNING.match(line):
+            self._goes_on = _is_of_a_library(found["path"])
+            return not self._goes_on
+        return not _FOREIGN.match(line)
+
+
+def _is_of_a_library(path: str) -> bool:
+    inside = "/site-packages/" in path or "/dist-packages/" in path or path.startswith(("<frozen", "<string>"))
+    return (inside or path.startswith(sysconfig.get_path("stdlib"))) and "/nanodag/" not in path
+
+
+@lru_cache
+def _is_library(name: str) -> bool:
+    """True for the name of an installed module, or one that differs from it in case; a user's own lie elsewhere."""
+    if name in OURS:
+        return False
+    for module in dict.fromkeys((name, name.lower())):
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None:
+            return module in sys.stdlib_module_names or _is_of_a_library(spec.origin or "")
+    return False

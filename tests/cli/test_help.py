@@ -1,0 +1,37 @@
+"""What `--help` says, read as by somebody who sees it for the first time."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanodag.cli import app
+
+
+def commands(command=None, path=()):
+    command = command or typer.main.get_command(app)
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+EVERY = {" ".join(path): command for path, command in commands()}
+
+
+def help_of(*path):
+    return CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}, prog_name="nanodag").output
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_is_explained_and_no_line_of_help_is_cut_or_too_wide(name):
+    for parameter in EVERY[name].params:
+        assert getattr(parameter, "help", "") or parameter.name == "help", parameter.name
+    text = help_of(*name.split())
+    assert "..." not in text.replace("]...", "").replace("VALUE...", "").replace("KEY...", ""), "a summary is cut"
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, command in EVERY.items() if not hasattr(command, "commands") and name != "server status"]
+)
+def test_every_command_shows_how_it_is_called(name):
+    assert f"nanodag {name}" in help_of(*name.split()).partition("Usage:")[2].partition("\n")[2]
