@@ -423,6 +423,8 @@ class RLStage(StageBase):
     every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
+    most_failed_rewards: share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end
+    their process. Above it the stage ends; below it these samples are left out, and above 1 % the log says so.
     critic: of the advantage gae. teacher: of on-policy distillation, on top of any advantage.
     clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
     ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
@@ -501,6 +503,7 @@ class RLStage(StageBase):
     eval_every: int = Field(20, ge=1)
     eval_prompts: int = Field(128, ge=0)
     reward_timeout_s: float = Field(10.0, gt=0)
+    most_failed_rewards: float = operational(0.25, ge=0, le=1)
     reward_processes: int = operational(1, ge=1)
     checkpoint_every: int = operational(20, ge=1)
     keep_checkpoints: int = operational(2, ge=1)

@@ -1,6 +1,7 @@
 """The adapters there are. Each is small and pure; columns are as the data set has them on the hub."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -250,12 +251,14 @@ for _name, _read in _CHOICE_READERS.items():
 @entry("ifeval", "prompt")
 def ifeval(row: Mapping[str, Any]) -> dict[str, Any]:
     """prompt with its verifiable instructions; kwargs may be a JSON string, as some copies of the data have it."""
-    rules = {"instruction_id_list": list(row["instruction_id_list"]), "kwargs": row["kwargs"]}
+    given = json.loads(row["kwargs"]) if isinstance(row["kwargs"], str) else list(row["kwargs"])
+    rules = {"instruction_id_list": list(row["instruction_id_list"]), "kwargs": given}
     return _prompt(row["prompt"], "", "instruction_following", **rules)
 
 
 @entry("humaneval", "prompt")
 def humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A function to complete; its tests are in metadata."""
+    """A function to complete; its tests are in metadata, and what stands before it."""
     asked = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
-    return _prompt(asked, row["canonical_solution"], "code", test=row["test"], entry_point=row["entry_point"])
+    known = {"tests": [row["test"]], "entry_point": row["entry_point"], "before": row["prompt"]}
+    return _prompt(asked, row["canonical_solution"], "code", **known)

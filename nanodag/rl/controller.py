@@ -21,13 +21,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanodag.config.schema import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
+from nanodag.rl import sandbox
 from nanodag.rl.generation import Generator
 from nanodag.rl.harvest import Harvest, read_harvest, write_harvest
 from nanodag.rl.learning import learning_of
@@ -53,6 +54,8 @@ EMPTY_STEPS_IN_A_ROW = 10
 LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
 LARGEST_STALE_MISMATCH = 2.0
 
+T = TypeVar("T")
+
 
 class Controller:
     """One RL stage. services: started, ended by who made them. It does the work that its schedule asks for."""
@@ -76,6 +79,8 @@ class Controller:
         self._held_out = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
+        if self._config.generate.name == "python":
+            sandbox.walls()  # MissingTool now, not an error in each sample
         if not self._config.generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
@@ -137,9 +142,7 @@ class Controller:
     async def generate(self, step: int) -> Harvest:
         """What a step will train on."""
         with self._stopwatch.timed("generate"):
-            harvest = await self._generator.step(self._cursor, step)
-        if stop_requested():  # the signal may have ended what computes rewards
-            raise Stopped
+            harvest = await _unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return harvest
 
@@ -152,9 +155,7 @@ class Controller:
         """Answer the held-out prompts greedily."""
         began = time.monotonic()
         with self._stopwatch.timed("evaluate"):
-            rollouts = await self._generator.greedy(self._held_out)
-        if stop_requested():
-            raise Stopped
+            rollouts = await _unless_stopped(self._generator.greedy(self._held_out))
         seconds = time.monotonic() - began
         self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, seconds, self._held_out)
 
@@ -285,7 +286,16 @@ class Controller:
         check_ranks(folder, self._services.link.ask("load", folder=str(folder)), self._state["version"])
         waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d harvests wait", step, len(waiting))
-        return Position(step, saved["turn"], tuple(read_harvest(path) for path in waiting))
+        return Position(step, saved["turn"], self._judged_again(step, [read_harvest(path) for path in waiting]))
+
+    def _judged_again(self, step: int, waiting: Sequence[Harvest]) -> tuple[Harvest, ...]:
+        """The harvests of a checkpoint of this step. A reward that failed is no result, so it is computed again."""
+        judged = tuple(
+            self._runner.run(self._generator.judged_again(self._cursor, number, harvest))
+            for number, harvest in enumerate(waiting, start=step + 1)
+        )
+        self._used_up = self._cursor.state_dict()
+        return judged
 
     def _leave(self, position: Position) -> None:
         self._runner.run(self.save(position))
@@ -344,6 +354,20 @@ def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int
             f"Checkpoint {folder}: the trainer's ranks made {found} updates, the controller counts {version}. Remove "
             "the checkpoint to begin again from the one before."
         )
+
+
+async def _unless_stopped(work: Awaitable[T]) -> T:
+    """What it finds. Raises Stopped when a stop was asked for meanwhile: the signal may have ended what computes
+    rewards."""
+    try:
+        found = await work
+    except StageFailed:
+        if not stop_requested():
+            raise
+        raise Stopped from None
+    if stop_requested():
+        raise Stopped
+    return found
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from itertools import takewhile
 from typing import Protocol
 
 from nanodag.config.schema import RLStage
-from nanodag.errors import StageFailed
 from nanodag.rl import entries
+from nanodag.rl.failures import REASON, check_failures, has_failed_reward
 from nanodag.rl.harvest import Dropped, Harvest
 from nanodag.rl.prompts import Prompt, PromptCursor
 from nanodag.rl.rewards.pool import RewardPool, Score
@@ -32,7 +32,7 @@ from nanodag.rl.segments import (
     was_ended,
 )
 from nanodag.rl.shaping import shaped
-from nanodag.rl.turns.runner import ANSWER, FAILED, Turns
+from nanodag.rl.turns.runner import ANSWER, Turns
 from nanodag.sampler.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
 
@@ -87,21 +87,50 @@ class Generator:
             await self._rounds(cursor, step, harvest)
         else:
             await self._waves(cursor, step, harvest)
-        _refuse_when_all_failed(harvest.all_rollouts)
+        self._conclude(cursor, step, harvest)
         harvest.passed_over = cursor.passed_over()
-        for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
-            if sum(rollout.reward is not None for rollout in group) > 1:
-                cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
         harvest.seconds = time.monotonic() - began
         return harvest
 
+    async def judged_again(self, cursor: PromptCursor, step: int, harvest: Harvest) -> Harvest:
+        """A harvest from a checkpoint, with the rewards that failed computed again: the function may have been mended.
+
+        Groups are chosen anew in the order of their prompts; those that are not needed any more go back to the cursor.
+        """
+        if not any(map(has_failed_reward, harvest.all_rollouts)):
+            return harvest
+        again = Harvest(passed_over=harvest.passed_over, num_carried=harvest.num_carried, seconds=harvest.seconds)
+        judged = harvest.in_order()
+        groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
+        spare = []
+        for (prompt, _), group in zip(judged, groups, strict=True):
+            if len(again.kept) < self._config.prompts_per_step:
+                self._choose(prompt, group, again)
+            else:
+                spare.append(prompt)
+        cursor.give_back(spare)
+        self._conclude(cursor, step, again)
+        return again
+
+    def _conclude(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
+        limit = self._config.most_failed_rewards
+        check_failures(harvest.all_rollouts, of=f"step {step}", most_failed_rewards=limit)
+        for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
+            if sum(rollout.reward is not None for rollout in group) > 1:
+                cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
+
     async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training."""
+        """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training. Raises
+        StageFailed when too many of the rewards failed."""
         params = SamplingParams(
             max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
         )
         groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
-        return [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
+        rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
+        limit = self._config.most_failed_rewards
+        check_failures(rollouts, of="an evaluation", most_failed_rewards=limit)
+        return rollouts
 
     async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
@@ -161,15 +190,19 @@ class Generator:
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
-        group = [shaped(rollout, self._config) for rollout in group]
+        self._choose(prompt, [shaped(rollout, self._config) for rollout in group], harvest)
+
+    def _choose(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
+        """Keep or drop a group whose rewards are those that are trained on."""
+        num_before = len(harvest.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
         if len(scored) < min(2, self._config.samples_per_prompt):
-            is_response = any(rollout.finish_reason != "error" and rollout.reward is None for rollout in group)
-            harvest.dropped.append(Dropped(prompt, group, REWARD_FAILED if is_response else GENERATE_FAILED))
+            reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
+            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
             return
         reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
         if reason is not None:
-            harvest.dropped.append(Dropped(prompt, group, reason))
+            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
             return
         harvest.kept.append((prompt, scored))
         harvest.failed += [rollout for rollout in group if rollout.reward is None]
@@ -191,16 +224,29 @@ class Generator:
     async def _rollouts(self, group: "_Group") -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
         rollouts = await self._responses(group)
-        if any(map(is_unfinished, rollouts)):
-            return rollouts
+        return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
+
+    async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts of one prompt with their rewards."""
         whole = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
         answers = [self._answer(rollout) for rollout in whole]
-        futures = self._pool.submit_group(group.prompt.record, answers)
+        futures = self._pool.submit_group(prompt.record, answers)
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         scored = map(self._with_score, whole, answers, scores)
         found = {id(before): after for before, after in zip(whole, scored, strict=True)}
         return [found.get(id(rollout), rollout) for rollout in rollouts]
+
+    async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
+        """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
+        them."""
+        if not any(map(has_failed_reward, group)):
+            return list(group)
+        bare = [replace(one, metadata={k: v for k, v in one.metadata.items() if k != REASON}) for one in group]
+        scored = await self._scored(prompt, bare)
+        return [
+            shaped(new, self._config) if has_failed_reward(old) else old for old, new in zip(group, scored, strict=True)
+        ]
 
     async def _responses(self, group: "_Group") -> list[Rollout]:
         if self._turns is not None:
@@ -218,11 +264,11 @@ class Generator:
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
 
     def _with_score(self, rollout: Rollout, answer: str, score: Score) -> Rollout:
-        reason = {"reward_error": score.error} if score.error else {}
+        reason = {REASON: score.error} if score.error else {}
         if score.steps is None or not self._config.has_process_reward:
             return rollout.with_reward(score.value, score.components, **reason)
         if ANSWER in rollout.metadata:
-            reason = {"reward_error": "the steps of an answer that a function says have no place in the tokens"}
+            reason = {REASON: "the steps of an answer that a function says have no place in the tokens"}
             return rollout.with_reward(None, {}, **reason)
         ids = _last_words(rollout)
         before = len(rollout.response_token_ids) - len(ids)
@@ -276,18 +322,3 @@ def _last_words(rollout: Rollout) -> list[int]:
     """What was sampled after the last tool tokens."""
     last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
     return [token for span in reversed(list(last)) for token in span.token_ids]
-
-
-def _refuse_when_all_failed(rollouts: Sequence[Rollout]) -> None:
-    """One failing sample is its own affair; when all fail, a function is broken."""
-    if not rollouts or any(rollout.reward is not None for rollout in rollouts):
-        return
-    if all(rollout.finish_reason == "error" for rollout in rollouts):
-        raise StageFailed(
-            f"The function that generates failed for every one of {len(rollouts)} samples of this step. The last "
-            f"reason: {rollouts[-1].metadata[FAILED]}. Repair it, or raise generate.timeout_s."
-        )
-    raise StageFailed(
-        f"The reward failed for every one of {len(rollouts)} rollouts of this step. The last reason: "
-        f"{rollouts[-1].metadata.get('reward_error')}. Repair the reward function, or raise reward_timeout_s."
-    )

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.rl.prompts import OVERLONG, Prompt
-from nanodag.rl.rollout import Rollout, from_json, to_json
+from nanodag.rl.rollout import Rollout, from_json, groups_of, to_json
 from nanodag.store.files import write_json
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group that is not trained on."""
+    """A group that is not trained on. num_kept_before: how many groups were kept when it was judged."""
 
     prompt: Prompt
     rollouts: list[Rollout]
     reason: str
+    num_kept_before: int = 0
 
 
 @dataclass(slots=True)
@@ -58,6 +59,17 @@ class Harvest:
         """Every rollout that was judged."""
         return self.trained + self.untrained
 
+    def in_order(self) -> list[tuple[Prompt, list[Rollout]]]:
+        """Every group that was judged, whole, in the order of judgement."""
+        missing = groups_of(self.failed)
+        kept: list[tuple[Prompt, list[Rollout]]] = [
+            (prompt, sorted([*group, *missing.get(prompt.group_id, [])], key=lambda one: one.sample_index))
+            for prompt, group in self.kept
+        ]
+        for place, drop in enumerate(self.dropped):  # each before it has moved those behind it by one
+            kept.insert(drop.num_kept_before + place, (drop.prompt, drop.rollouts))
+        return kept
+
 
 def write_harvest(path: Path, harvest: Harvest) -> None:
     """Write a harvest that waits to be trained on."""
@@ -67,7 +79,12 @@ def write_harvest(path: Path, harvest: Harvest) -> None:
             "kept": [{"prompt": _prompt_record(p), "rollouts": _rollout_records(group)} for p, group in harvest.kept],
             "failed": _rollout_records(harvest.failed),
             "dropped": [
-                {"prompt": _prompt_record(d.prompt), "rollouts": _rollout_records(d.rollouts), "reason": d.reason}
+                {
+                    "prompt": _prompt_record(d.prompt),
+                    "rollouts": _rollout_records(d.rollouts),
+                    "reason": d.reason,
+                    "num_kept_before": d.num_kept_before,
+                }
                 for d in harvest.dropped
             ],
             "passed_over": [[_prompt_record(prompt), reason] for prompt, reason in harvest.passed_over],
@@ -84,7 +101,12 @@ def read_harvest(path: Path) -> Harvest:
         kept=[(_prompt_from(group["prompt"]), _rollouts_from(group["rollouts"])) for group in saved["kept"]],
         failed=_rollouts_from(saved["failed"]),
         dropped=[
-            Dropped(_prompt_from(drop["prompt"]), _rollouts_from(drop["rollouts"]), drop["reason"])
+            Dropped(
+                _prompt_from(drop["prompt"]),
+                _rollouts_from(drop["rollouts"]),
+                drop["reason"],
+                drop.get("num_kept_before", 0),  # older checkpoints have none
+            )
             for drop in saved["dropped"]
         ],
         passed_over=[(_prompt_from(prompt), reason) for prompt, reason in _passed_over(saved)],

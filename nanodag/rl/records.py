@@ -64,7 +64,7 @@ class Records:
     ) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
         found = rollout_metrics(rollouts)
-        names = ("reward", "pass_rate", "truncated_share", "response_tokens", "generate_failed")
+        names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
         values = {f"eval_{name}": found[name] for name in names if name in found}
         path = self._folder / f"eval-{step:08d}.jsonl"
         write_rollouts(path, rollouts)

@@ -10,6 +10,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.rl.generation import Generator, group_seed
+from nanodag.rl.harvest import read_harvest, write_harvest
 from nanodag.rl.prompts import Ledger, PromptCursor, read_ledger
 from nanodag.rl.rewards.pool import Score
 from nanodag.sampler.protocol import Completion, FinishReason, VersionSpan
@@ -164,7 +165,8 @@ def test_a_rollout_says_what_was_sampled_by_whom_and_why_it_ended(tmp_path):
 
 def test_a_sample_whose_reward_failed_is_left_out_and_a_group_of_one_is_dropped(tmp_path):
     sampler = FakeSampler({0: "?01", 1: "?0?"})
-    harvest = step(generator(sampler, samples_per_prompt=3), cursor_over(tmp_path, [1] * 2))
+    values = {"samples_per_prompt": 3, "most_failed_rewards": 0.5}
+    harvest = step(generator(sampler, **values), cursor_over(tmp_path, [1] * 2))
     ((_, group),) = harvest.kept
     assert [rollout.sample_index for rollout in group] == [1, 2]
     assert [rollout.sample_index for rollout in harvest.failed] == [0] and len(harvest.all_rollouts) == 6
@@ -173,15 +175,108 @@ def test_a_sample_whose_reward_failed_is_left_out_and_a_group_of_one_is_dropped(
 
 
 def test_groups_of_one_are_trained_where_nothing_is_compared(tmp_path):
-    values = {"samples_per_prompt": 1, "advantage": "reinforce_pp", "filters": []}
+    values = {"samples_per_prompt": 1, "advantage": "reinforce_pp", "filters": [], "most_failed_rewards": 0.5}
     harvest = step(generator(FakeSampler({0: "1", 1: "?"}), **values), cursor_over(tmp_path, [1] * 2))
     assert [len(group) for _, group in harvest.kept] == [1]
     assert [drop.reason for drop in harvest.dropped] == ["reward_failed"]
 
 
-def test_when_every_reward_of_a_step_fails_the_stage_ends_with_the_reason(tmp_path):
-    with pytest.raises(StageFailed, match=r"every one of 4 rollouts .* no number"):
-        step(generator(FakeSampler({0: "??", 1: "??"})), cursor_over(tmp_path, [1] * 2))
+def answers_with_failures(count: int) -> dict[int, str]:
+    """Of eight prompts with two samples each, so many with one that fails."""
+    return {n: "?1" if n < count else SPREAD for n in range(8)}
+
+
+def test_a_share_of_failed_rewards_above_the_limit_ends_the_stage_with_share_setting_and_reason(tmp_path):
+    made = generator(FakeSampler(answers_with_failures(5)), prompts_per_step=8)
+    with pytest.raises(StageFailed) as raised:
+        step(made, cursor_over(tmp_path, [1] * 8), number=3)
+    message = str(raised.value)
+    assert "reward failed for 5 of 16 samples of step 3 (31.2%). The first reason: no number." in message
+    assert "most_failed_rewards 0.25" in message and "reward_timeout_s" in message
+
+
+@pytest.mark.parametrize("limit", [0.25, 1.0])
+def test_when_every_reward_of_a_step_fails_the_stage_ends_whatever_the_limit(tmp_path, limit):
+    made = generator(FakeSampler({0: "??", 1: "??"}), most_failed_rewards=limit)
+    with pytest.raises(StageFailed, match=r"4 of 4 samples .* no number"):
+        step(made, cursor_over(tmp_path, [1] * 2))
+
+
+def test_failed_rewards_below_the_limit_are_said_once_a_step(tmp_path, caplog):
+    step(generator(FakeSampler(answers_with_failures(3)), prompts_per_step=8), cursor_over(tmp_path, [1] * 8))
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert said.getMessage().startswith("The reward failed for 3 of 16 samples of step 1 (18.8%). The first reason: no")
+
+
+def test_one_failed_reward_of_a_hundred_is_not_worth_a_word(tmp_path, caplog):
+    answers = dict.fromkeys(range(50), SPREAD) | {7: "?1"}
+    step(generator(FakeSampler(answers), prompts_per_step=50), cursor_over(tmp_path, [1] * 50))
+    assert caplog.records == []
+
+
+def test_failed_rewards_of_an_evaluation_end_the_stage_too(tmp_path):
+    made = generator(FakeSampler({0: "?", 1: "1"}))
+    with pytest.raises(StageFailed, match=r"1 of 2 samples of an evaluation \(50.0%\)"):
+        asyncio.run(made.greedy(cursor_over(tmp_path, [1] * 2).take(2)))
+
+
+class MendedPool(FakePool):
+    """The function after its repair: what failed is worth 0.5."""
+
+    def _score(self, completion) -> "Future[Score]":
+        future: Future[Score] = Future()
+        future.set_result(Score(0.5 if completion == "?" else float(completion), {}))
+        return future
+
+
+def judged_again(harvest, cursor, folder, pool, **values):
+    """As a checkpoint has it, by a stage that was started again."""
+    write_harvest(folder / "harvest.json", harvest)
+    made = Generator(config(**values), FakeSampler({}), pool, FakeEncoding(), (STOP,))
+    return asyncio.run(made.judged_again(cursor, 1, read_harvest(folder / "harvest.json")))
+
+
+def test_rewards_that_failed_are_computed_again_when_a_checkpoint_is_read(tmp_path):
+    values = {"prompts_per_step": 4, "most_failed_rewards": 0.5}
+    answers = {0: "??", 1: SPREAD, 2: EQUAL, 3: "?1"}
+    cursor = cursor_over(tmp_path, [1] * 4)
+    before = step(generator(FakeSampler(answers), **values), cursor)
+    assert ids(prompt for prompt, _ in before.kept) == ["p1"] and len(before.dropped) == 3
+    after = judged_again(before, cursor, tmp_path, MendedPool(), **values)
+    assert [(p.prompt_id, [r.reward for r in group]) for p, group in after.kept] == [("p1", [0, 1]), ("p3", [0.5, 1])]
+    assert [(drop.prompt.prompt_id, drop.reason) for drop in after.dropped] == [
+        ("p0", "zero_spread"),
+        ("p2", "zero_spread"),
+    ]
+    assert not any("reward_error" in rollout.metadata for rollout in after.all_rollouts)
+
+
+def test_rewards_that_fail_again_leave_a_harvest_as_it_was(tmp_path):
+    values = {"prompts_per_step": 4, "samples_per_prompt": 3, "most_failed_rewards": 0.5}
+    answers = {0: "?01", 1: "???", 2: "011", 3: "1?1"}
+    cursor = cursor_over(tmp_path, [1] * 4)
+    before = step(generator(FakeSampler(answers), **values), cursor)
+    after = judged_again(before, cursor, tmp_path, FakePool(), **values)
+    assert after == before and len(before.failed) == 1 and len(before.dropped) == 2
+
+
+def test_groups_beyond_those_that_a_step_trains_go_back_to_the_cursor_when_others_are_mended(tmp_path):
+    values = {"prompts_per_step": 2, "over_sampling": 4, "most_failed_rewards": 0.5}
+    cursor = cursor_over(tmp_path, [1] * 5)
+    before = step(generator(FakeSampler({0: "?1", 1: SPREAD, 2: SPREAD, 3: SPREAD}), **values), cursor)
+    assert ids(prompt for prompt, _ in before.kept) == ["p1", "p2"]
+    after = judged_again(before, cursor, tmp_path, MendedPool(), **values)
+    assert ids(prompt for prompt, _ in after.kept) == ["p0", "p1"] and after.dropped == []
+    assert ids(cursor.take(3)) == ["p2", "p3", "p4"]
+
+
+def test_a_function_mended_in_part_still_ends_the_stage_above_the_limit(tmp_path):
+    cursor = cursor_over(tmp_path, [1] * 8)
+    values = {"prompts_per_step": 8}
+    before = step(generator(FakeSampler(answers_with_failures(4)), **values), cursor)
+    with pytest.raises(StageFailed, match=r"most_failed_rewards 0\.1"):
+        judged_again(before, cursor, tmp_path, FakePool(), **values, most_failed_rewards=0.1)
 
 
 def test_an_aborted_sample_is_an_error_of_the_sampler(tmp_path):

@@ -6,7 +6,8 @@ import time
 import psutil
 import pytest
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, MissingTool
+from nanodag.rl import sandbox
 from nanodag.rl.rewards.pool import RewardPool
 
 REWARDS = """
@@ -42,7 +43,7 @@ def own_reward(tmp_path, monkeypatch):
     return "my_rewards:kind"
 
 
-def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_reward):
+def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_reward, tmp_path):
     with RewardPool(own_reward, num_processes=2, timeout_s=1.0) as pool:
         kinds = ["abc", "raise", "hang", "exit", "memory", "nan", "print", "abcd"]
         scores = dict(zip(kinds, pool.score([({}, kind) for kind in kinds]), strict=True))
@@ -50,11 +51,12 @@ def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_rew
     assert {kind: scores[kind].value for kind in ("raise", "hang", "exit", "memory", "nan")} == dict.fromkeys(
         ("raise", "hang", "exit", "memory", "nan")
     )
-    assert scores["raise"].error == "RuntimeError: a reason"
+    own = tmp_path / "my_rewards.py"
+    assert scores["raise"].error == f"RuntimeError: a reason ({own}, line 6)"
     assert "took longer than 1 s" in scores["hang"].error
     assert "ended with code 3" in scores["exit"].error
     assert "MemoryError" in scores["memory"].error
-    assert "finite" in scores["nan"].error
+    assert "finite" in scores["nan"].error and f"{own}, line 4" in scores["nan"].error  # where the function begins
 
 
 def test_a_group_reward_sees_the_answers_to_one_prompt_and_no_others(own_reward):
@@ -70,7 +72,9 @@ def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_
     with RewardPool("group:my_rewards:longest") as pool:
         failed = [future.result() for future in pool.submit_group({}, ["short", "a"])]
         right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
-    assert {score.error for score in failed} == {"ValueError: my_rewards:longest returned 1 rewards for 2 answers"}
+    (reason,) = {score.error for score in failed}
+    assert reason.startswith("ValueError: my_rewards:longest returned 1 rewards for 2 answers (")
+    assert reason.endswith("my_rewards.py, line 20)")
     assert [score.value for score in right] == [0.0, 1.0]
 
 
@@ -98,6 +102,16 @@ def test_a_reward_that_does_not_exist_is_refused_with_the_names_there_are():
 def test_a_reward_that_cannot_be_imported_stops_the_run_not_one_sample():
     with RewardPool("no_such_module:reward") as pool, pytest.raises(ConfigError, match="cannot be imported"):
         pool.score([({}, "x")])
+
+
+def test_where_there_is_no_sandbox_the_reward_code_stops_the_run_not_one_sample(monkeypatch):
+    def none():
+        raise MissingTool("there is none")
+
+    monkeypatch.setattr(sandbox, "walls", none)
+    prompt = {"reward": "code", "answer": "", "metadata": {"tests": ["assert f() == 1"]}}
+    with RewardPool("auto") as pool, pytest.raises(MissingTool, match="there is none"):
+        pool.submit(prompt, "def f(): return 1")
 
 
 def test_processes_end_when_the_pool_is_closed(own_reward):

@@ -239,4 +239,25 @@ def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
     )
     assert start(job).wait(timeout=300) == 1
     last = (job.workspace / "worker.log").read_text().splitlines()[-1]
-    assert "failed for every one of 8 rollouts" in last and "RuntimeError: no such luck" in last
+    assert "reward failed for 8 of 8 samples of step 1" in last and "RuntimeError: no such luck" in last
+    assert f"({tmp_path / 'tiny_reward.py'}, line 2)" in last
+
+
+@pytest.mark.slow
+def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path):
+    settings = AHEAD | {"max_staleness": 3, "most_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
+    job = make_job(tmp_path, **settings, filters=[], advantage="reinforce_pp")
+    mended = (tmp_path / "tiny_reward.py").read_text()
+    fails = "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
+    (tmp_path / "tiny_reward.py").write_text(mended.replace("    return", fails + "    return"))
+    process = start(job)
+    wait_for_step(job, process, 2)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
+    harvests = list(job.checkpoints.rglob("harvest-*.json"))
+    assert any("RuntimeError: odd" in path.read_text() for path in harvests)  # or this test shows nothing
+    (tmp_path / "tiny_reward.py").write_text(mended)
+    run(job)
+    resumed = min(int(path.stem.rpartition("-")[2]) for path in harvests)
+    failed = {line["step"]: line["reward_failed"] for line in metrics(job)}
+    assert len(failed) == 6 and all(count == 0.0 for step, count in failed.items() if step >= resumed), failed

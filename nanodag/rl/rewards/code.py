@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nanodag.rl.rewards.reward import Reward
@@ -42,6 +43,50 @@ with os.fdopen(out, "w") as stream:
 os._exit(0)
 """
 
+# Runs tests of any form without the answer: each `assert` is counted, and `candidate` says what is known of its calls.
+# With a reference it is that, and the calls are noted, as the text of their arguments.
+_REPLAYER = """
+import ast, json, os, random, sys
+job = json.load(sys.stdin)
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+random.seed(0)
+space, checks, calls = {"__name__": "tests"}, [], []
+
+def candidate(*arguments, **named):
+    call = f"(*{arguments!r}, **{named!r})"
+    calls.append(call)
+    if job["results"] is None:
+        return reference(*arguments, **named)
+    return ast.literal_eval(job["results"][call])
+
+def counted(is_so):
+    checks.append(False)
+    checks[-1] = bool(is_so())
+
+class Counted(ast.NodeTransformer):
+    def visit_Assert(self, node):
+        if isinstance(node.test, ast.Constant) and node.test.value:
+            return ast.Pass()
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        return ast.Expr(ast.Call(ast.Name("__counted__", ast.Load()), [ast.Lambda(nothing, node.test)], []))
+
+try:
+    exec(compile(job["before"], "<before>", "exec"), space)
+    reference = space.get(job["entry_point"])
+    space |= {job["entry_point"]: candidate, "__counted__": counted}
+    for test in job["tests"]:
+        tree = ast.fix_missing_locations(Counted().visit(ast.parse(test)))
+        exec(compile(tree, "<test>", "exec"), space)
+    if "check" in space:
+        space["check"](candidate)
+except Exception as error:
+    checks.append(False)
+with os.fdopen(out, "w") as stream:
+    stream.write(json.dumps([checks, calls]))
+os._exit(0)
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class _Check:
@@ -65,13 +110,23 @@ def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     assigned for them alone: a program that ends early, returns what equals everything or prints a verdict gains
     nothing. What a call itself says, its arguments and all of a bare `assert call`, is inside. All tests together have
     BUDGET_S seconds. Raises ValueError for a prompt without tests, or with one of another form.
+
+    Where `metadata.before` has what stands before the answer, as in HumanEval, tests may be any Python: they are run
+    with the reference, `before` and the prompt's answer behind it, to learn which calls they make, then these calls
+    beside the program, and the tests again, apart from it, with what it returned.
     """
-    tests = prompt["metadata"].get("tests")
+    metadata = prompt["metadata"]
+    tests = metadata.get("tests")
     if not tests:
         raise ValueError("the prompt has no metadata.tests, a list of {input, output} or of assertions")
     program, deadline = _program_of(completion), time.monotonic() + BUDGET_S
+    if "before" in metadata:
+        share = _replayed(
+            program, metadata["before"], prompt["answer"], tuple(tests), metadata["entry_point"], deadline
+        )
+        return Reward(float(share == 1.0), {"tests": share})
     spoken = [test for test in tests if not isinstance(test, str)]
-    asserted = _Asserted.parse([test for test in tests if isinstance(test, str)], prompt["metadata"].get("entry_point"))
+    asserted = _Asserted.parse([test for test in tests if isinstance(test, str)], metadata.get("entry_point"))
     passed = asserted.count_passed(program, deadline) + sum(_answers(program, test, deadline) for test in spoken)
     share = passed / (len(asserted.checks) + len(spoken))
     return Reward(float(share == 1.0), {"tests": share})
@@ -88,6 +143,51 @@ def _answers(program: str, test: Mapping[str, str], deadline: float) -> bool:
         return False
     done = run_python(program, stdin=test["input"], timeout_s=left_s)
     return done.returncode == 0 and not done.timed_out and _lines(done.stdout) == _lines(test["output"])
+
+
+def _replayed(
+    program: str, before: str, answer: str, tests: tuple[str, ...], entry_point: str, deadline: float
+) -> float:
+    """The share of assertions that hold for what the program returns."""
+    total, calls = _reference_run(f"{before}\n{answer}", tests, entry_point)
+    expressions = [entry_point + call for call in calls]
+    texts = _evaluated(f"{before}\n{program}", "", expressions, deadline - time.monotonic())
+    results = {call: text for call, text in zip(calls, texts, strict=True) if _value_of(text) is not None}
+    checks, _ = _checks(before, tests, entry_point, results=results)
+    return min(sum(checks), total) / total
+
+
+@lru_cache(maxsize=256)
+def _reference_run(reference: str, tests: tuple[str, ...], entry_point: str) -> tuple[int, tuple[str, ...]]:
+    """How many assertions there are, and the calls that they make. Raises ValueError when the reference fails."""
+    checks, calls = _checks(reference, tests, entry_point, results=None)
+    if not checks or not all(checks):
+        raise ValueError(f"the prompt's own answer passes {sum(checks)} of {len(checks)} tests of {entry_point}")
+    return len(checks), tuple(dict.fromkeys(calls))
+
+
+def _checks(
+    before: str, tests: tuple[str, ...], entry_point: str, *, results: Mapping[str, str] | None
+) -> tuple[list[bool], list[str]]:
+    job = {"before": before, "tests": tests, "entry_point": entry_point, "results": results}
+    done = run_python(_REPLAYER, stdin=json.dumps(job), timeout_s=BUDGET_S)
+    try:
+        checks, calls = json.loads(done.stdout)
+    except ValueError:
+        return [False], []  # a test that waits for what does not come
+    return checks, calls
+
+
+def _evaluated(program: str, setup: str, expressions: Sequence[str], timeout_s: float) -> list[Any]:
+    """The text of what each expression is beside the program; None where it raises, or nothing came out."""
+    job = json.dumps({"solution": program, "setup": setup, "expressions": expressions})
+    done = run_python(_RUNNER, stdin=job, timeout_s=max(timeout_s, 0.0))
+    try:
+        texts = json.loads(done.stdout)
+    except (ValueError, RecursionError):
+        texts = None
+    is_whole = isinstance(texts, list) and len(texts) == len(expressions) and not done.timed_out
+    return texts if is_whole else [None] * len(expressions)
 
 
 def _lines(text: str) -> list[str]:
@@ -147,14 +247,7 @@ class _Asserted:
         """What each expression evaluates to; None where it raises, or is nothing that can be written down."""
         needed = self._needed(expressions)
         setup = [one for one in self.setup if not isinstance(one, ast.Assign) or _bound(one) & needed]
-        job = json.dumps({"solution": program, "setup": "\n".join(map(ast.unparse, setup)), "expressions": expressions})
-        done = run_python(_RUNNER, stdin=job, timeout_s=max(timeout_s, 0.0))
-        try:
-            texts = json.loads(done.stdout)
-        except (ValueError, RecursionError):
-            texts = None
-        if done.timed_out or not isinstance(texts, list) or len(texts) != len(expressions):
-            return [None] * len(expressions)
+        texts = _evaluated(program, "\n".join(map(ast.unparse, setup)), expressions, timeout_s)
         return [_value_of(text) for text in texts]
 
     def _needed(self, expressions: list[str]) -> set[str]:

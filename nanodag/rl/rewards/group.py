@@ -17,11 +17,11 @@ class Group:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._function = function_at(path)
+        self.function = function_at(path)
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward]:
         """The rewards of one group. Raises ValueError when the function returns another number of them."""
-        found = list(self._function(samples[0][0], [completion for _, completion in samples]))
+        found = list(self.function(samples[0][0], [completion for _, completion in samples]))
         if len(found) != len(samples):
             raise ValueError(f"{self._path} returned {len(found)} rewards for {len(samples)} answers")
         return [one if isinstance(one, Reward) else Reward(float(one)) for one in found]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.errors import ConfigError
-from nanodag.rl import entries
+from nanodag.rl import entries, sandbox
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MAX_BYTES = 4 << 30
@@ -72,11 +72,13 @@ class RewardPool:
 
     def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[Score]]":
         """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). Raises
-        ConfigError when it does not exist."""
+        ConfigError when it does not exist, MissingTool when it needs a sandbox and there is none."""
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
             own = prompt["reward"] if name == "auto" else name
             entries.import_path("reward", own)
+            if own == "code":
+                sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
             if name == "auto" and own.startswith("process:"):
                 raise ConfigError(
                     f"A prompt asks for the reward {own}, which scores steps, and others may not: name it as the "

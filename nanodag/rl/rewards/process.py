@@ -12,16 +12,28 @@ import os
 import resource
 import signal
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import nanodag
 from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.rewards.reward import Reward
 from nanodag.rl.rewards.weighted import weighted_sum
 
 ALARM_GRACE_S = 5.0
+MOST_REASON = 500  # characters of an error's message
+MOST_TEXT = 1000  # with file and line, or of what a server says
+# Code that is not the user's: nanodag, the standard library, what is installed, what has no file.
+_OTHERS = (
+    str(Path(nanodag.__file__).parent) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
 
 
 def main() -> None:
@@ -58,11 +70,11 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
     rewards = [one for one in found if isinstance(one, Reward)]
     if len(rewards) < len(found):
         reasons = [
-            one if len(found) == 1 else f"{name}: {one}"
+            one[:MOST_TEXT] if len(found) == 1 else f"{name}: {one[:MOST_TEXT]}"
             for name, one in zip(weights, found, strict=True)
             if isinstance(one, str)
         ]
-        return {"error": "; ".join(reasons)[:500]}
+        return {"error": "; ".join(reasons)}
     try:
         reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
     except ValueError as error:  # not finite
@@ -80,7 +92,7 @@ def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> lis
         if hasattr(function, "score_batch"):
             return function.score_batch(samples)
     except Exception as error:  # noqa: BLE001 - as below
-        return [_reason(error)] * len(samples)
+        return [_reason(error, function)] * len(samples)
     return [_reward(function, prompt, completion) for prompt, completion in samples]
 
 
@@ -89,11 +101,18 @@ def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion:
         found = function(prompt, completion)
         return found if isinstance(found, Reward) else Reward(float(found))
     except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
-        return _reason(error)
+        return _reason(error, function)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+def _reason(error: Exception, function: Any) -> str:
+    """Type, message, and the line that a user can mend: the innermost of their own, else where their function begins,
+    else the innermost of all."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    begin = getattr(getattr(function, "function", function), "__code__", None)  # of a `group:` or `process:` reward
+    places = [*([(begin.co_filename, begin.co_firstlineno)] if begin else []), *frames]
+    own = [place for place in places if not place[0].startswith(_OTHERS)]
+    file, line = (own or frames)[-1]
+    return f"{type(error).__name__}: {error}"[:MOST_REASON] + f" ({file}, line {line})"
 
 
 def _load(name: str) -> dict[str, Any]:

@@ -19,11 +19,11 @@ class Steps:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._function = function_at(path)
+        self.function = function_at(path)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The total, and each step's end and score. Raises ValueError for a step that ends outside the completion."""
-        total, found = self._function(prompt, completion)
+        total, found = self.function(prompt, completion)
         steps = [(int(end), float(score)) for end, score in found]
         for end, _ in steps:
             if not 1 <= end <= len(completion):

@@ -1,0 +1,109 @@
+"""A cgroup of version 2 for the processes of one program: what all of them take together is bounded. No torch here.
+
+It is made beside the one of this process, where this user may do that and the controllers `memory` and `pids` are on:
+as root under systemd, and in a delegated slice, such as a desktop session's. Elsewhere (containers as a rule, version
+1) there is none, and resource limits of each process hold.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+ROOT = Path("/sys/fs/cgroup")
+END_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One cgroup. procs: its `cgroup.procs`, open: who opened it decides what is allowed, not who writes."""
+
+    path: Path
+    procs: int
+
+    def join(self) -> None:
+        """Put the process that calls this into the group. Safe between fork and exec: one system call."""
+        os.write(self.procs, b"0")
+
+
+@contextmanager
+def group(*, max_bytes: int, max_processes: int) -> Iterator[Group | None]:
+    """A group with these bounds, ended and removed in the end; None where none can be made."""
+    above = parent()
+    if above is None:
+        yield None
+        return
+    path = above / f"nanodag-{uuid.uuid4().hex[:12]}"
+    path.mkdir()
+    try:
+        for name, value in (("memory.max", max_bytes), ("pids.max", max_processes), ("memory.oom.group", 1)):
+            (path / name).write_text(str(value))
+        with suppress(OSError):  # where there is no swap
+            (path / "memory.swap.max").write_text("0")
+        procs = os.open(path / "cgroup.procs", os.O_WRONLY)
+        try:
+            yield Group(path, procs)
+        finally:
+            os.close(procs)
+    finally:
+        _remove(path)
+
+
+@cache
+def parent() -> Path | None:
+    """The cgroup in which those of programs can be made, found by making one."""
+    above = candidate(ROOT, Path("/proc/self/cgroup").read_text())
+    if above is None:
+        return None
+    tried = above / f"nanodag-{uuid.uuid4().hex[:12]}"
+    try:
+        tried.mkdir()
+    except OSError:
+        return None
+    is_whole = all((tried / name).exists() for name in ("memory.max", "pids.max", "cgroup.kill"))
+    # To move a process needs the right to write here, not only below.
+    may_move = os.access(above / "cgroup.procs", os.W_OK)
+    _remove(tried)
+    return above if is_whole and may_move else None
+
+
+def candidate(root: Path, membership: str) -> Path | None:
+    """The cgroup above this process's own, where memory and pids are on for its children. root: where version 2 is
+    mounted; membership: /proc/self/cgroup."""
+    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
+    if own is None:
+        return None
+    above = (root / own.lstrip("/")).parent if own != "/" else root
+    try:
+        on = (above / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return None
+    return above if {"memory", "pids"} <= set(on) else None
+
+
+def in_force() -> str:
+    """What bounds the processes of a program together, in words."""
+    found = parent()
+    return f"cgroups in {found}" if found else "limits of each process and a watch, as no cgroup can be made"
+
+
+def _remove(path: Path) -> None:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    with suppress(OSError):
+        (path / "cgroup.kill").write_text("1")
+    while True:
+        try:
+            path.rmdir()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                log.warning("The cgroup %s cannot be removed: %s.", path, error)
+                return
+            time.sleep(0.002)
