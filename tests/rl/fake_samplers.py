@@ -1,8 +1,8 @@
 """Samplers, a router and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
 
 The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. A step is a
-request that reached a sampler ("asked"), was carried out but not answered ("done") or was answered ("answered"), and the
-beginning and end of what the trainer is asked for.
+request that reached a sampler ("asked"), was carried out but not answered ("done") or was answered ("answered"), and
+the beginning and end of what the trainer is asked for.
 """
 
 import asyncio
@@ -160,7 +160,10 @@ class FakeRouter(FakeServer):
         self.count += 1
         urls = sorted(self.behind.values())
         try:
-            async with ClientSession() as session, session.post(f"{urls[self.count % 2 - 1]}/generate", json=body) as got:
+            async with (
+                ClientSession() as session,
+                session.post(f"{urls[self.count % 2 - 1]}/generate", json=body) as got,
+            ):
                 return web.json_response(await got.json(), status=got.status)
         except (OSError, IndexError) as error:
             return web.json_response({"error": str(error)}, status=500)
