@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,7 +87,8 @@ class Weights:
     dtype = torch.float32
 
     def __init__(self, source: Path) -> None:
-        self.tensors = load_file(source / "model.safetensors")
+        model = Qwen3ForCausalLM.from_pretrained(source)  # in its order: SGLang fuses neighbours
+        self.tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
         self.kept = self.tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.num_bytes = {name: tensor.nbytes for name, tensor in self.tensors.items()}
@@ -300,8 +300,6 @@ def save_model(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
