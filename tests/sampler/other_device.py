@@ -1,7 +1,7 @@
 """A device that a machine without one can compute with: its tensors lie in memory and report another device.
 
-As on a GPU, an operation takes tensors of one device only, and results come back by `.cpu()`. What CUDA allows is allowed
-here: copies between devices, indices on the CPU, and numbers (tensors without dimensions).
+As on a GPU, an operation takes tensors of one device only, and results come back by `.cpu()`. What CUDA allows is
+allowed here: copies between devices, indices on the CPU, and numbers (tensors without dimensions).
 """
 
 from typing import Any

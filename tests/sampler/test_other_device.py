@@ -1,4 +1,4 @@
-"""The embedded sampler on a device that is not the CPU: nothing of the CPU is mixed in, and the same tokens come out."""
+"""The embedded sampler on a device that is not the CPU: nothing of the CPU is mixed in, the same tokens come out."""
 
 import pytest
 import torch
