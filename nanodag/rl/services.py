@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import secrets
 import shutil
 import struct
 import sys
@@ -58,6 +59,7 @@ class Services:
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
+        self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[Server] = []
         self._router: Router | None = None
         self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
@@ -165,6 +167,7 @@ class Services:
     def _connect(self, url: str) -> SamplerClient:
         return SamplerClient(
             url,
+            token=self._token,
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
@@ -181,6 +184,7 @@ class Services:
             launch=self._launch_router,
             connect=lambda url: RouterClient(
                 url,
+                token=self._token,
                 request_timeout_s=self._config.sampler.request_timeout_s,
                 vocab_size=self.model.vocab_size,
                 context_length=self.context,
@@ -195,6 +199,7 @@ class Services:
             log_path=self._job.workspace / "router.log",
             request_timeout_s=config.request_timeout_s,
             options=config.router_options,
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 
@@ -214,6 +219,7 @@ class Services:
             threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed),
             weight_version=version,
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 
@@ -236,6 +242,7 @@ class Services:
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
             options={**own, **config.options},
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 
