@@ -17,7 +17,7 @@ from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
 from nanodag.nodes import Nodes
-from nanodag.ports import free_port
+from nanodag.ports import LOOPBACK, free_port, network_environment
 from nanodag.rl.broadcast_sync import DistributedSync
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
@@ -149,7 +149,8 @@ class Services:
                 self.children.add(f"Trainer ranks on {name}", process)
             return
         if num_ranks > 1:  # one rank alone opens no port
-            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+            environment.update(network_environment())
+            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()))
         for rank in range(num_ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer", str(self._job.workspace / "job.json")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from nanodag.ports import free_port
+from nanodag.ports import free_port, network_environment
 from nanodag.sampler.doors import TOKEN_VARIABLE
 from nanodag.sampler.options import Option, arguments
 from nanodag.sampler.process import ServerProcess
@@ -110,7 +110,7 @@ def foreign_environment() -> dict[str, str]:
 
 
 def _environment(device: Device, threads: int) -> dict[str, str]:
-    environment = foreign_environment()
+    environment = foreign_environment() | network_environment()
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
     environment.update(HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
