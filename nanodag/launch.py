@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.failure import LOOK_BACK_LINES, Ended, cause_of, explained
+from nanodag.ports import network_environment
 from nanodag.worker import Job, write_job
 
 LOG_NAME = "worker.log"
@@ -38,7 +39,7 @@ def worker_command(module: str, job_path: Path, *, num_ranks: int, nodes: int = 
         return [sys.executable, "-m", "nanodag.nodes", module, str(job_path)]
     if num_ranks == 1:
         return [sys.executable, "-m", module, str(job_path)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    launcher = [sys.executable, "-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
     return [*launcher, "-m", module, str(job_path)]
 
 
@@ -134,6 +135,8 @@ def run_worker(
     (job.workspace / "result.json").unlink(missing_ok=True)
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
     environment = worker_environment(threads, device=device, gpus=gpus)
+    if nodes == 1 and num_ranks > 1:
+        environment.update(network_environment())
     log_tail, metrics_tail = _Tail(job.workspace / LOG_NAME), _Tail(job.metrics_path)
     last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
     began, oom_kills = time.monotonic(), _num_oom_kills()

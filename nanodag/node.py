@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from nanodag.nodes import NOT_SHARED_EXIT_CODE, address_towards, network_environment
+from nanodag.nodes import NOT_SHARED_EXIT_CODE, address_towards
+from nanodag.ports import network_environment
 
 
 def main() -> int:

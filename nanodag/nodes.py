@@ -30,7 +30,7 @@ import psutil
 
 from nanodag.config.schema import ClusterConfig, Resources
 from nanodag.errors import ConfigError, NodeLost
-from nanodag.ports import free_port
+from nanodag.ports import free_port, network_environment
 from nanodag.worker import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger(__name__)
@@ -124,20 +124,6 @@ def seen_address(host: str) -> str:
     return address
 
 
-def interface_of(address: str) -> str:
-    """The network interface that has an address."""
-    found = [name for name, has in psutil.net_if_addrs().items() if any(one.address == address for one in has)]
-    assert found, f"no interface has {address}"
-    return found[0]
-
-
-def network_environment(address: str) -> dict[str, str]:
-    """What makes gloo and NCCL meet through the interface of this machine's address. They would else take that of the
-    machine's name, which often is loopback's. What the user set stays."""
-    interface = interface_of(address)
-    return {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-
-
 class Nodes:
     """The nodes of one stage; use as a context manager: whatever happens, nothing of them is left running.
 
@@ -154,7 +140,7 @@ class Nodes:
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
         self.address = seen_address(self._hosts[1].name)
-        self._port = free_port("")
+        self._port = free_port(self.address)
         self._token = secrets.token_hex(8)
         self._others: dict[str, Process] = {}
 
@@ -167,7 +153,7 @@ class Nodes:
     def command(self, number: int, module: str) -> list[str]:
         """torchrun for the ranks of one node."""
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(sys.executable, "-m", "nanodag.train.torchrun"),
             *(f"--nnodes={self._num_nodes}", f"--node-rank={number}", f"--nproc-per-node={self._ranks_per_node}"),
             *(f"--master-addr={self.address}", f"--master-port={self._port}"),
             *("-m", module, str(self._workspace / "job.json")),

@@ -87,6 +87,7 @@ class Broadcaster:
             try:
                 self._group = WeightGroup(**self._joining)
             except RuntimeError as error:
+                self._joining = {}  # with it goes the store, and those who joined need not wait for the others
                 return f"not all samplers joined the group: {error}"
         return ""
 

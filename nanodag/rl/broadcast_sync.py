@@ -51,7 +51,9 @@ class DistributedSync:
         self._members: list[Member] = []
         self._name = ""
         self._port = 0
-        samplers.before_launch = self.write
+        self._kept = Path()  # the folder of what was broadcast last, whether it exists or not: the trainer can write it
+        self._writing = asyncio.Lock()
+        samplers.provide = self.write
 
     async def publish(self, folder: Path, version: int) -> None:
         """Nothing yet: they are broadcast when the samplers take them."""
@@ -68,11 +70,16 @@ class DistributedSync:
         is_new = [member.server for member in members] != [member.server for member in self._members]
         if is_new:
             await self._make_group(members)
+        # From here on, so that one that is lost in the middle is not started with the weights before.
+        self._samplers.are_to_have(folder, version)
+        self._kept = folder
         replies, failure = await self._broadcast(members, version, is_new=is_new, fingerprint=is_checked)
         if failure:
-            await self._mend(members, folder, version, failure)
+            log.warning("weights %d could not be broadcast and go through a folder: %s", version, failure)
+            await self._leave_group(members)
         else:
-            self._samplers.now_have(folder, version)
+            self._samplers.now_have(members)
+        await self._samplers.update_weights_from_disk(str(folder), version)  # who has them is asked for nothing
         await check_versions(self._samplers, version)
         loaded = time.monotonic()
         expected: Mapping[str, str] = replies[0]["fingerprints"]
@@ -83,9 +90,11 @@ class DistributedSync:
         log.info("weights %d: %s in %.3f s%s", version, how, loaded - began, checked)
 
     async def write(self, folder: Path) -> None:
-        """Have the folder of the weights that the samplers have exist, for one that is started with it."""
-        if not folder.is_dir():
-            await self._ask("export", folder=str(folder), kept=True)
+        """Have the folder of what was broadcast last exist, for one that is started with it. Of older weights there is
+        only what was written while they were the last."""
+        async with self._writing:
+            if folder == self._kept and not folder.is_dir():
+                await self._ask("export", folder=str(folder), kept=True)
 
     async def _make_group(self, members: Sequence[Member]) -> None:
         """Have the trainer's rank 0 wait for the samplers in a group that had no other members."""
@@ -143,13 +152,10 @@ class DistributedSync:
             )
         await client.end_weight_update()
 
-    async def _mend(self, members: Sequence[Member], folder: Path, version: int, failure: str) -> None:
-        """Give every sampler the weights through a folder, whatever it holds now."""
-        log.warning("weights %d could not be broadcast and go through a folder: %s", version, failure)
-        await self.write(folder)
+    async def _leave_group(self, members: Sequence[Member]) -> None:
+        """End what a broadcast that failed has left begun."""
         await asyncio.gather(*(_tried(member.client.end_weight_update()) for member in members))
         await asyncio.gather(*(_tried(member.client.leave_weight_group(self._name)) for member in members))
-        await self._samplers.update_weights_from_disk(str(folder), version)
 
 
 async def _tried(call: Awaitable[None]) -> None:

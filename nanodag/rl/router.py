@@ -91,15 +91,17 @@ class Router:
 
     async def _registered(self) -> bool:
         """Add and remove servers until they are the right ones; False when it does not do so, or is lost."""
-        asked: set[str] = set()
+        added: set[str] = set()  # each is asked for once, although a server may be lost, and have to go, meanwhile
+        removed: set[str] = set()
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 while (found := await self._client.servers()).keys() != (wanted := set(self.urls())):
-                    for url in found.keys() - wanted - asked:
+                    for url in found.keys() - wanted - removed:
+                        removed.add(url)
                         await self._client.remove(found[url])
-                    for url in wanted - found.keys() - asked:
+                    for url in wanted - found.keys() - added:
+                        added.add(url)
                         await self._client.add(url)
-                    asked |= found.keys() ^ wanted
                     await asyncio.sleep(POLL_S)
         except (SamplerLost, TimeoutError) as error:
             log.warning("The router (%s) could not be told its servers: %r", self.describe(), error)

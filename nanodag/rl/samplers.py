@@ -74,7 +74,7 @@ class Samplers:
     router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
     come; None to wait for them.
 
-    before_launch: awaited with the folder that one is about to be started with.
+    provide: awaited with a folder of weights that one is about to be started with, or to take.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Samplers:
         self._replacing: set[asyncio.Task[None]] = set()
         self._holder: dict[str, Replica] = {}
         self._is_closed = False
-        self.before_launch: Callable[[Path], Awaitable[None]] = _nothing
+        self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -176,11 +176,17 @@ class Samplers:
         await self.versions()
         return [Member(replica.number, replica.server, replica.client) for replica in self._replicas]
 
-    def now_have(self, folder: Path, version: int) -> None:
-        """Note that all have these weights, and that one that is started again is to be started with the folder."""
+    def are_to_have(self, folder: Path, version: int) -> None:
+        """Have every sampler that is started again from now on begin with these weights."""
         self._model, self._version = folder, version
+
+    def now_have(self, members: Sequence[Member]) -> None:
+        """Note that these have the weights that all are to have; one that was started in the place of such a member
+        has what it was started with."""
+        have = {id(member.server) for member in members}
         for replica in self._replicas:
-            replica.folder = folder
+            if id(replica.server) in have:
+                replica.folder = self._model
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
@@ -221,26 +227,25 @@ class Samplers:
         when all have.
 
         What is under way is waited for, unless it stands. The folder must stay until the next call: a sampler that dies
-        is started with it, and the embedded one compares what it holds with it.
+        is started with it, and the embedded one compares what it holds with it. One that has them already
+        (`now_have`, or because it was started with the folder) is asked for nothing.
         """
         folder = Path(path)
-        self._model, self._version = folder, version
+        self.are_to_have(folder, version)
 
         async def take(replica: Replica, client: SamplerClient) -> None:
-            if replica.folder == folder:  # one that was lost meanwhile has been started with it
+            if replica.folder == folder:
                 return
+            await self.provide(folder)
             watch = replica.watch
             watch.is_excused = True
             try:
                 await client.update_weights_from_disk(path, version, flush_cache=self.forgets)
+                replica.folder = folder
             finally:
                 watch.is_excused = self._is_standing
 
-        async def bring_up_to_date(replica: Replica) -> None:
-            await self._on(replica, lambda client: take(replica, client))
-            replica.folder = folder
-
-        await asyncio.gather(*map(bring_up_to_date, self._replicas))
+        await asyncio.gather(*(self._on(replica, partial(take, replica)) for replica in self._replicas))
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
@@ -335,7 +340,9 @@ class Samplers:
         await self._rearrange()
         while True:
             model, version = self._model, self._version
-            await self.before_launch(model)
+            await self.provide(model)
+            if model != self._model:  # they are to have others by now
+                continue
             try:
                 server = await in_thread(partial(self._launch, replica.number, model, version))
             except SamplerLost as error:

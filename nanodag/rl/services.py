@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import secrets
 import shutil
 import sys
 import threading
@@ -16,7 +17,7 @@ from nanodag.errors import ConfigError
 from nanodag.launch import worker_environment
 from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
 from nanodag.nodes import Nodes
-from nanodag.ports import free_port
+from nanodag.ports import LOOPBACK, free_port, network_environment
 from nanodag.rl.broadcast_sync import DistributedSync
 from nanodag.rl.children import Children
 from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
@@ -58,6 +59,7 @@ class Services:
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
+        self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[Server] = []
         self._router: Router | None = None
         self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
@@ -147,7 +149,8 @@ class Services:
                 self.children.add(f"Trainer ranks on {name}", process)
             return
         if num_ranks > 1:  # one rank alone opens no port
-            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+            environment.update(network_environment())
+            environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()))
         for rank in range(num_ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer", str(self._job.workspace / "job.json")]
@@ -165,6 +168,7 @@ class Services:
     def _connect(self, url: str) -> SamplerClient:
         return SamplerClient(
             url,
+            token=self._token,
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
@@ -181,6 +185,7 @@ class Services:
             launch=self._launch_router,
             connect=lambda url: RouterClient(
                 url,
+                token=self._token,
                 request_timeout_s=self._config.sampler.request_timeout_s,
                 vocab_size=self.model.vocab_size,
                 context_length=self.context,
@@ -195,6 +200,7 @@ class Services:
             log_path=self._job.workspace / "router.log",
             request_timeout_s=config.request_timeout_s,
             options=config.router_options,
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 
@@ -214,6 +220,7 @@ class Services:
             threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed),
             weight_version=version,
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 
@@ -236,6 +243,7 @@ class Services:
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
             options={**own, **config.options},
+            token=self._token,
             start_timeout_s=config.start_timeout_s,
         )
 

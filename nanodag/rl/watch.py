@@ -94,7 +94,8 @@ class Watch:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                is_well = await asyncio.wait_for(self._client.health(), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    is_well = await self._client.health()
             except SamplerLost:  # of this one question: what is under way may go on
                 is_well = False
             except TimeoutError:

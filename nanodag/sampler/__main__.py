@@ -18,6 +18,7 @@ import uvicorn
 
 from nanodag.errors import BadRequest
 from nanodag.sampler.architecture import read_checkpoint
+from nanodag.sampler.doors import DEFAULT_MAX_BODY_BYTES, TOKEN_VARIABLE, Doors
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES
 
 log = logging.getLogger("nanodag.sampler")
@@ -42,6 +43,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=1, help="torch threads")
     add("--random-seed", type=int, default=0, help="for requests without sampling_seed")
     add("--weight-version", default="default")
+    add("--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, help="of a request; more is answered 413")
+    add("--max-text-bytes", type=int, default=1 << 20, help="of a request's prompts that are given as text")
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
     return parser.parse_args(arguments)
 
@@ -109,8 +112,14 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     sizes = (engine.num_slots, engine.context_length)
     log.info("%s in %s: %d samples of %d tokens at once", args.model_path, engine.dtype_name, *sizes)
     loop = EngineLoop(engine, on_crash=_exit_on_crash)
+    server = SamplerServer(engine, loop, max_text_bytes=args.max_text_bytes)
     config = uvicorn.Config(
-        SamplerServer(engine, loop).application(),
+        Doors(
+            server.application(),
+            names={args.host, socket.gethostname()},
+            token=os.environ.pop(TOKEN_VARIABLE, ""),
+            max_body_bytes=args.max_body_bytes,
+        ),
         log_level="warning",
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import BadRequest
+from nanodag.sampler.regular import exists, read_text, shortened
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -75,26 +76,43 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises BadRequest: no such folder, no readable config.json, or an architecture that is not built here.
     """
     config_path = path / "config.json"
-    if not config_path.is_file():
-        raise BadRequest(f"no config.json in {str(path)!r}: model_path must be the folder of a Hugging Face checkpoint")
-    config = _read_json(config_path)
-    architecture = _architecture(config, config_path)
+    if not exists(config_path):
+        raise BadRequest(
+            f"no config.json in {shortened(path)!r}: model_path must be the folder of a Hugging Face checkpoint"
+        )
+    config = read_json(config_path)
+    try:
+        architecture = _architecture(config, config_path)
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, BadRequest):
+            raise
+        raise BadRequest(f"{config_path} does not describe a model: {error}") from error
     generation_path = path / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(token) is int for token in eos_ids):
+        raise BadRequest(f"eos_token_id in {path} is {str(eos)[:80]}, which is neither a token id nor a list of them")
     return Checkpoint(
         path=path,
         architecture=architecture,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        class_names=tuple(config.get("architectures") or ()),
+        eos_token_ids=eos_ids,
+        class_names=_names(config.get("architectures")),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint. Raises BadRequest where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadRequest):
+            raise
         raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadRequest(f"{path} holds a {type(content).__name__}, not an object")
@@ -127,6 +145,10 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
         )
     except KeyError as error:
         raise BadRequest(f"{source} lacks {error.args[0]!r}") from error
+    sizes = {"vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"}
+    for name in sorted({*sizes, "max_positions"}):
+        if getattr(architecture, name) < 1:
+            raise BadRequest(f"{source}: {name} is {getattr(architecture, name)}")
     if architecture.num_heads % architecture.num_kv_heads:
         raise BadRequest(f"{source}: {num_heads} heads cannot share {architecture.num_kv_heads} key/value heads evenly")
     return architecture

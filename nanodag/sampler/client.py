@@ -44,8 +44,9 @@ class SamplerClient:
         connect_timeout_s: float = 5.0,
         vocab_size: int | None = None,
         context_length: int | None = None,
+        token: str = "",
     ) -> None:
-        """request_timeout_s: silence after which the sampler counts as lost.
+        """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
 
         vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
         that: an id outside the vocabulary ends its server.
@@ -53,7 +54,10 @@ class SamplerClient:
         self.url = url.rstrip("/")
         self._limits = None if vocab_size is None or context_length is None else (vocab_size, context_length)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=request_timeout_s)
+        self.token = token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+        self.is_closed = False
 
     async def __aenter__(self) -> "SamplerClient":
         return self
@@ -64,19 +68,19 @@ class SamplerClient:
         await self.close()
 
     async def close(self) -> None:
+        """End what is under way. Whoever still asks gets SamplerLost: the server that it knew has been replaced."""
+        self.is_closed = True
         if self._session is not None:
             await self._session.close()
 
     @property
-    def is_closed(self) -> bool:
-        return self._session is not None and self._session.closed
-
-    @property
     def _http(self) -> aiohttp.ClientSession:
         """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
+        if self.is_closed:
+            raise SamplerLost(f"the connection to {self.url} was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self._session
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:

@@ -252,10 +252,11 @@ class Model:
     def logits(self, rows: int, inverse_temperature: Tensor | None) -> Tensor:
         """(R, V) float32: logits / temperature of the first ``rows`` slots, from ``hidden``; padding is -inf.
 
-        inverse_temperature: (R, 1) float32, None where all are 1. The result is a buffer that the next call overwrites.
+        inverse_temperature: (R, 1) float32 on any device, None where all are 1. The result is a buffer that the next
+        call overwrites.
         """
         v = self._views_of(rows, ATTENTION_CHUNK)
-        self._normalise(v, inverse_temperature)
+        self._normalise(v, None if inverse_temperature is None else inverse_temperature.to(self.device))
         v.normed.mul_(self.weights.norm)
         _multiply_into(v.logits, v.normed, self.weights.head)
         if v.logits_padding is not None:

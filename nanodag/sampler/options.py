@@ -8,10 +8,11 @@ Option = bool | int | float | str
 OWN_OPTIONS = frozenset({
     "model-path", "model", "host", "port", "dtype", "context-length", "max-running-requests", "weight-version",
     "tp-size", "tensor-parallel-size", "mem-fraction-static", "random-seed", "skip-tokenizer-init", "base-gpu-id",
-    "device",
+    "device", "api-key", "admin-api-key",
 })  # fmt: skip
 ROUTERS_OWN_OPTIONS = frozenset({
     "host", "port", "prometheus-host", "prometheus-port", "request-timeout-secs", "worker-urls",
+    "api-key", "control-plane-api-keys",
 })  # fmt: skip
 
 

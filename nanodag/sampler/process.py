@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from nanodag.errors import SamplerLost
+from nanodag.sampler.doors import TOKEN_VARIABLE
 
 POLL_S = 0.02
 
@@ -109,12 +110,13 @@ class SamplerProcess(ServerProcess):
         seed: int = 0,
         weight_version: str | int = "default",
         port: int = 0,
+        token: str = "",
         start_timeout_s: float = 120.0,
     ) -> "SamplerProcess":
         """Start a server and wait until it answers. Its output is appended to ``log_path``.
 
-        Other arguments as for ``engine.Engine``. Raises SamplerLost, with the last lines of the log, if it ends or
-        does not answer in time.
+        token: that requests must bear, "" for none. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
+        the last lines of the log, if it ends or does not answer in time.
         """
         log_path = Path(log_path)
         with tempfile.TemporaryDirectory(prefix="nanodag-sampler-") as folder:
@@ -133,6 +135,7 @@ class SamplerProcess(ServerProcess):
             command += ["--deterministic"] if deterministic else []
             # Spinning OpenMP threads starve the other process on a small machine.
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            environment[TOKEN_VARIABLE] = token
             sampler = cls.spawn(command, log_path=log_path, env=environment)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)

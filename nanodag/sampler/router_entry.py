@@ -14,6 +14,7 @@ import sys
 import time
 
 POLL_S = 0.2
+TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"  # nanodag.sampler.doors
 PR_SET_PDEATHSIG = 1
 
 
@@ -25,6 +26,8 @@ def _serve(options: list[str]) -> None:
         sys.exit(f"{error} in {sys.executable}: install sglang-router==0.3.2 there, or set sampler.router: false")
     parser = argparse.ArgumentParser(prog="sglang-router")
     RouterArgs.add_cli_args(parser)
+    if token := os.environ.pop(TOKEN_VARIABLE, ""):  # not on the command line, which every user can read
+        options = [*options, f"--api-key={token}", f"--control-plane-api-keys=stage:stage:admin:{token}"]
     Router.from_args(RouterArgs.from_cli_args(parser.parse_args(options))).start()
 
 

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from nanodag.errors import SamplerLost
 from nanodag.ports import free_port
 from nanodag.sampler.client import LOST, OK, SamplerClient
+from nanodag.sampler.doors import TOKEN_VARIABLE
 from nanodag.sampler.options import Option, arguments
 from nanodag.sampler.process import ServerProcess
 from nanodag.sampler.sglang_process import foreign_environment, is_healthy
@@ -39,11 +40,13 @@ class RouterProcess(ServerProcess):
         log_path: str | Path,
         request_timeout_s: float,
         options: Mapping[str, Option] | None = None,
+        token: str = "",
         start_timeout_s: float = 120.0,
     ) -> "RouterProcess":
         """Start it and wait until it answers. Its output is appended to ``log_path``.
 
-        python: the interpreter of SGLang's environment. options: further ones of the router's, by name.
+        python: the interpreter of SGLang's environment. options: further ones of the router's, by name. token: that
+        its own requests to servers bear, and that those to it must bear.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
         """
@@ -60,6 +63,7 @@ class RouterProcess(ServerProcess):
         command = [str(python), str(ENTRY), str(os.getpid()), "--", *arguments(settings)]
         # It asks servers of this machine only, through no proxy, as the client does.
         environment = {k: v for k, v in foreign_environment().items() if not k.lower().endswith("_proxy")}
+        environment[TOKEN_VARIABLE] = token
         router = cls.spawn(command, log_path=Path(log_path), env=environment, url=f"http://127.0.0.1:{port}")
         try:
             router.wait_until(lambda: is_healthy(f"{router.url}/liveness"), start_timeout_s)
@@ -83,7 +87,7 @@ class RouterClient(SamplerClient):
 
     async def add(self, url: str) -> None:
         """Begin to add a server; it is among ``servers`` once the router has reached it."""
-        await self._accepted("POST", "/workers", {"url": url})
+        await self._accepted("POST", "/workers", {"url": url} | ({"api_key": self.token} if self.token else {}))
 
     async def remove(self, name: str) -> None:
         """Begin to remove a server; nothing is sent to it once it is no longer among ``servers``."""

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.sampler.doors import TooLarge
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.loop import EngineLoop
 from nanodag.sampler.protocol import (
@@ -40,13 +42,17 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
+DEFAULT_MAX_TEXT_BYTES = 1 << 20
 
 
 class SamplerServer:
     """What lies behind the endpoints. Its coroutines run in one event loop, the engine in the loop's thread."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop, *, max_text_bytes: int = DEFAULT_MAX_TEXT_BYTES) -> None:
+        """max_text_bytes: of the prompts of one request that are given as text: a tokenizer takes seconds for a MB."""
         self.engine = engine
+        self._max_text_bytes = max_text_bytes
+        self._tokenizing = asyncio.Lock()
         self.loop = loop
         self._numbers = itertools.count()
         self.traffic = Traffic(loop)
@@ -68,14 +74,20 @@ class SamplerServer:
                 Route("/get_server_info", self.server_info, methods=get),
                 Route("/server_info", self.server_info, methods=get),
             ],
-            exception_handlers={BadRequest: _refused, SamplerError: _failed, HTTPException: _http_error},
+            exception_handlers={
+                BadRequest: _refused,
+                SamplerError: _failed,
+                HTTPException: _http_error,
+                TooLarge: _too_large,
+                ClientDisconnect: _has_left,
+            },
         )
 
     # ---- generate
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await body_of(http, GenerateBody)
-        requests = self._requests(body)
+        requests = await self._requests(body)
         for request in requests:
             self.engine.validate(request)
         rids = {request.rid for request in requests if request.rid is not None}
@@ -96,13 +108,18 @@ class SamplerServer:
         is_single = not body.is_batch and requests[0].params.n == 1
         return Response(to_json(answers[0] if is_single else answers), media_type="application/json")
 
-    def _requests(self, body: GenerateBody) -> list[Request]:
+    async def _requests(self, body: GenerateBody) -> list[Request]:
         requests = []
-        for index, prompt in enumerate(body.prompts()):
+        prompts = body.prompts()
+        num_bytes = sum(len(prompt.encode(errors="replace")) for prompt in prompts if isinstance(prompt, str))
+        if num_bytes > self._max_text_bytes:
+            raise BadRequest(
+                f"the text has {num_bytes} bytes, above {self._max_text_bytes}: send token ids, or less at once, or "
+                "raise --max-text-bytes"
+            )
+        for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                if self.engine.text is None:
-                    raise BadRequest(f"text needs a tokenizer, and there is none in {self.engine.checkpoint.path}")
-                prompt = self.engine.text.encode(prompt)
+                prompt = await self._token_ids(prompt)
             rid = body.of_prompt("rid", index)
             requests.append(
                 Request(
@@ -114,6 +131,13 @@ class SamplerServer:
                 )
             )
         return requests
+
+    async def _token_ids(self, text: str) -> list[int]:
+        """Off the event loop, one text at a time: the others' requests go on."""
+        if self.engine.text is None:
+            raise BadRequest(f"text needs a tokenizer, and there is none in {self.engine.checkpoint.path}")
+        async with self._tokenizing:
+            return await asyncio.to_thread(self.engine.text.encode, text)
 
     async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]] | None:
         """All samples of all requests, by request; None if the client went away before the last."""
@@ -181,6 +205,7 @@ class SamplerServer:
             if not is_single:
                 event["index"] = firsts[prompt] + index
             yield b"data: " + to_json(event) + b"\n\n"
+            await asyncio.sleep(0)  # lets the loop see that the client has left
         yield b"data: [DONE]\n\n"
 
     # ---- cache, pause, abort
@@ -296,6 +321,16 @@ def _refused(http: HttpRequest, error: Exception) -> Response:
 
 def _failed(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse({"error": {"message": str(error), "type": "SamplerError"}}, status_code=500)
+
+
+def _too_large(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TooLarge)
+    return error.response
+
+
+def _has_left(http: HttpRequest, error: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _http_error(http: HttpRequest, error: Exception) -> Response:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from nanodag.ports import free_port
+from nanodag.ports import free_port, network_environment
+from nanodag.sampler.doors import TOKEN_VARIABLE
 from nanodag.sampler.options import Option, arguments
 from nanodag.sampler.process import ServerProcess
 from nanodag.sampler.sglang_install import Device
@@ -51,13 +52,14 @@ class SGLangProcess(ServerProcess):
         threads: int = 1,
         seed: int = 0,
         options: Mapping[str, Option] | None = None,
+        token: str = "",
         start_timeout_s: float = 600.0,
     ) -> "SGLangProcess":
         """Start a server and wait until it answers. Its output is appended to ``log_path``.
 
         python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
         and answer together. memory_fraction: of the device's memory, for weights and cache. options: further ones of
-        SGLang's, by name; they go before those given here.
+        SGLang's, by name; they go before those given here. token: that requests must bear, "" for none.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
         """
@@ -81,7 +83,7 @@ class SGLangProcess(ServerProcess):
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
         command = [str(python), str(SHIM), str(os.getpid()), "--", *arguments(settings)]
-        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads)
+        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads) | {TOKEN_VARIABLE: token}
         server = cls.spawn(command, log_path=Path(log_path), env=environment, url=url)
         try:
             server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
@@ -108,7 +110,7 @@ def foreign_environment() -> dict[str, str]:
 
 
 def _environment(device: Device, threads: int) -> dict[str, str]:
-    environment = foreign_environment()
+    environment = foreign_environment() | network_environment()
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
     environment.update(HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")

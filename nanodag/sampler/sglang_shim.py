@@ -24,6 +24,7 @@ import types
 from collections.abc import Sequence
 
 CPU_VARIABLE = "NANODAG_SGLANG_CPU"
+TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"  # nanodag.sampler.doors
 POLL_S = 0.5
 STAND_IN = "sgl_kernel"
 OPERATORS = (
@@ -101,6 +102,8 @@ def main() -> None:
     split = sys.argv.index("--")
     own, options = sys.argv[1:split], sys.argv[split + 1 :]
     threading.Thread(target=_end_with_parent, args=(int(own[0]),), daemon=True).start()
+    if token := os.environ.pop(TOKEN_VARIABLE, ""):
+        options.append(f"--api-key={token}")  # here, where no other user can read it
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from nanodag.errors import BadRequest
 from nanodag.sampler.protocol import SamplingParams
+from nanodag.sampler.regular import regular
 
 SPARE_TOKENS = 4
 
@@ -17,7 +18,10 @@ class Text:
     def __init__(self, path: Path) -> None:
         """Raises BadRequest if the file cannot be read."""
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            with regular(path) as own:
+                self._tokenizer = Tokenizer.from_file(own)
+        except BadRequest:
+            raise
         # The library raises a bare Exception for a malformed file.
         except Exception as error:
             raise BadRequest(f"{path} cannot be read as a tokenizer: {error}") from error
@@ -26,11 +30,11 @@ class Text:
     def of_checkpoint(cls, folder: Path) -> "Text | None":
         """The folder's tokenizer, or None if it has none."""
         path = folder / "tokenizer.json"
-        return cls(path) if path.is_file() else None
+        return cls(path) if path.exists() else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds of itself."""
-        return self._tokenizer.encode(text).ids
+        """Token ids, with the special tokens that the tokenizer adds of itself. Other threads go on meanwhile."""
+        return self._tokenizer.encode_batch([text])[0].ids  # `encode` would keep the interpreter's lock
 
     def answer(self, ids: Sequence[int], params: SamplingParams, *, has_stop_token: bool) -> str:
         """The text of a sample, without the token that ended it unless ``no_stop_trim``."""

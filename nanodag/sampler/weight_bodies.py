@@ -28,7 +28,7 @@ class Bucket:
 class UpdateWeightsBody(Wire):
     """POST /update_weights_from_disk."""
 
-    model_path: Annotated[str, Field(min_length=1)]
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from nanodag.sampler.bound_store import BoundStore
+
 LOOPBACK = "127.0.0.1"
 
 
 def open_store(timeout_s: float) -> TCPStore:
     """Where members of a group find each other, on a free port; for rank 0. It goes with this process."""
-    return TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return BoundStore(LOOPBACK, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
@@ -37,7 +39,10 @@ class WeightGroup:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         found = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        self._gloo = ProcessGroupGloo(found, rank, size, self._timeout)
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # else of the machine's name
+        options._timeout = self._timeout
+        self._gloo = ProcessGroupGloo(found, rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor into everybody's. Raises RuntimeError, after which the group is of no use, when a member is

@@ -16,7 +16,6 @@ Letters: V vocabulary (padded to a multiple of 64 columns), H hidden, Q query he
 D head, F intermediate.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,8 +26,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
-from nanodag.sampler.architecture import Architecture
+from nanodag.sampler.architecture import Architecture, read_json
 from nanodag.sampler.fingerprints import fingerprints_of
+from nanodag.sampler.regular import exists, regular
 
 VOCABULARY_BLOCK = 64
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.
@@ -145,18 +145,26 @@ def fingerprint_checkpoint(path: Path) -> dict[str, str]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     index_path = path / "model.safetensors.index.json"
-    if index_path.is_file():
-        names = sorted(set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    names = _files_of(index_path) if exists(index_path) else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
-            with safe_open(path / name, framework="pt") as file:
+            with regular(path / name) as own, safe_open(own, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise BadRequest(f"{path / name} cannot be read: {error}") from error
     return tensors
+
+
+def _files_of(index_path: Path) -> list[str]:
+    """The files that an index names, which lie beside it. Raises BadRequest where one would lie elsewhere."""
+    names = read_json(index_path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise BadRequest(f"{index_path} has no weight_map of tensors to files")
+    for name in names.values():
+        if Path(name).name != name or name in ("", ".."):
+            raise BadRequest(f"{index_path} names {name[:80]!r}, which does not lie in its folder")
+    return sorted(set(names.values()))
 
 
 class _Taker:

@@ -9,6 +9,7 @@ Not covered: tools (their calls are shown as text), several conversations at onc
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import sys
 import tempfile
@@ -114,9 +115,11 @@ def chat(model_folder: Path, *, temperature: float = 0.8, max_new_tokens: int = 
         if is_terminal:
             console.print(f"[dim]Loading {model_folder} ... (/help for commands)[/dim]")
         with _interrupts_kept_away():
-            sampler = SamplerProcess.start(model_folder, log_path=Path(folder) / "log", device=device, max_batch=1)
+            token = secrets.token_hex(16)
+            options = {"log_path": Path(folder) / "log", "device": device, "token": token}
+            sampler = SamplerProcess.start(model_folder, max_batch=1, **options)
         with sampler, asyncio.Runner() as runner:
-            client = SamplerClient(sampler.url)
+            client = SamplerClient(sampler.url, token=token)
             try:
                 context = int(runner.run(client.model_info())["context_length"])
                 longest = min(max_new_tokens, max(1, context // 2))

@@ -30,6 +30,7 @@ from torch import distributed as dist
 
 from nanodag.config.schema import OptimizerConfig, Precision, Resources
 from nanodag.errors import TrainingDiverged
+from nanodag.sampler.bound_store import BoundStore
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
 from nanodag.train.state import Common, SavedState, key, write_state
@@ -47,7 +48,7 @@ def start_ranks(device: str) -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, store=_store(), rank=int(os.environ["RANK"]), world_size=_world_size())
         else:
             # No port is opened: two workers on one machine cannot collide.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -57,6 +58,16 @@ def start_ranks(device: str) -> torch.device:
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     return torch.device("cpu")
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _store() -> dist.Store:
+    """Where ranks meet: torchrun's, or the first rank's, which listens on MASTER_ADDR only."""
+    is_master = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return BoundStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _world_size(), is_master)
 
 
 def leave(code: int = 0) -> NoReturn:

@@ -1,0 +1,105 @@
+"""Who may ask the embedded sampler, and for how much: looked at before anything of a request's body is read. No torch.
+
+A server on loopback is within reach of every process of the machine, and of every web page that a browser there shows.
+So: the Host must be this machine's (a name that a page made point here is refused), no request may come from a page of
+another origin, and where a token was set each request but /health must bear it, as with SGLang's --api-key. The bytes
+of a body are limited, and counted as they come.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"
+"""Of the environment that a server is started with: a command line is seen by every user of the machine."""
+DEFAULT_MAX_BODY_BYTES = 16 << 20
+OPEN_PATHS = ("/health",)
+
+
+class Doors:
+    """An application behind these checks. names: of this machine, beside its addresses; token: "" for none."""
+
+    def __init__(self, app: ASGIApp, *, names: Collection[str], token: str, max_body_bytes: int) -> None:
+        self._app = app
+        self._names = {"localhost", *names}
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            return await refusal(scope, receive, send)
+        await self._app(scope, self._limited(receive), send)
+
+    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_ours(host):
+            return _refused(421, f"Host {host[:80]!r} is not this server's; ask for it by its address")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return _refused(403, f"a page of {origin[:80]!r} may not ask this server")
+        given = headers.get("authorization", "")
+        if (
+            self._token
+            and path not in OPEN_PATHS
+            and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+        ):
+            return _refused(401, "this server wants its token: Authorization: Bearer TOKEN")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
+            return self._too_large(f"{length[:20]} bytes")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = _hostname(f"//{host}")
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._names
+        return True
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Raises TooLarge in the middle of a body that says nothing, or too little, of its length."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise TooLarge(self._too_large("more"))
+            return message
+
+        return counted
+
+    def _too_large(self, found: str) -> JSONResponse:
+        return _refused(
+            413, f"the body has {found}, above {self._max_body_bytes}: send less at once, or raise --max-body-bytes"
+        )
+
+
+def _hostname(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+class TooLarge(Exception):
+    """A body is above the limit. response: the answer."""
+
+    def __init__(self, response: JSONResponse) -> None:
+        super().__init__("the body is too large")
+        self.response = response
+
+
+def _refused(status: int, message: str) -> JSONResponse:
+    # The rest of the body is not read, so the connection is of no further use.
+    return JSONResponse({"error": {"message": message}}, status_code=status, headers={"connection": "close"})

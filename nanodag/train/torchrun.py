@@ -1,0 +1,20 @@
+"""`python -m nanodag.train.torchrun`: torchrun, whose rendezvous listens on its own address only.
+
+torch.distributed.run makes its TCPStore listen on every address of the machine, and has no option for another way.
+"""
+
+import torch.distributed
+
+from nanodag.sampler.bound_store import BoundStore
+
+
+def main() -> None:
+    """As torch.distributed.run, with its arguments."""
+    torch.distributed.TCPStore = BoundStore  # before the modules that take it from there are imported
+    from torch.distributed.run import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What listens while a stage of several ranks runs: loopback only, whatever this machine's other addresses are."""
+
+import ipaddress
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from nanodag.launch import worker_command
+from nanodag.ports import network_environment
+from nanodag.sampler.bound_store import BoundStore
+from tests.rl.stages import make_job as make_rl_job
+from tests.rl.stages import metrics, start
+
+
+def listening(pid: int) -> set[tuple[str, str]]:
+    """Every address that a process or what it started listens on, with what it is."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True) + [psutil.Process(pid)]:
+        try:
+            name = " ".join(process.cmdline()[1:4])
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((name, connection.laddr.ip))
+        except psutil.Error:  # it has ended
+            continue
+    return found
+
+
+def seen_until_end(process) -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    while process.poll() is None:
+        try:
+            found |= listening(process.pid)
+        except psutil.Error:
+            break
+        time.sleep(0.02)
+    process.wait()
+    return found
+
+
+def assert_loopback_only(found, *who):
+    outside = {entry for entry in found if not ipaddress.ip_address(entry[1]).is_loopback}
+    assert not outside, outside
+    for name in who:
+        assert any(name in command for command, _ in found), (name, found)
+
+
+@pytest.mark.slow
+def test_an_rl_stage_of_two_ranks_that_broadcasts_listens_on_loopback_only(tmp_path):
+    job = make_rl_job(
+        tmp_path, resources={"num_ranks": 2, "threads": 1, "device": "cpu"}, sync="distributed", sync_bucket_bytes=4000
+    )
+    process = start(job)
+    found = seen_until_end(process)
+    assert process.returncode == 0, (job.workspace / "worker.log").read_text()[-4000:]
+    assert len(metrics(job)) == 2
+    assert_loopback_only(found, "nanodag.rl.trainer", "nanodag.sampler", "nanodag.rl")
+
+
+def test_a_store_listens_on_its_address_only_and_is_found_there():
+    before = listening(os.getpid())
+    store = BoundStore("localhost", 0, None, True, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True)
+    assert {address for _, address in listening(os.getpid()) - before} == {"127.0.0.1"}
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20)).get("key") == b"value"
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from nanodag.train.engine import leave, start_ranks
+start_ranks("cpu")
+found = torch.ones(1)
+dist.all_reduce(found)
+assert found.item() == 2.0
+print("met", flush=True)
+import time; time.sleep(1.0)
+leave()
+"""
+
+
+def test_torchrun_and_its_ranks_listen_on_loopback_only(tmp_path):
+    (tmp_path / "a_rank.py").write_text(RANK)
+    paths = [str(tmp_path), str(os.getcwd()), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, **network_environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = worker_command("a_rank", tmp_path / "job.json", num_ranks=2)
+    assert command[0] == sys.executable
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        found = seen_until_end(process)
+    text = (tmp_path / "log").read_text()
+    assert process.returncode == 0 and text.count("met") == 2, text[-3000:]
+    assert_loopback_only(found, "nanodag.train.torchrun", "a_rank")

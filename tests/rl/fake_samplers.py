@@ -1,0 +1,311 @@
+"""Samplers, a router and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
+
+The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. A step is a
+request that reached a sampler ("asked"), was carried out but not answered ("done") or was answered ("answered"), and
+the beginning and end of what the trainer is asked for.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession, web
+
+from nanodag.rl.router import Router
+from nanodag.rl.samplers import Samplers
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.router_process import RouterClient
+
+NUM_BUCKETS = 2
+PATIENCE_S = 20.0
+Step = tuple[int, str, str]
+"""Of which sampler, what was asked for, and how far it had come."""
+
+
+class FakeServer:
+    """What `Server` is, in this process."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.url = ""
+        self.answers: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {}
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+
+    def kill(self) -> None:
+        """At once, for whoever is connected."""
+        self.is_alive = False
+        for site in self._runner.sites:
+            site._server.close()
+        for connection in self._runner.server.connections:
+            connection.force_close()
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    stop = kill
+
+    def last_log_lines(self) -> str:
+        return "no log"
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read() or b"{}")
+        name = request.path.strip("/").partition("/")[0]
+        return await self.carry_out(name, request, body)
+
+    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+        raise NotImplementedError
+
+
+class FakeSampler(FakeServer):
+    """One sampler."""
+
+    def __init__(self, world: "World", number: int, weights: str, version: str) -> None:
+        super().__init__()
+        self.world, self.number = world, number
+        self.weights, self.version = weights, version
+        self.received: list[str] | None = None
+
+    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if name == "health":
+            return web.json_response({})
+        self.world.at(self.number, name, "asked")
+        try:
+            found = await getattr(self, name)(body)
+        except ValueError as error:
+            return web.json_response({"message": str(error)}, status=400)
+        self.world.at(self.number, name, "done")
+        return web.json_response(found)
+
+    async def model_info(self, body: dict[str, Any]) -> Any:
+        return {"weight_version": self.version}
+
+    async def weights_checker(self, body: dict[str, Any]) -> Any:
+        return {"ranks": [{"checksums": {"w": self.weights}}]}
+
+    async def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        if self.received is not None:
+            raise ValueError("a session is open")
+        self.weights = read_weights(Path(body["model_path"]))
+        self.version = body["weight_version"]
+        return {}
+
+    async def init_weights_update_group(self, body: dict[str, Any]) -> Any:
+        await self.world.trainer.meet(self, body["group_name"])
+        return {}
+
+    async def destroy_weights_update_group(self, body: dict[str, Any]) -> Any:
+        return {}
+
+    async def begin_weight_update(self, body: dict[str, Any]) -> Any:
+        if self.received is not None:
+            raise ValueError("a session is open already")
+        self.received = []
+        return {}
+
+    async def update_weights_from_distributed(self, body: dict[str, Any]) -> Any:
+        assert self.received is not None
+        self.received.append(await self.world.trainer.meet(self, body["group_name"]))
+        self.new_version = body.get("weight_version")
+        return {}
+
+    async def end_weight_update(self, body: dict[str, Any]) -> Any:
+        received, self.received = self.received, None
+        if received is None or len(received) < NUM_BUCKETS:
+            raise ValueError("not all of them were received")
+        self.weights, self.version = received[0], self.new_version
+        return {}
+
+    async def pause_generation(self, body: dict[str, Any]) -> Any:
+        return {}
+
+    continue_generation = pause_generation
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        await self.world.may_answer.wait()
+        meta = {"id": "x", "weight_version": self.version, "finish_reason": {"type": "length"}}
+        return {"output_ids": [1], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 1, None]]}}
+
+
+class FakeRouter(FakeServer):
+    """sglang-router: each prompt goes to the next sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind: dict[str, str] = {}
+        self.count = 0
+
+    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if name == "liveness":
+            return web.json_response({})
+        if name == "generate":
+            return await self._forward(body)
+        if request.method == "POST":
+            self.behind[f"worker-{len(self.behind)}-{self.count}"] = body["url"]
+            self.count += 1
+        elif request.method == "DELETE":
+            self.behind.pop(request.path.rpartition("/")[2], None)
+        return web.json_response({"workers": [{"id": name, "url": url} for name, url in self.behind.items()]})
+
+    async def _forward(self, body: dict[str, Any]) -> web.Response:
+        self.count += 1
+        urls = sorted(self.behind.values())
+        try:
+            async with (
+                ClientSession() as session,
+                session.post(f"{urls[self.count % 2 - 1]}/generate", json=body) as got,
+            ):
+                return web.json_response(await got.json(), status=got.status)
+        except (OSError, IndexError) as error:
+            return web.json_response({"error": str(error)}, status=500)
+
+
+class FakeTrainer:
+    """Rank 0: one thing at a time, as a `RankLink` asks for it."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.weights = self.kept = "0"
+        self.asked: list[str] = []
+        self._one_at_a_time = asyncio.Lock()
+        self._group: list[FakeSampler] = []
+        self._waiting: dict[FakeSampler, asyncio.Future[str]] = {}
+        self._has_met = False
+
+    async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        return await asyncio.shield(asyncio.ensure_future(self._carry_out(do, arguments)))
+
+    async def _carry_out(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        async with self._one_at_a_time:
+            self.asked.append(do)
+            for number in range(len(self.world.servers)):
+                self.world.at(number, do, "begun")
+            found = await getattr(self, do)(**arguments)
+            for number in range(len(self.world.servers)):
+                self.world.at(number, do, "ended")
+            return [found]
+
+    async def meet(self, sampler: FakeSampler, group: str) -> str:
+        """Wait for the others; the weights that rank 0 gives. Raises ValueError when it has left."""
+        if group != self._name:
+            raise ValueError("no such group")
+        self._waiting[sampler] = asyncio.get_running_loop().create_future()
+        return await self._waiting[sampler]
+
+    async def layout(self) -> dict[str, Any]:
+        return {"buckets": [{"names": [f"w{n}"], "dtypes": ["float32"], "shapes": [[1]]} for n in range(NUM_BUCKETS)]}
+
+    async def open_group(self, name: str, size: int) -> dict[str, Any]:
+        self._name, self._has_met, self._group = name, False, list(self.world.servers)
+        assert size == 1 + len(self._group)
+        return {"port": 1}
+
+    async def broadcast(self, fingerprint: bool) -> dict[str, Any]:
+        self.kept = self.weights
+        failure = ""
+        for _ in range(NUM_BUCKETS + (not self._has_met)):
+            while len(self._waiting) < len(self._group) and not failure:
+                await asyncio.sleep(0.0005)
+                if not all(member.is_alive for member in self._group):
+                    failure = "a member is gone"
+            waiting, self._waiting = self._waiting, {}
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(ValueError(failure)) if failure else future.set_result(self.kept)
+            if failure:
+                self._name = ""
+                break
+        self._has_met = not failure
+        return {"failure": failure, "fingerprints": {"w": self.kept} if fingerprint else {}}
+
+    async def export(self, folder: str, fingerprint: bool = False, kept: bool = False) -> dict[str, Any]:
+        await asyncio.sleep(0.001)
+        write_weights(Path(folder), self.kept if kept else self.weights)
+        return {"fingerprints": {"w": self.weights} if fingerprint else {}}
+
+
+class World:
+    """Two samplers, and what happens to them. kill_at: the number of the step at which the sampler that it belongs to
+    is killed; None for none. steps: those that came by."""
+
+    def __init__(self, folder: Path, *, kill_at: int | None = None, has_router: bool = False, **options: Any) -> None:
+        self.folder, self.kill_at, self.has_router, self.options = folder, kill_at, has_router, options
+        self.steps: list[Step] = []
+        self.killed: Step | None = None
+        self.may_answer = asyncio.Event()
+        self.trainer = FakeTrainer(self)
+        self.servers: list[FakeSampler] = []
+
+    async def __aenter__(self) -> "World":
+        write_weights(self.folder / "model", "0")
+        self._loop = asyncio.get_running_loop()
+        for number in range(2):
+            await self._start(number, self.folder / "model", 0)
+        router = None
+        if self.has_router:
+            self.router = FakeRouter()
+            await self.router.start()
+            router = Router(self.router, launch=lambda: None, connect=RouterClient, every_s=0.002)
+        self.samplers = Samplers(
+            self.servers,
+            model=self.folder / "model",
+            version=0,
+            launch=self._launch,
+            connect=self._connect,
+            health_every_s=0.002,
+            router=router,
+            **self.options,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.samplers.close()
+        await self.samplers.disconnect()
+        for server in [*self.servers, *([self.router] if self.has_router else [])]:
+            server.kill()
+            await server._runner.cleanup()
+
+    def at(self, number: int, name: str, how: str) -> None:
+        """A step; the sampler is killed if it is this one's turn."""
+        self.steps.append((number, name, how))
+        if len(self.steps) - 1 == self.kill_at:
+            self.killed = self.steps[-1]
+            self.servers[number].kill()
+
+    async def _start(self, number: int, folder: Path, version: int) -> FakeSampler:
+        server = FakeSampler(self, number, read_weights(folder), str(version))
+        await server.start()
+        self.servers[number : number + 1] = [server]
+        return server
+
+    def _launch(self, number: int, folder: Path, version: int) -> FakeSampler:
+        return asyncio.run_coroutine_threadsafe(self._start(number, folder, version), self._loop).result(PATIENCE_S)
+
+    def _connect(self, url: str) -> SamplerClient:
+        world, (number,) = self, [server.number for server in self.servers if server.url == url]
+
+        class Client(SamplerClient):
+            async def _call(self, method: str, path: str, body: Any = None) -> bytes:
+                found = await super()._call(method, path, body)
+                world.at(number, path.strip("/"), "answered")
+                return found
+
+        return Client(url)
+
+
+def write_weights(folder: Path, weights: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "weights").write_text(weights)
+
+
+def read_weights(folder: Path) -> str:
+    return (folder / "weights").read_text()

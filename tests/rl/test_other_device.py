@@ -1,0 +1,112 @@
+"""What a trainer rank computes, on a device that is not the CPU: nothing of the CPU is mixed in, the same numbers.
+
+Not covered: DeepSpeed, the optimizers, gradients.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from nanodag.config.schema import RLStage
+from nanodag.rl import entries
+from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.advantages.gae import gae, reward_of_last
+from nanodag.rl.advantages.process import step_rewards
+from nanodag.rl.critic import ValueModel, whitened
+from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.packing import pack
+from nanodag.rl.policy import load_policy, to_row
+from nanodag.rl.update import Objective, Scored
+from tests.rl.models import save_tiny_model
+from tests.rl.test_packing import RAGGED
+from tests.sampler.other_device import NAME, OtherDevice
+
+CPU = torch.device("cpu")
+BATCH = pack(RAGGED, budget_tokens=100)[0][0]
+TOTALS = Totals(num_tokens=15, num_sequences=6, max_tokens=8)
+
+
+def same_on_both(work):
+    """What `work(device)` returns, tensors and numbers, is the same on both devices, and was computed there."""
+    here = work(CPU)
+    with OtherDevice():
+        there = work(torch.device(NAME))
+    for one, other in zip(here, there, strict=True):
+        if isinstance(one, Tensor):
+            assert other.device.type == NAME
+            one, other = one.tolist(), other.tolist()
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_a_packed_row_is_scored_and_valued_the_same(tmp_path):
+    policy = load_policy(save_tiny_model(tmp_path), temperature=0.7)
+    critic = ValueModel(load_policy(tmp_path, temperature=1.0).decoder)
+
+    def work(device):
+        row = to_row(BATCH, device)
+        with torch.no_grad():
+            return [
+                found
+                for model, outputs in ((policy, 2), (critic, 1))
+                for found in [functional_call(model, {n: p.to(device) for n, p in model.named_parameters()}, (row,))]
+                for found in (found if outputs == 2 else [found])
+            ]
+
+    same_on_both(work)
+
+
+def scored_row(device, **changes):
+    count = len(BATCH.targets)
+    numbers = torch.linspace(-2.0, -0.5, count).to(device)
+    row = replace(to_row(BATCH, device), sampler_logprobs=numbers + 0.3)
+    return Scored(
+        row=row,
+        trainer_logprobs=numbers,
+        entropies=-numbers,
+        old_logprobs=numbers + 0.1,
+        advantages=torch.linspace(-1.0, 1.0, count).to(device),
+        reference_logprobs=numbers - 0.2,
+    )
+
+
+CHOICES = [("policy_loss", name) for name in entries.names("policy_loss")]
+CHOICES += [(kind, name) for kind in ("aggregation", "correction") for name in entries.names(kind)]
+CHOICES += [("kl_kind", name) for name in entries.names("kl")]
+
+
+@pytest.mark.parametrize(("field", "name"), CHOICES)
+def test_every_loss_is_the_same(field, name):
+    config = RLStage(kind="rl", data=["file:x"], kl_coefficient=0.1, entropy_coefficient=0.1, **{field: name})
+
+    def work(device):
+        loss, sums = Objective(config)(scored_row(device), TOTALS)
+        return [loss, *sums.summed.values(), *sums.largest.values()]
+
+    same_on_both(work)
+
+
+def test_what_goes_into_advantages_is_the_same():
+    def work(device):
+        scored = scored_row(device)
+        row, values = scored.row, scored.advantages
+        rewards = torch.linspace(0.0, 1.0, len(RAGGED), dtype=torch.float64).to(device)
+        of_last = reward_of_last(rewards[row.rollouts], row.mask, row.sequence_ids)
+        steps = step_rewards([[(0, 1.0)]] * len(RAGGED), row.mask, row.sequence_ids)
+        advantages, returns = gae(of_last + steps, values, row.mask, row.sequence_ids, gamma=0.9, gae_lambda=0.8)
+        ((white,),) = whitened([[advantages]], [[row]], lambda *numbers: list(numbers))
+        kl = Objective(RLStage(kind="rl", data=["file:x"])).kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
+        return [of_last, steps, advantages, returns, white, kl, *distilled(values, values, values - 1, coefficient=0.5)]
+
+    same_on_both(work)
+
+
+@pytest.mark.parametrize("name", [name for name in entries.names("advantage") if name != "gae"])
+def test_advantages_of_groups_are_the_same(name):
+    def work(device):
+        arguments = ([0.0, 1.0, 0.5, 0.5], [0, 0, 1, 1], [3, 4, 5, 6])
+        return [entries.load("advantage", name)(*(torch.tensor(one).to(device) for one in arguments))]
+
+    same_on_both(work)

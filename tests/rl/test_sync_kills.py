@@ -1,0 +1,138 @@
+"""A sampler killed at every step of giving it weights: none of these ends the stage or leaves other weights."""
+
+import asyncio
+from itertools import product
+
+import pytest
+
+from benchmarks.sync_kills import Bench, Case
+from nanodag.errors import SamplerLost
+from nanodag.rl.broadcast_sync import DistributedSync
+from nanodag.rl.sync import DiskSync
+from nanodag.rl.watch import Watch
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.protocol import Request
+from nanodag.sampler.router_process import RouterClient
+from tests.rl.fake_samplers import PATIENCE_S, World
+
+
+def make_sync(way, world):
+    if way == "disk":
+        return DiskSync(world.samplers, world.trainer.ask, check_every=1)
+    return DistributedSync(world.samplers, world.trainer.ask, check_every=1, timeout_s=PATIENCE_S)
+
+
+async def three_loads(folder, way, *, is_busy, kill_at, has_router):
+    """Weights 1 to 3 given to two samplers, one of which is killed at a step of the first two; which one that was."""
+    folder.mkdir()
+    pause = {"pause": "in_place"} if is_busy else {}
+    async with World(folder, kill_at=kill_at, has_router=has_router, **pause) as world:
+        sync = make_sync(way, world)
+        asked = [asyncio.ensure_future(world.samplers.generate([Request(input_ids=[n])])) for n in range(2 * is_busy)]
+        for version in (1, 2, 3):
+            if version == 3 and kill_at is None:
+                break
+            world.trainer.weights = str(version)
+            await sync.publish(folder / f"turn-{version}", version)
+            async with world.samplers.standing():
+                await sync.load(folder / f"turn-{version}", version)
+            assert await world.samplers.versions() == [str(version)] * 2
+            assert await world.samplers.fingerprints() == [[{"w": str(version)}]] * 2
+        num_steps = len(world.steps)
+        world.may_answer.set()
+        ((late,),) = await world.samplers.generate([Request(input_ids=[9])])
+        assert late.weight_version == str(2 if kill_at is None else 3)
+        await asyncio.gather(*asked)
+        await world.samplers.members()  # waits for one that is being started
+        assert world.samplers.num_restarts == (kill_at is not None), world.killed
+        return num_steps
+
+
+ALL = list(product(("disk", "distributed"), (False, True), (False, True), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("way", "is_busy", "has_router", "every"),
+    [
+        ("distributed", True, False, 5),
+        ("disk", True, True, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL),
+    ],
+)
+def test_a_sampler_killed_at_any_step_of_a_weight_sync_is_back_with_the_new_weights(
+    tmp_path, way, is_busy, has_router, every
+):
+    async def work():
+        options = {"is_busy": is_busy, "has_router": has_router}
+        num_steps = await three_loads(tmp_path / "quiet", way, kill_at=None, **options)
+        wrong = []
+        for step in range(0, num_steps, every):
+            try:
+                await asyncio.wait_for(three_loads(tmp_path / f"{step}", way, kill_at=step, **options), PATIENCE_S)
+            except Exception as error:  # noqa: BLE001 - all of them are told at once
+                wrong.append(f"step {step}: {error!r}")
+        assert not wrong, f"{len(wrong)} of {num_steps}:\n" + "\n".join(wrong)
+
+    asyncio.run(work())
+
+
+def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_asked():
+    async def work():
+        for client in (SamplerClient("http://127.0.0.1:1"), RouterClient("http://127.0.0.1:1")):
+            await client.close()
+            calls = [client.generate([Request(input_ids=[1])]), client.health(), client.end_weight_update()]
+            calls += [anext(client.stream(Request(input_ids=[1])))]
+            calls += [client.add("x")] if isinstance(client, RouterClient) else []
+            for call in calls:
+                with pytest.raises(SamplerLost, match="was closed"):
+                    await call
+
+    asyncio.run(work())
+
+
+def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
+    """A cancellation that came with the answer was swallowed, and whoever left waited for ever."""
+
+    class Client:
+        def __init__(self):
+            self.answer = asyncio.get_running_loop().create_future()
+            self.is_asked = asyncio.Event()
+
+        async def health(self):
+            self.is_asked.set()
+            return await self.answer
+
+    class Alive:
+        url, is_alive = "http://x", True
+
+    async def work():
+        client = Client()
+        watch = Watch(Alive(), client, every_s=0.001, timeout_s=60.0)
+        under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
+        await client.is_asked.wait()
+        client.answer.set_result(True)
+        await asyncio.sleep(0)  # health has its answer, the look has not
+        await asyncio.wait_for(watch.leave(), 5)
+        under_way.cancel()
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("way", "is_busy", "step"),
+    [
+        ("distributed", True, (0, "/end_weight_update answered")),
+        ("distributed", False, (1, "/update_weights_from_distributed under way")),
+        ("disk", True, (1, "/update_weights_from_disk about to be sent")),
+    ],
+)
+def test_a_real_sampler_killed_in_the_midst_of_a_sync_is_back_with_the_trainers_weights(tmp_path, way, is_busy, step):
+    async def work():
+        async with Bench(tmp_path, "embedded", has_router=False) as bench:
+            await bench.sync(Case(way, is_busy), None)
+            assert (await bench.sync(Case(way, is_busy), step)).is_done
+            await bench.sync(Case(way, is_busy), None)
+
+    asyncio.run(work())

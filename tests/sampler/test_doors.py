@@ -1,0 +1,271 @@
+"""What the embedded sampler refuses of those who are not its controller, and of files that are no checkpoint."""
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from pydantic_core import to_json
+
+from nanodag.errors import BadRequest, SamplerError
+from nanodag.sampler.architecture import read_checkpoint
+from nanodag.sampler.client import SamplerClient
+from nanodag.sampler.doors import Doors
+from nanodag.sampler.process import SamplerProcess
+from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.sampler.weights import load_weights
+
+TOKEN = "a-token-of-this-test"
+GOOD = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(text_folder, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("log") / "sampler.log"
+    with SamplerProcess.start(text_folder, log_path=log_path, max_batch=8, token=TOKEN) as process:
+        yield process
+
+
+def ask(server, path="/generate", body=GOOD, method="POST", token=TOKEN, **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    headers |= {"authorization": f"Bearer {token}"} if token else {}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = io.BytesIO(content) if len(content) > MB else content  # httpx wants it so
+    return httpx.request(method, server.url + path, content=content, headers=headers, timeout=60, trust_env=False)
+
+
+# ---- who asks
+
+
+def test_only_who_knows_the_token_is_answered_and_health_to_all(server):
+    assert ask(server).status_code == 200
+    for wrong in ("", "another", TOKEN + "x", TOKEN[:-1]):
+        answer = ask(server, token=wrong)
+        assert answer.status_code == 401 and "wants its token" in answer.json()["error"]["message"]
+        assert ask(server, "/abort_request", {"abort_all": True}, token=wrong).status_code == 401
+        assert ask(server, "/update_weights_from_disk", {"model_path": "/"}, token=wrong).status_code == 401
+    assert ask(server, "/health", method="GET", token="").status_code == 200
+
+
+def test_the_client_bears_the_token_and_one_without_it_is_told(server):
+    async def work():
+        request = Request(input_ids=[1], params=SamplingParams(max_new_tokens=2, ignore_eos=True))
+        async with SamplerClient(server.url, token=TOKEN) as client:
+            ((completion,),) = await client.generate([request])
+            assert len([part async for part in client.stream(request)]) == 2
+        async with SamplerClient(server.url) as client:
+            assert await client.health()
+            with pytest.raises(SamplerError, match="answered 401: this server wants its token"):
+                await client.generate([request])
+        return completion
+
+    assert len(asyncio.run(work()).output_ids) == 2
+
+
+def test_the_command_line_does_not_show_the_token(server):
+    assert TOKEN not in Path(f"/proc/{server.pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "localhost.x"])
+def test_a_name_that_a_page_made_point_here_is_refused(server, host):
+    assert ask(server, Host=host).status_code in (400, 421)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "localhost:1234", "[::1]:80", socket.gethostname()])
+def test_names_of_this_machine_are_not(server, host):
+    assert ask(server, Host=host).status_code == 200
+
+
+def test_a_page_of_another_origin_may_ask_nothing_even_with_the_token(server):
+    for origin in ("http://evil.example", "null", server.url.replace("http:", "http://evil@"), "http://127.0.0.1:1"):
+        assert ask(server, "/abort_request", {"abort_all": True}, Origin=origin).status_code == 403
+    assert ask(server, Origin=server.url).status_code == 200
+
+
+# ---- how much
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_read_and_also_when_its_length_is_not_said(server):
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as raw:
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        raw.sendall(f"{head}Content-Length: {50 * MB}\r\n\r\n".encode())  # and none of it comes
+        assert b" 413 " in raw.recv(100)
+    assert time.monotonic() - began < 5
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        chunks = (b" " * MB for _ in range(20))
+        try:
+            answer = client.post(f"{server.url}/generate", content=chunks, headers={"authorization": f"Bearer {TOKEN}"})
+            assert answer.status_code == 413 and "--max-body-bytes" in answer.text
+        except (httpx.WriteError, httpx.RemoteProtocolError):  # it was hung up on in the midst of it
+            pass
+    assert ask(server).status_code == 200
+
+
+def test_a_text_above_the_limit_is_refused_before_it_is_tokenised(server):
+    began = time.monotonic()
+    answer = ask(server, body={"text": "w1 " * (10 * MB // 3), "sampling_params": {}})
+    assert answer.status_code == 400 and "--max-text-bytes" in answer.text
+    assert ask(server, body={"text": ["w1 " * (MB // 4)] * 2, "sampling_params": {}}).status_code == 400
+    assert time.monotonic() - began < 10
+
+
+def test_others_are_answered_while_a_text_is_tokenised(server):
+    async def work():
+        async with SamplerClient(server.url, token=TOKEN) as client:
+            body = {"text": "w1 " * (MB // 4), "sampling_params": {"max_new_tokens": 1}}
+            long = asyncio.ensure_future(client._call("POST", "/generate", body))
+            await asyncio.sleep(0.02)
+            num_answers = 0
+            while not long.done():
+                await client.model_info()
+                num_answers += 1
+            with pytest.raises(BadRequest, match="do not fit the context"):
+                await long
+            return num_answers
+
+    assert asyncio.run(work()) > 3
+
+
+def test_limits_can_be_set_and_a_body_without_end_is_cut_off():
+    async def app(scope, receive, send):
+        while (await receive())["more_body"]:
+            pass
+
+    async def asked():
+        sent = []
+        scope = {"type": "http", "path": "/", "headers": [(b"host", b"localhost")]}
+
+        async def receive():
+            return {"type": "http.request", "body": b"x" * 10, "more_body": True}
+
+        doors = Doors(app, names=(), token="", max_body_bytes=95)
+        with pytest.raises(Exception, match="too large"):
+            await doors(scope, receive, sent.append)
+
+    asyncio.run(asyncio.wait_for(asked(), 5))
+
+
+# ---- files that are no checkpoint
+
+
+@pytest.fixture
+def copy(text_folder, tmp_path):
+    """A checkpoint of its own, to be spoiled."""
+    folder = tmp_path / "copy"
+    shutil.copytree(text_folder, folder)
+    return folder
+
+
+def refused(server, folder):
+    """The reason, within seconds; the server goes on."""
+    began = time.monotonic()
+    answer = ask(server, "/update_weights_from_disk", {"model_path": str(folder)})
+    assert answer.status_code == 400, answer.text
+    assert ask(server).status_code == 200 and time.monotonic() - began < 10
+    return answer.json()["message"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_fifo_in_place_of_a_file_is_refused_at_once(server, copy, name):
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    assert f"{name} is not a regular file" in refused(server, copy)
+
+
+def test_an_index_that_is_a_fifo_is_refused_at_once(server, copy):
+    os.mkfifo(copy / "model.safetensors.index.json")
+    assert "index.json is not a regular file" in refused(server, copy)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b", "./model.safetensors"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(server, copy, name):
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    assert "does not lie in its folder" in refused(server, copy)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 5}, {"weight_map": {}}, {"weight_map": {"a": 5}}, [], "x"])
+def test_an_index_that_is_none_is_refused(server, copy, index):
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "index.json" in refused(server, copy)
+
+
+BAD_CONFIGS = [
+    {"vocab_size": "x"},
+    {"vocab_size": None},
+    {"vocab_size": -1},
+    {"vocab_size": 1e400},
+    {"hidden_size": 0},
+    {"hidden_size": []},
+    {"num_attention_heads": 0},
+    {"num_key_value_heads": -2},
+    {"num_hidden_layers": "2x"},
+    {"rms_norm_eps": {}},
+    {"rope_parameters": 5},
+    {"rope_parameters": {"rope_type": "linear"}},
+    {"rope_parameters": {"rope_theta": "x"}},
+    {"layer_types": 5},
+    {"eos_token_id": "</s>"},
+    {"eos_token_id": {"a": 1}},
+    {"max_position_embeddings": None},
+    {"model_type": ["qwen3"]},
+]
+
+
+@pytest.mark.parametrize("change", BAD_CONFIGS, ids=str)
+def test_a_config_that_describes_no_model_is_refused_with_a_reason(copy, change):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    (copy / "config.json").write_bytes(to_json(config | change, inf_nan_mode="constants"))
+    with pytest.raises(BadRequest, match=r"config\.json|eos_token_id"):
+        read_checkpoint(copy)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\udcff", "{", "5", '{"a":' * 100_000, "\x00"])
+def test_a_config_that_is_no_json_is_refused_by_the_server_too(server, copy, text):
+    (copy / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert "config.json" in refused(server, copy)
+
+
+@pytest.mark.parametrize("path", ["x" * 100_000, "/" + "x" * 4000, "a/" * 2000, "\x00", "/dev/zero", "/proc/self/mem"])
+def test_a_path_that_no_file_has_is_refused(server, path):
+    assert refused(server, path)
+
+
+def test_a_url_of_100_000_letters_is_no_error_of_the_server(server):
+    assert 400 <= ask(server, "/" + "x" * 60_000).status_code < 500
+    assert ask(server).status_code == 200
+
+
+def test_links_to_files_are_followed_as_a_hubs_cache_has_them(copy):
+    (copy / "model.safetensors").rename(copy / "real")
+    (copy / "model.safetensors").symlink_to(copy / "real")
+    architecture = read_checkpoint(copy).architecture
+    assert load_weights(copy, architecture, torch.float32, torch.device("cpu")).head.numel() > 0
+
+
+# ---- who leaves
+
+
+def test_clients_that_leave_write_no_traceback(server, text_folder):
+    port = int(server.url.rsplit(":", 1)[1])
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    long = {"input_ids": [1], "sampling_params": {"max_new_tokens": 200, "n": 500, "ignore_eos": True}}
+    bodies = [(json.dumps(long | {"stream": stream}).encode(), part) for stream in (False, True) for part in (1.0, 0.5)]
+    for body, part in [*bodies, (b"", 0.0)]:
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(f"{head}Content-Length: {max(len(body), 5)}\r\n\r\n".encode() + body[: int(len(body) * part)])
+            time.sleep(0.1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # by a reset
+    while ask(server, "/get_server_info", method="GET").json()["num_running_samples"]:
+        time.sleep(0.02)
+    log = server.log_path.read_text()
+    assert not any(word in log for word in ("Traceback", "ERROR", "WARNING")), log[-3000:]
