@@ -14,6 +14,7 @@ import psutil
 import yaml
 
 from nanodag.config import Pipeline, Resolved, order_of, resolve
+from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
@@ -174,6 +175,7 @@ def join_run(name: str, store: Store) -> Run:
     """A run that another process carries out, for one stage of it here: as its record says, nothing resolved anew."""
     record = store.read_run(name)
     resolved = Resolved(pipeline=Pipeline.model_validate(record["pipeline"]), origins=record["origins"])
+    check_trust(resolved.pipeline, Path(record["file"]))
     run = Run(name, resolved, store, Path(record["file"]).parent, record["flow_run"])
     run.is_joined = True
     run.composed = next((kind for kind in ("sweep", "nightly") if kind in record), "")

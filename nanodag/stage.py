@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
 
 from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.schema import RLStage
-from nanodag.data.config import SourceConfig
+from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed
@@ -130,29 +129,6 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources={},
     )
     return key, sources
-
-
-def sources_in(value: Any) -> list[SourceConfig]:
-    """Every source that a config names, at any depth."""
-    if isinstance(value, SourceConfig):
-        return [value]
-    if isinstance(value, BaseModel):
-        value = [getattr(value, name) for name in type(value).model_fields]
-    if isinstance(value, list | tuple):
-        return [source for inner in value for source in sources_in(inner)]
-    return []
-
-
-def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
-    rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
-    named = [("reward", name) for name in rewards if name != "auto"]
-    named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
-    named += [("filter", one.name) for one in stage.filters]
-    if not stage.generate.is_one_turn:
-        named.append(("generate", stage.generate.name))
-    prefixes = entries.FUNCTION_PREFIXES
-    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
 
 
 def code_identity(function: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Any adapter that makes conversations makes documents too: the texts of the messa
 
 import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
 from nanodag.data.records import KINDS, Kind, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
+from nanodag.functions import function_at
 
 _GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
 
@@ -106,9 +106,8 @@ def _joined(adapt: Adapt) -> Adapt:
 
 
 def _imported(path: str) -> Adapt:
-    module, _, function = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        return function_at(path)
     except (ImportError, AttributeError) as error:
         raise SourceError(f"Adapter {path!r} cannot be imported: {error}. It must be module:function.") from error
 

@@ -5,13 +5,13 @@ or one made from an argument (`remote:http://...`). The same contract holds for 
 it out and runs over every entry of ours.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from nanodag.errors import ConfigError
+from nanodag.functions import function_at
 
 ENTRIES: dict[str, dict[str, str]] = {
     "advantage": {
@@ -79,6 +79,8 @@ WITH_ARGUMENT: dict[str, dict[str, str]] = {
     },
 }
 
+SHIPPED = frozenset(path for named in ENTRIES.values() for path in named.values())
+
 FUNCTION_PREFIXES = ("group:", "process:")  # whose argument is a user's function
 
 
@@ -113,12 +115,6 @@ def without_prefix(name: str) -> str:
 def _is_path(name: str) -> bool:
     module, _, function = name.partition(":")
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def function_at(path: str) -> Callable[..., Any]:
-    """What `module:name` names. Raises ImportError or AttributeError when there is no such thing."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def load(kind: str, name: str) -> Callable[..., Any]:
