@@ -73,7 +73,8 @@ def main() -> None:
 
     def created(*args: Any, **options: Any) -> ASGIApp:
         app = create(*args, **options)
-        return guarded(app, hosts, proxies) if options.get("final") else app  # else for the server's own calls in memory
+        is_for_all = options.get("final", False)  # the server asks itself too, in memory
+        return guarded(app, hosts, proxies) if is_for_all else app
 
     server.create_app = created
     sys.argv[:1] = ["prefect", "server"]

@@ -6,6 +6,7 @@ on from its checkpoint.
 """
 
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from prefect.states import Completed, Failed, State
 from prefect.tasks import Task
 
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
-from nanodag.keeper import end_with_parent
+from nanodag.keeper import SERVING, end_with_parent
 from nanodag.kinds import KINDS
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
@@ -59,7 +60,7 @@ def own_flow_run() -> str:
     """Prefect's id of the flow run that this process carries out; empty without one. Every flow asks for it before it
     begins anything: one that is served ends, from then on, with the process that serves."""
     if deployment.id:  # in a process of its own, started by the one that serves
-        end_with_parent()
+        end_with_parent(int(os.environ.get(SERVING, os.getppid())))
     return str(flow_run.id or "")
 
 

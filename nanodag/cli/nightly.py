@@ -41,15 +41,13 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """Turn the schedule on, with this preset's `nightly` section."""
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
-    from nanodag.login import read_login
     from nanodag.nightly.switch import cron_of, turn
     from nanodag.runs import pipeline_file
 
     _, running, parameters = asked(overrides or [], preset=preset, file=file)
     cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
     given = {"by_schedule": True, **parameters}
-    login = read_login(running.password_file)
-    turn(running.url, running.deployments["nightly_eval"], active=True, login=login, schedule=cron, parameters=given)
+    turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
     make_console().print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
 
 
@@ -57,11 +55,10 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
 def turn_off(preset: Preset = "auto", file: File = "") -> None:
     """Turn the schedule off."""
     from nanodag.cli.watch import make_console
-    from nanodag.login import read_login
     from nanodag.nightly.switch import turn
 
     _, running, _ = asked([], preset=preset, file=file)
-    turn(running.url, running.deployments["nightly_eval"], active=False, login=read_login(running.password_file))
+    turn(running.api(), running.deployments["nightly_eval"], active=False)
     make_console().print("Off.")
 
 
