@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Run:
         self.to_do = self.order
         self.is_joined = False  # another process opened it and closes it; this one carries out a stage of it
         self.composed = ""  # `sweep` or `nightly` for a run that nanodag.composed opened
+        self.restarts: Counter[str] = Counter()  # by stage: how often it was begun in this process
         self.at_once = 1  # stages that train side by side where there is no GPU
 
     @property

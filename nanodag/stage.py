@@ -44,17 +44,20 @@ def carry_out(
     on_line: Callable[[str], None] = lambda line: None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
     send: Callable[[], None] | None = None,
+    most_restarts: int = 0,
 ) -> StageResult:
     """The result of one stage of a run: found in the store, or built.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
     on_metrics: as in nanodag.launch.run_worker. send: has the stage built elsewhere, in the same store, and returns
-    when it is.
+    when it is. most_restarts: how often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
     began, waited_s = time.monotonic(), 0.0
     stage = run.pipeline.stages[name]
+    restarts = run.restarts[name]
+    run.restarts[name] += 1
     run.note(name, started=time.time(), ended=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
@@ -79,7 +82,7 @@ def carry_out(
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
                     build = _Build(run, name, inputs, key, sources, lock)
-                    artifact = build(on_line, on_metrics)
+                    artifact = build(on_line, on_metrics, restarts, max(0, most_restarts - restarts))
                     waited_s = build.waited_s
                 run.store.discard_workspace(key)
     except BaseException as error:
@@ -187,7 +190,13 @@ class _Build:
         self.waited_s = 0.0  # for a place on the machine
         self._stage = run.pipeline.stages[name]
 
-    def __call__(self, on_line: Callable[[str], None], on_metrics: Callable[[dict[str, Any]], None]) -> Artifact:
+    def __call__(
+        self,
+        on_line: Callable[[str], None],
+        on_metrics: Callable[[dict[str, Any]], None],
+        restarts: int,
+        restarts_left: int,
+    ) -> Artifact:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
@@ -214,6 +223,8 @@ class _Build:
                     on_line=on_line,
                     on_metrics=on_metrics,
                     timeout_s=stage.timeout_s,
+                    restarts=restarts,
+                    restarts_left=restarts_left,
                 )
         artifact = self._publish(job, result)
         if run.pipeline.store.mirror_checkpoints:

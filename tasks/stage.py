@@ -129,7 +129,8 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
     try:
         is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
         send = (lambda: carry_out_in_pool(name, run, inputs, force=force)) if is_sent else None
-        result = carry_out(run, name, inputs, force=force, on_line=on_line, on_metrics=progress, send=send)
+        how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
+        result = carry_out(run, name, inputs, most_restarts=len(RETRY_AFTER_S), **how)
     except NanodagError as error:
         if not isinstance(error, StageStopped):
             _show_failure(run, name, error)

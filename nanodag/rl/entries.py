@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from nanodag.blame import with_place
 from nanodag.errors import ConfigError
 from nanodag.functions import function_at
 
@@ -126,8 +127,8 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         return found(argument) if prefix in WITH_ARGUMENT.get(kind, {}) else found
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {error}. Check the spelling, and that its "
-            "package is installed or on PYTHONPATH."
+            f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and "
+            "that its package is installed or on PYTHONPATH."
         ) from error
 
 

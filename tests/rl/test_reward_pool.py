@@ -50,7 +50,8 @@ def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_rew
     assert {kind: scores[kind].value for kind in ("raise", "hang", "exit", "memory", "nan")} == dict.fromkeys(
         ("raise", "hang", "exit", "memory", "nan")
     )
-    assert scores["raise"].error == "RuntimeError: a reason"
+    assert scores["raise"].error.startswith("RuntimeError: a reason (/")
+    assert scores["raise"].error.endswith("/my_rewards.py, line 6, in kind)")
     assert "took longer than 1 s" in scores["hang"].error
     assert "ended with code 3" in scores["exit"].error
     assert "MemoryError" in scores["memory"].error

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from nanodag.blame import with_place
+from nanodag.errors import ConfigError
 from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.rewards.reward import Reward
@@ -66,7 +68,7 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
     try:
         reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
     except ValueError as error:  # not finite
-        return {"error": str(error)}
+        return {"error": str(error) if isinstance(error, ConfigError) else with_place(error)}
     return {
         "value": float(reward.value),
         "components": {k: float(v) for k, v in reward.components.items()},
@@ -93,7 +95,7 @@ def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    return with_place(error)[:500]
 
 
 def _load(name: str) -> dict[str, Any]:
