@@ -312,6 +312,7 @@ class Server:
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",
             "NANODAG_STORE": self._store_url,
+            **({"NANODAG_STORE_LOCAL": str(self.home.parent)} if "://" in self._store_url else {}),
             "NANODAG_FILE": str(self._file),
         }
 

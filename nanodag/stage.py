@@ -16,7 +16,7 @@ from nanodag.config.schema import RLStage
 from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
-from nanodag.errors import ConfigError, StageFailed
+from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, run_worker, usage_of
@@ -88,6 +88,10 @@ def carry_out(
     except BaseException as error:
         state = "stopped" if run.stop.is_set() else "failed"
         run.note(name, state=state, ended=time.time(), reason=str(error) or type(error).__name__)
+        if isinstance(error, StoreBusy) and run.stop.is_set():
+            raise StageStopped(
+                f"Stage {name} was stopped while it waited for another run that builds the same."
+            ) from error
         raise
     run.note(
         name,

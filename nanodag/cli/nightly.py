@@ -21,6 +21,7 @@ def run_night(
     """Evaluate now. Exit code 1 when something got worse by more than noise, or could not be evaluated."""
     import time
 
+    from nanodag.cli.said import command
     from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX
 
@@ -32,7 +33,7 @@ def run_night(
     console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if not detach:
         code = follow(store, api, name, flow_run)
-        console.print(f"Scores and page: nanodag nightly show {name}")
+        console.print(f"Scores and page: {command(f'nightly show {name}')}")
         raise typer.Exit(code)
 
 

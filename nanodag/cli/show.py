@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from nanodag.cli.said import command
 from nanodag.cli.watch import STYLES, make_console
 from nanodag.config import resolve
 from nanodag.config.derive import facts
@@ -63,7 +64,7 @@ def show_status(*, file: str, all_runs: bool) -> None:
     store = store_of(resolve(pipeline_file(file)).pipeline)
     records = store.records_of_runs()
     if not records:
-        console.print(f"No runs in {store.url} yet. Start one with: nanodag run")
+        console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
         return
     shown = list(records) if all_runs else list(records)[-NEWEST:]
     if len(shown) < len(records):
@@ -140,7 +141,7 @@ def find_run(store: Store, name: str) -> dict[str, Any]:
     plain = [n for n in names if "nightly" not in records[n] and "sweep" not in records[n]]
     matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
     if not records:
-        raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: nanodag run")
+        raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: {command('run')}")
     if len(matching) != 1:
         which = ", ".join((matching or names)[-5:])
         raise ArtifactNotFound(f"{len(matching)} runs in {store.url} are called {name!r}. There are: {which}.")

@@ -31,7 +31,9 @@ def verify(
 
 
 def gc(
-    keep_runs: Annotated[int, typer.Option("--keep-runs", min=0, help="Keep the newest so many runs; 0: all.")] = 0,
+    keep_runs: Annotated[
+        int, typer.Option("--keep-runs", min=0, help="Keep the newest so many, completed ones first; 0: all.")
+    ] = 0,
     keep_days: Annotated[float, typer.Option("--keep-days", min=0, help="Keep what is younger; 0: any age.")] = 0.0,
     keep_best: Annotated[
         list[str] | None,

@@ -59,6 +59,7 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     from_file = [_at(tree, path) for path in FILE_ONLY]
     for text in environment_overrides():
         name = "NANODAG_MIRROR" if text.startswith("mirror=") else "NANODAG_STORE"
+        name += "_LOCAL" if text.startswith("store.local=") else ""
         _override(tree, text, origins, f"environment {name}")
     for text in overrides:
         _override(tree, text, origins, "override")
@@ -86,8 +87,8 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def environment_overrides() -> list[str]:
-    """What NANODAG_MIRROR and NANODAG_STORE say, as overrides."""
-    pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"))
+    """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
+    pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
     return [f"{name}={os.environ[variable]}" for name, variable in pairs if os.environ.get(variable)]
 
 

@@ -233,8 +233,8 @@ class SFTStage(ChatStage):
 class SamplerConfig(Section):
     """The servers that rollouts come from. max_batch: requests decoded at once, by all of them together. context:
     longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
-    when they are deterministic. health_timeout_s: one that does not answer for so long is killed and started again;
-    most_losses: how often in a row one may be lost.
+    when they are deterministic. start_timeout_s: how long one may start without a sign of progress. health_timeout_s:
+    one that does not answer for so long is killed and started again; most_losses: how often in a row one may be lost.
 
     engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
     alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
