@@ -110,8 +110,6 @@ def stop_server(*, file: str, preset: str) -> None:
 
 def server_is_up(*, file: str, preset: str) -> bool:
     """Print where the server is; True when it is up."""
-    running = _server(file, preset).running()
-    make_console().print(
-        f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {said.command('server start')}"
-    )
+    running, start = _server(file, preset).running(), said.command("server start")
+    make_console().print(f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {start}")
     return running is not None
