@@ -118,6 +118,55 @@ def test_a_server_that_is_silent_is_left_alone_with_its_flows_and_an_error_says_
     assert found.serve.is_alive() and found.server.is_alive()
 
 
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_start_that_was_killed_before_the_deployments_were_known_is_gone_on_with(
+    prefect, recorded, tmp_path, is_current, monkeypatch
+):
+    """With a flow run that counts as under way, what serves is not renewed: its deployments must be taken over."""
+    server, found = recorded(prefect(num_active=1).server_port)
+    serves = server._to_serve() if is_current else "earlier"
+    (tmp_path / "server.json").write_text(json.dumps({**asdict(found), "deployments": {}, "serves": serves}))
+    ready = threading.Timer(0.3, lambda: (tmp_path / "serve.json").write_text('{"speedrun": "7"}'))
+    ready.start()
+    running = server.ensure(print)
+    ready.join()
+    assert running.deployments == {"speedrun": "7"} and running.serve == found.serve
+    assert json.loads((tmp_path / "server.json").read_text())["deployments"] == {"speedrun": "7"}
+
+
+def test_a_serve_process_that_died_while_it_started_is_replaced(prefect, recorded, process, tmp_path, monkeypatch):
+    server, found = recorded(prefect(num_active=1).server_port)
+    (tmp_path / "server.json").write_text(json.dumps({**asdict(found), "deployments": {}}))
+    threading.Timer(0.3, lambda: kill(found.serve)).start()
+
+    def start(command, log_name, environment):
+        assert log_name == "serve.log"
+        (tmp_path / "serve.json").write_text('{"speedrun": "8"}')
+        return process()
+
+    monkeypatch.setattr(server, "_start", start)
+    assert server.ensure(print).deployments == {"speedrun": "8"}
+
+
+def test_what_was_started_and_never_recorded_is_ended_and_nothing_else(tmp_path, recorded):
+    server, _ = recorded(4200)
+    code = "import time; time.sleep(500)"
+    started = []
+    for folder, name in ((tmp_path, "nanodag.keeper"), (tmp_path, "flows.server"), (tmp_path.parent, "flows.server")):
+        command = [sys.executable, "-S", "-c", code, "-m", name]
+        started.append(subprocess.Popen(command, cwd=folder, start_new_session=True))
+    time.sleep(0.2)
+    try:
+        known = ProcessId(pid=started[1].pid, started=0.0)
+        threading.Timer(0.1, started[0].wait).start()  # else it would stay a zombie, and count as being there
+        assert server._end_strays(known) and not server._end_strays(known)
+        assert [one.poll() is None for one in started] == [False, True, True]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
 @pytest.mark.parametrize("num_active", [0, 2])
 def test_with_the_server_gone_another_is_asked_before_what_serves_is_renewed(
     prefect, recorded, process, num_active, monkeypatch, tmp_path
