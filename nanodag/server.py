@@ -127,11 +127,14 @@ class Server:
             if found is not None and found.serve.is_alive():
                 found = replace(found, server=server)
                 write_json(self.home / "server.json", asdict(found))
-                self._wait_for(found, found.api().is_healthy)
-                with contextlib.suppress(_Ended):
+                try:
+                    self._wait_for(found, found.api().is_healthy)
                     found = self._ready(found)
                     if found.serves == self._to_serve() or found.api().num_active_runs():
                         return found
+                except _Ended:
+                    if found.serve.is_alive():  # it was the server; nobody can be asked what is under way
+                        raise
                 self._end(found.serve)
             return self._serve(server, port, say)
 
@@ -172,6 +175,8 @@ class Server:
     def _answers(self, found: Running) -> bool:
         """True once the server answers; False when its process ends or is silent for too long: where other work takes
         the whole machine, one answer may well be late."""
+        if found.api().is_healthy():
+            return True
         deadline, patience = time.monotonic() + BUSY_FOR_S, self._patience(found)
         while not found.api().is_healthy():
             is_late = time.monotonic() > deadline if found.deployments else patience.is_over()
@@ -251,6 +256,8 @@ class Server:
         return running
 
     def _wait_for(self, running: Running, is_up: Callable[[], bool]) -> None:
+        if is_up():
+            return
         patience = self._patience(running)
         while not is_up():
             for process, log_name in ((running.server, "server.log"), (running.serve, "serve.log")):
