@@ -42,7 +42,7 @@ class OwnPagesOnly:
     """Refuses websockets that a page opens unless it was loaded from here, or from one of the hosts (a proxy's)."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        self._app, self._hosts = app, hosts
+        self._app, self._hosts = app, [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "websocket" else {}

@@ -35,8 +35,8 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
             continue
         raise ConfigError(
             f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
-            f"trusted_modules. Put {module.partition('.')[0]}.py there; or, if whatever that module can do may be done "
-            f"here, write trusted_modules: [{module}] into that file: an override cannot say so."
+            f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "
+            f"write trusted_modules: [{module}] into that file: an override cannot say so."
         )
 
 

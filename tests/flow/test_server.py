@@ -15,7 +15,7 @@ from nanodag import server as server_module
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.provenance import process_started
-from nanodag.server import ProcessId, Running, Server
+from nanodag.server import Api, ProcessId, Running, Server
 
 
 class Prefect(ThreadingHTTPServer):
@@ -116,6 +116,31 @@ def test_a_server_that_is_silent_is_left_alone_with_its_flows_and_an_error_says_
         server.ensure(print)
     assert server.running() is None
     assert found.serve.is_alive() and found.server.is_alive()
+
+
+class WithTokens(Answers):
+    """Changes something for the newest token alone, and says how many it has given."""
+
+    def do_GET(self):
+        self.server.num_given += 1
+        self.answer(200, {"token": f"t{self.server.num_given}"})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_known = self.headers["Prefect-Csrf-Token"] == self.server.valid and self.headers["Prefect-Csrf-Client"]
+        self.answer(200 if is_known else 403, self.server.num_given)
+
+
+def test_a_token_is_asked_for_once_and_again_when_it_has_ended(prefect):
+    server = prefect()
+    server.RequestHandlerClass, server.num_given, server.valid = WithTokens, 0, "t1"
+    api = Api(f"http://127.0.0.1:{server.server_port}")
+    assert [api.ask("POST", "/x", {}), api.ask("POST", "/x", {})] == [1, 1]
+    server.valid = "t2"
+    assert [api.ask("POST", "/x", {}), api.ask("POST", "/x", {})] == [2, 2]
+    server.valid = "none"
+    with pytest.raises(ServerError, match="refused POST /x with 403"):
+        api.ask("POST", "/x", {})
 
 
 @pytest.mark.parametrize("is_current", [True, False])
