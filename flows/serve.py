@@ -7,19 +7,30 @@ import os
 import sys
 import time
 from pathlib import Path
+from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.deployments.runner import EntrypointType
 from prefect.runner import Runner
+from prefect.states import Cancelled, Crashed
 
 from flows import crashed, deployments, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from flows.sweep import sweep
+from nanodag.keeper import SERVING
 from nanodag.runs import served_store
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 1800.0  # nanodag.server ends it when that server does not get on
 
 
 def main() -> None:
@@ -42,9 +53,27 @@ def main() -> None:
         ids[flow.name] = str(runner.add_deployment(deployment))
     with get_client(sync_client=True) as client:
         deployments.remove_former(client)
+        end_orphans(client, [UUID(found) for found in ids.values()])
     deployments.offer_runs(served_store())
+    os.environ[SERVING] = str(os.getpid())
     _write(ready, json.dumps(ids))
     asyncio.run(runner.start())
+
+
+def end_orphans(client: SyncPrefectClient, of: list[UUID]) -> None:
+    """Give an end to flow runs that a process before this one was about to start, or to end, when it was killed: nobody
+    else would, and they would count as under way for ever."""
+    ends = {
+        StateType.PENDING: Crashed(message="What was to start it was killed. Retry starts it again."),
+        StateType.CANCELLING: Cancelled(message="What was to end it was killed, and it with that."),
+    }
+    for kind, end in ends.items():
+        found = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[kind]))),
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=of)),
+        )
+        for run in found:
+            client.set_flow_run_state(run.id, end, force=True)
 
 
 def _wait_for_server() -> None:

@@ -1,8 +1,8 @@
 """Why a worker ended without a result: one readable reason, what to do next, and whether starting again may help.
 
 Read from what every worker leaves, whatever it died of: its exit code and the last lines of its log. Several processes
-may have written there, each with its own traceback; the last one counts that does not just say that another process is
-gone.
+may have written there, each with its own traceback or a line of level ERROR; the last one counts that does not just say
+that another process is gone. Where it passed through the user's own code, that line is named.
 """
 
 import re
@@ -11,14 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nanodag.blame import is_users, place
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.worker import STOPPED_EXIT_CODE
 
 TAIL_LINES = 15
 LOOK_BACK_LINES = 400
 
+_OF_RANK = re.compile(r"^(?:\[rank\d+\]:|\[\d+\]:) ?")
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d (?:ERROR|CRITICAL) [\w.]+: (?=[A-Za-z_][\w.]*: )")
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+# After a traceback any name is an exception's; elsewhere those that are called like one.
+_ANY = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?")
 _EXCEPTION = re.compile(
-    r"(?:\[rank\d+\]: ?|\[\d+\]: ?)?"
     r"(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Timeout|Diverged|NotFound|Busy|Lost|Artifact|Request|Tool|Format"
     r"|Failed|Killed|Stopped|Interrupted))"
     r"(?:: (?P<message>.*))?"
@@ -33,13 +39,16 @@ _CONSEQUENCE = re.compile(
 class Ended:
     """How a worker ended. code: its exit code, 128 + signal for one that a signal ended. lines: its log's last ones.
     timeout_s: the limit that it exceeded, 0 for none. was_asked: to stop, by us. out_of_memory: the kernel's
-    out-of-memory killer was at work on this machine meanwhile."""
+    out-of-memory killer was at work on this machine meanwhile. restarts_left: how often it is started again by itself
+    if that may help; restarts: how often it was."""
 
     code: int
     lines: Sequence[str]
     timeout_s: float = 0.0
     was_asked: bool = False
     out_of_memory: bool = False
+    restarts_left: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +117,13 @@ _RULES = (
     _Rule(
         pattern=re.compile(r"\bSamplerLost"),
         what="lost its sampler",
-        advice="It is started again by itself, twice at most. Should it come to an end all the same, read why the "
-        "sampler ended in the folder below. " + _GO_ON,
+        advice="{by_itself}Read why the sampler ended in the folder below. " + _GO_ON,
         error=StageInterrupted,
     ),
     _Rule(
         pattern=re.compile(r"\bNodeLost"),
         what="lost a node",
-        advice="It is started again by itself, twice at most, and waits for that machine. Should it come to an end all "
-        "the same, look after it. " + _GO_ON,
+        advice="{by_itself}Look after that machine, for which it waits. " + _GO_ON,
         error=StageInterrupted,
     ),
     _Rule(
@@ -125,8 +132,7 @@ _RULES = (
             r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
         ),
         what="lost the network",
-        advice="It is started again by itself, twice at most. Should it come to an end all the same, look whether the "
-        "address above can be reached. " + _GO_ON,
+        advice="{by_itself}Look whether the address above can be reached. " + _GO_ON,
         error=StageInterrupted,
     ),
 )
@@ -142,6 +148,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     words = {
         "stage": stage,
         **_commands(stage, run, composed),
+        "by_itself": _by_itself(ended),
         "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
         "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
     }
@@ -162,7 +169,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
         return _signalled(replace(ended, code=code), go_on, words)
-    line = last or (found[-1] if found else f"exit code {ended.code}")
+    line = last or (found[-1] if found else _last_words(ended))
     return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
 
 
@@ -191,8 +198,21 @@ def explained(cause: Cause, *, stage: str, folder: Path, log_name: str, lines: S
     return "\n".join([*parts, f"Last lines of its {log_name}:", *(f"  {line}" for line in last)])
 
 
+def _by_itself(ended: Ended) -> str:
+    """What is done without being asked, before an advice for when that does not help; nothing, once it did not."""
+    if ended.restarts_left:
+        times = "once more" if ended.restarts_left == 1 else f"{ended.restarts_left} times at most"
+        return f"It is started again by itself, {times}. Should that not do: "
+    return f"It was started again {ended.restarts} times, and ended in the same way. " if ended.restarts else ""
+
+
+def _last_words(ended: Ended) -> str:
+    said = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
+    return f"exit code {ended.code}" + (f"; the last line of its log is: {said[:300]}" if said else "")
+
+
 def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
-    by_itself = f"It is started again by itself, twice at most. Should that not do: {go_on.removeprefix('Then ')}"
+    by_itself = words["by_itself"] + go_on.removeprefix("Then ")
     if ended.code in (STOPPED_EXIT_CODE, 128 + signal.SIGTERM):
         what = "was told to end by somebody else (SIGTERM): its machine is wanted back, or a limit was reached"
         return Cause(error=StageInterrupted, what=what, advice=by_itself)
@@ -213,11 +233,31 @@ def _rank_ended_by_signal(lines: Sequence[str]) -> int:
 
 
 def _exceptions(lines: Sequence[str]) -> list[str]:
-    """The lines that end a traceback, without the rank that wrote them."""
-    found = []
-    for line in lines[-LOOK_BACK_LINES:]:
-        match = _EXCEPTION.fullmatch(line.strip())
+    """The lines that end a traceback, or that a worker logged as its error; each with the user's line behind it."""
+    found, users_line, is_inside = [], "", False
+    for raw in lines[-LOOK_BACK_LINES:]:
+        line = _OF_RANK.sub("", raw)
+        if line.startswith(_TRACEBACK):
+            is_inside = True
+            continue
+        if is_inside and (not line.strip() or line.startswith(" ")):
+            if (frame := _FRAME.fullmatch(line)) and is_users(frame["file"]):
+                users_line = place(frame["file"], frame["line"], frame["function"])
+            continue
+        logged = _LOGGED.sub("", line)
+        match = (_ANY if is_inside or logged != line else _EXCEPTION).fullmatch(logged.strip())
+        is_inside = False
         if match:
             name = match["name"].rpartition(".")[2] if match["name"].startswith("nanodag.") else match["name"]
-            found.append(f"{name}: {match['message']}" if match["message"] else name)
+            text = f"{name}: {match['message']}" if match["message"] else name
+            found.append(f"{text} ({users_line})" if users_line and users_line not in text else text)
+            continue
+        if line.strip() and line not in _CHAINED:
+            users_line = ""
     return found
+
+
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)

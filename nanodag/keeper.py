@@ -17,6 +17,7 @@ import time
 
 from nanodag.watchdog import end_with_parent_process
 
+SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0
 MOST_WAIT_S = 60.0
 GRACE_S = 10.0
@@ -52,9 +53,9 @@ def main() -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """Have this process ask itself to end (SIGTERM) within seconds of its parent's end."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Have this process ask itself to end (SIGTERM) within seconds of its parent's end. parent: its process id, as that
+    one may be gone already."""
 
     def look() -> None:
         while os.getppid() == parent:

@@ -122,12 +122,15 @@ def run_worker(
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
     poll_s: float = 0.2,
     timeout_s: float = 7 * 24 * 3600.0,
+    restarts: int = 0,
+    restarts_left: int = 0,
 ) -> Result:
     """Run a stage's worker to its end and return what it published.
 
     on_line gets each line of its log, on_metrics each record of metrics.jsonl, as they appear. When this call is left
     by an exception (cancel, Ctrl-C), or once `stop` is set, the worker's whole process group is ended first. hold: file
-    descriptors of locks that must outlive this process until that is done.
+    descriptors of locks that must outlive this process until that is done. restarts, restarts_left: as in
+    nanodag.failure.Ended.
 
     Raises StageFailed, or the class below it that fits (nanodag.failure), with the reason, what to do, the workspace
     and the last log lines when no result was published.
@@ -167,6 +170,8 @@ def run_worker(
             timeout_s=timeout_s if is_over_time else 0.0,
             was_asked=was_asked,
             out_of_memory=_num_oom_kills() > oom_kills,
+            restarts=restarts,
+            restarts_left=restarts_left,
         )
         composed = str(job.context.get("composed", ""))
         cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run, composed=composed)

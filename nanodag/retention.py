@@ -41,9 +41,9 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which records of runs stay: the newest keep_runs, those begun within keep_days; 0 and 0 for all of them. A run
-    that is under way stays. keep_days also holds for attempts that no run refers to. best: kept whatever refers to it,
-    with what it was made from."""
+    """Which records of runs stay: the newest keep_runs, those that completed before others; those begun within
+    keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
+    refers to. best: kept whatever refers to it, with what it was made from."""
 
     keep_runs: int = 0
     keep_days: float = 0.0
@@ -240,11 +240,13 @@ def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> i
 
 
 def _retired(records: Mapping[str, Mapping[str, Any]], policy: Policy) -> list[str]:
-    """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone."""
+    """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone. A run that
+    completed is worth more than a newer one that did not."""
     if not policy.keep_runs and not policy.keep_days:
         return []
     plain = [name for name, record in records.items() if "nightly" not in record]
-    newest = set(plain[-policy.keep_runs :]) if policy.keep_runs else set()
+    by_worth = sorted(plain, key=lambda name: records[name].get("state") == "completed")  # each part oldest first
+    newest = set(by_worth[-policy.keep_runs :]) if policy.keep_runs else set()
     limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
     return [
         name

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import yaml
 
 from nanodag.config import Pipeline, Resolved, order_of, resolve
+from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
@@ -47,6 +49,7 @@ class Run:
         self.to_do = self.order
         self.is_joined = False  # another process opened it and closes it; this one carries out a stage of it
         self.composed = ""  # `sweep` or `nightly` for a run that nanodag.composed opened
+        self.restarts: Counter[str] = Counter()  # by stage: how often it was begun in this process
         self.at_once = 1  # stages that train side by side where there is no GPU
 
     @property
@@ -185,6 +188,7 @@ def join_run(name: str, store: Store) -> Run:
     """A run that another process carries out, for one stage of it here: as its record says, nothing resolved anew."""
     record = store.read_run(name)
     resolved = Resolved(pipeline=Pipeline.model_validate(record["pipeline"]), origins=record["origins"])
+    check_trust(resolved.pipeline, Path(record["file"]))
     run = Run(name, resolved, store, Path(record["file"]).parent, record["flow_run"])
     run.is_joined = True
     run.composed = next((kind for kind in ("sweep", "nightly") if kind in record), "")

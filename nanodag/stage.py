@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
 
 from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.schema import RLStage
-from nanodag.data.config import SourceConfig
+from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
-from nanodag.errors import ConfigError, StageFailed
+from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
@@ -47,17 +46,20 @@ def carry_out(
     on_line: Callable[[str], None] = lambda line: None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
     send: Callable[[], None] | None = None,
+    most_restarts: int = 0,
 ) -> StageResult:
     """The result of one stage of a run: found in the store, or built.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
     on_metrics: as in nanodag.launch.run_worker. send: has the stage built elsewhere, in the same store, and returns
-    when it is.
+    when it is. most_restarts: how often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
     began, waited_s = time.monotonic(), 0.0
     stage = run.pipeline.stages[name]
+    restarts = run.restarts[name]
+    run.restarts[name] += 1
     run.note(name, started=time.time(), ended=0.0, earlier_s=0.0, reason="")
     try:
         key, sources = key_of(run, stage, inputs)
@@ -82,12 +84,16 @@ def carry_out(
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
                     build = _Build(run, name, inputs, key, sources, lock)
-                    artifact = build(on_line, on_metrics)
+                    artifact = build(on_line, on_metrics, restarts, max(0, most_restarts - restarts))
                     waited_s = build.waited_s
                 run.store.discard_workspace(key)
     except BaseException as error:
         state = "stopped" if run.stop.is_set() else "failed"
         run.note(name, state=state, ended=time.time(), reason=str(error) or type(error).__name__)
+        if isinstance(error, StoreBusy) and run.stop.is_set():
+            raise StageStopped(
+                f"Stage {name} was stopped while it waited for another run that builds the same."
+            ) from error
         raise
     run.note(
         name,
@@ -134,29 +140,6 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources={},
     )
     return key, sources
-
-
-def sources_in(value: Any) -> list[SourceConfig]:
-    """Every source that a config names, at any depth."""
-    if isinstance(value, SourceConfig):
-        return [value]
-    if isinstance(value, BaseModel):
-        value = [getattr(value, name) for name in type(value).model_fields]
-    if isinstance(value, list | tuple):
-        return [source for inner in value for source in sources_in(inner)]
-    return []
-
-
-def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
-    rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
-    named = [("reward", name) for name in rewards if name != "auto"]
-    named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
-    named += [("filter", one.name) for one in stage.filters]
-    if not stage.generate.is_one_turn:
-        named.append(("generate", stage.generate.name))
-    prefixes = entries.FUNCTION_PREFIXES
-    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
 
 
 def code_identity(function: str) -> dict[str, Any]:
@@ -215,7 +198,13 @@ class _Build:
         self.waited_s = 0.0  # for a place on the machine
         self._stage = run.pipeline.stages[name]
 
-    def __call__(self, on_line: Callable[[str], None], on_metrics: Callable[[dict[str, Any]], None]) -> Artifact:
+    def __call__(
+        self,
+        on_line: Callable[[str], None],
+        on_metrics: Callable[[dict[str, Any]], None],
+        restarts: int,
+        restarts_left: int,
+    ) -> Artifact:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
@@ -243,6 +232,8 @@ class _Build:
                     on_line=on_line,
                     on_metrics=on_metrics,
                     timeout_s=stage.timeout_s,
+                    restarts=restarts,
+                    restarts_left=restarts_left,
                 )
         artifact = self._publish(job, result)
         if run.pipeline.store.mirror_checkpoints:

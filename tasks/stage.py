@@ -5,25 +5,29 @@ Cached. A worker that a signal ended, or that lost its sampler or the network, i
 on from its checkpoint.
 """
 
+import atexit
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import deployment, flow_run
-from prefect.states import Completed, Failed, State
+from prefect.states import Cancelled, Completed, Failed, State
 from prefect.tasks import Task
 
 from nanodag import logs
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
-from nanodag.keeper import end_with_parent
+from nanodag.keeper import SERVING, end_with_parent
 from nanodag.kinds import KINDS
 from nanodag.report import words
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
@@ -68,7 +72,7 @@ def own_flow_run() -> str:
     """Prefect's id of the flow run that this process carries out; empty without one. Every flow asks for it before it
     begins anything: one that is served ends, from then on, with the process that serves."""
     if deployment.id:  # in a process of its own, started by the one that serves
-        end_with_parent()
+        end_with_parent(int(os.environ.get(SERVING, os.getppid())))
     return str(flow_run.id or "")
 
 
@@ -83,11 +87,25 @@ def begin_again(
 @contextmanager
 def ending(run: Run) -> Iterator[None]:
     """Leave no worker behind and a true record, however the flow ends."""
+    if deployment.id:
+        atexit.register(settle, run.flow_run, run)
     try:
         yield
     finally:
         run.stop.set()  # tells workers that are still there, after a cancel, to leave a checkpoint and end
         run.close()
+
+
+def settle(flow_run_id: str, run: Run) -> None:
+    """Give an end to a flow run that somebody cancelled when all was done. Prefect lets one that is Cancelling become
+    nothing but Cancelled, and who could say so no longer looks at a process that has ended."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(flow_run_id)).state
+        if state is None or not state.is_cancelling():
+            return
+        is_done = run.store.read_run(run.name)["state"] == "completed"
+        end = Completed(message="Completed before Cancel came.") if is_done else Cancelled(message=state.message)
+        client.set_flow_run_state(UUID(flow_run_id), end, force=True)
 
 
 def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
@@ -143,10 +161,12 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
     try:
         is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
         send = (lambda: carry_out_in_pool(name, run, inputs, force=force)) if is_sent else None
-        result = carry_out(run, name, inputs, force=force, on_line=on_line, on_metrics=progress, send=send)
+        how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
+        result = carry_out(run, name, inputs, most_restarts=len(RETRY_AFTER_S), **how)
+    except StageStopped as error:
+        return Cancelled(message=str(error))
     except NanodagError as error:
-        if not isinstance(error, StageStopped):
-            _show_failure(run, name, error)
+        _show_failure(run, name, error)
         raise
     if result.was_found:
         return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, Overrides, Preset, RunName, ThisRun
@@ -283,7 +284,7 @@ def main() -> None:
     """Run the command; an error raised on purpose becomes its message and an exit code (2: wrong config)."""
 
     try:
-        app()
+        app(said.take(sys.argv[1:]))
     except NanodagError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

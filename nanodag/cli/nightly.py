@@ -25,6 +25,7 @@ def run_night(
     """
     import time
 
+    from nanodag.cli.said import command
     from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX
 
@@ -36,7 +37,7 @@ def run_night(
     console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if not detach:
         code = follow(store, api, name, flow_run)
-        console.print(f"Scores and page: nanodag nightly show {name}")
+        console.print(f"Scores and page: {command(f'nightly show {name}')}")
         raise typer.Exit(code)
 
 
@@ -51,15 +52,13 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
-    from nanodag.login import read_login
     from nanodag.nightly.switch import cron_of, turn
     from nanodag.runs import pipeline_file
 
     _, running, parameters = asked(overrides or [], preset=preset, file=file)
     cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
     given = {"by_schedule": True, **parameters}
-    login = read_login(running.password_file)
-    turn(running.url, running.deployments["nightly_eval"], active=True, login=login, schedule=cron, parameters=given)
+    turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
     make_console().print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
 
 
@@ -71,11 +70,10 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     nanodag nightly off
     """
     from nanodag.cli.watch import make_console
-    from nanodag.login import read_login
     from nanodag.nightly.switch import turn
 
     _, running, _ = asked([], preset=preset, file=file)
-    turn(running.url, running.deployments["nightly_eval"], active=False, login=read_login(running.password_file))
+    turn(running.api(), running.deployments["nightly_eval"], active=False)
     make_console().print("Off.")
 
 

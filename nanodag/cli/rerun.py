@@ -41,9 +41,10 @@ def rerun(
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
     path = pipeline_file(recorded.file)
     pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
-    take_over(store, name)
+    server = server_of(pipeline, store, path)
+    take_over(store, name, server, console)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
-    running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
+    running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)
     parameters = {"name": name, "overrides": portable(overrides), "force": force}

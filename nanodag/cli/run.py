@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nanodag.cli.said import command
 from nanodag.cli.show import print_stale, print_summary
 from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
@@ -16,7 +17,7 @@ from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.progress import duration, progress_of
 from nanodag.runs import is_alive, merged, pipeline_file, refuse_composed, store_of
-from nanodag.server import FINAL_STATES, Api, Running, server_of
+from nanodag.server import FINAL_STATES, Api, Running, Server, server_of
 from nanodag.stale import advice, left_alone
 from nanodag.store import Store
 
@@ -32,7 +33,7 @@ def run_pipeline(
     gone on with, build again what is stale, without asking."""
     began = time.monotonic()
     console = make_console()
-    known = store_of(resolve(pipeline_file(file)).pipeline) if name else None
+    known = store_of(resolve(pipeline_file(file), overrides=_of_store(overrides)).pipeline) if name else None
     if known is not None and _record(known, name):  # go on with that run: what it was told before, and is told now
         before = known.own_run(name)
         refuse_composed(name, before)
@@ -42,10 +43,11 @@ def run_pipeline(
     pipeline = resolve(path, preset, overrides).pipeline
     store = store_of(pipeline)
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
-    take_over(store, name)
+    server = server_of(pipeline, store, path)
+    take_over(store, name, server, console)
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
     kept = choose_stale(console, _record(store, name), pipeline, build=stale, may_ask=sys.stdin.isatty())
-    running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
+    running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)
     parameters = {
@@ -60,10 +62,32 @@ def run_pipeline(
     return follow(console, store, running, name, flow_run, detach=detach, began=began)
 
 
-def take_over(store: Store, name: str) -> None:
-    """Raise StoreBusy when a process that is alive carries out that run."""
-    if is_alive(before := _record(store, name)):
-        raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+def _of_store(overrides: Sequence[str]) -> list[str]:
+    """Those that say which store is meant: a run's record is looked up there, before its preset is known."""
+    return [text for text in overrides if text.startswith("store")]
+
+
+def take_over(store: Store, name: str, server: Server, console: Console) -> None:
+    """Return when nobody carries out that run; one that is about to end, as after Ctrl-C, is waited for.
+
+    Raises StoreBusy when a process that is alive carries it out.
+    """
+    deadline, has_said = time.monotonic() + STOP_TIMEOUT_S, False
+    while is_alive(before := _record(store, name)):
+        if time.monotonic() > deadline or not _is_ending(server, before):
+            raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+        if not has_said:
+            console.print(f"Run {name} is still being stopped; waiting for that ...", style="dim")
+            has_said = True
+        time.sleep(0.2)
+
+
+def _is_ending(server: Server, record: Mapping[str, Any]) -> bool:
+    """True when the flow run of a record was cancelled, or has ended, and only its process is still there."""
+    running = server.running()
+    if running is None or not record["flow_run"]:
+        return False
+    return running.api().run_state(record["flow_run"])["type"] in ("CANCELLING", *FINAL_STATES)
 
 
 def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
@@ -96,11 +120,12 @@ def follow(
     """Show a flow run of a run until it ends, unless detached; returns the command's exit code."""
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
     if detach:
-        console.print(f"It goes on without this terminal; look with: nanodag stages {name}")
+        console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")
         return 0
     began = began or time.monotonic()
     code = _Attended(console, store, running.api(), running, name, flow_run).wait()
-    console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: nanodag server stop")
+    end = command("server stop")
+    console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: {end}")
     return code
 
 
@@ -182,7 +207,7 @@ class _Attended:
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
             if any(stage["kind"] == "report" for stage in self._record()["stages"].values()):
-                self._console.print(f"Report: nanodag report {self._name}")
+                self._console.print(f"Report: {command(f'report {self._name}')}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)
         self._console.print(state["message"], highlight=False, markup=False)
@@ -190,7 +215,8 @@ class _Attended:
         return 1
 
     def _tell_how_to_go_on(self) -> None:
-        self._console.print(f"What is finished is in the store. Go on with: nanodag run --name {self._name}")
+        go_on = command(f"run --name {self._name}")
+        self._console.print(f"What is finished is in the store. Go on with: {go_on}")
 
     def _record(self) -> dict:
         record = _record(self._store, self._name)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanodag.cli.said import command
 from nanodag.cli.watch import STYLES, make_console
 from nanodag.config import resolve
 from nanodag.config.derive import facts
@@ -66,7 +67,7 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     store = store_of(resolve(pipeline_file(file)).pipeline)
     records = store.records_of_runs()
     if not records:
-        console.print(f"No runs in {store.url} yet. Start one with: nanodag run")
+        console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
         return
     if name:
         record = find_run(store, name)
@@ -197,7 +198,7 @@ def find_run(store: Store, name: str) -> dict[str, Any]:
     plain = [n for n in names if "nightly" not in records[n] and "sweep" not in records[n]]
     matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
     if not records:
-        raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: nanodag run")
+        raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: {command('run')}")
     if len(matching) != 1:
         which = ", ".join((matching or names)[-5:])
         raise ArtifactNotFound(f"{len(matching)} runs in {store.url} are called {name!r}. There are: {which}.")

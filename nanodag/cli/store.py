@@ -36,7 +36,8 @@ def verify(
 
 def gc(
     keep_runs: Annotated[
-        int, typer.Option("--keep-runs", metavar="N", min=0, help="Keep the newest N runs; 0: all.")
+        int,
+        typer.Option("--keep-runs", metavar="N", min=0, help="Keep the newest N runs, completed ones first; 0: all."),
     ] = 0,
     keep_days: Annotated[
         float, typer.Option("--keep-days", metavar="DAYS", min=0, help="Keep runs that are younger; 0: of any age.")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markdown import Markdown
 
+from nanodag.cli import said
 from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
@@ -50,7 +51,7 @@ def show_report(name: str, *, file: str) -> None:
     reports = [s for s in record["order"] if record["stages"][s]["kind"] == "report" and _is_made(record, s)]
     if not reports:
         raise ArtifactNotFound(
-            f"Run {record['run']} has no report yet; see how far it is with: nanodag stages {record['run']}"
+            f"Run {record['run']} has no report yet; see how far it is with: " + said.command(f"stages {record['run']}")
         )
     folder = _files_of(store, record, reports[-1])
     console.print(Markdown((folder / "report.md").read_text()))
@@ -114,8 +115,6 @@ def stop_server(*, file: str, preset: str) -> None:
 
 def server_is_up(*, file: str, preset: str) -> bool:
     """Print where the server is; True when it is up."""
-    running = _server(file, preset).running()
-    make_console().print(
-        f"Prefect UI: {running.url}" if running else "No Prefect server is up. Start it: nanodag server start"
-    )
+    running, start = _server(file, preset).running(), said.command("server start")
+    make_console().print(f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {start}")
     return running is not None

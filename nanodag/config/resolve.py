@@ -14,9 +14,13 @@ from pydantic import BaseModel, ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.explain import explain, nearest
 from nanodag.config.schema import Pipeline
+from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 
 KeyPath = tuple[str, ...]
+
+# What may run code on this machine: an override may be a flow run's parameter, which others can send.
+FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "reach"))
 
 # The safe loader in C reads the same six times as fast; a sweep reads the file once a point.
 _SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -52,16 +56,23 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     tree["preset"] = preset
     origins["preset"] = "the command line, or by hardware"
     _absolute_paths(tree, file.absolute().parent)
+    from_file = [_at(tree, path) for path in FILE_ONLY]
     for text in environment_overrides():
         name = "NANODAG_MIRROR" if text.startswith("mirror=") else "NANODAG_STORE"
+        name += "_LOCAL" if text.startswith("store.local=") else ""
         _override(tree, text, origins, f"environment {name}")
     for text in overrides:
         _override(tree, text, origins, "override")
+    for path, value in zip(FILE_ONLY, from_file):
+        if _at(tree, path) != value:
+            name = ".".join(path)
+            raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
     _absolute_paths(tree, Path.cwd())
     try:
         pipeline = Pipeline.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, file, preset)) from None
+    check_trust(pipeline, file.absolute())
     pipeline, derived = derive(pipeline)
     origins.update(derived)
     shown = {name: origins.get(name, "default") for name, _ in leaves(pipeline)}
@@ -69,9 +80,15 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     return Resolved(pipeline=pipeline, origins=shown)
 
 
+def _at(tree: Any, path: KeyPath) -> Any:
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 def environment_overrides() -> list[str]:
-    """What NANODAG_MIRROR and NANODAG_STORE say, as overrides."""
-    pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"))
+    """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
+    pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
     return [f"{name}={os.environ[variable]}" for name, variable in pairs if os.environ.get(variable)]
 
 

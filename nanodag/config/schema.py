@@ -235,8 +235,8 @@ class SFTStage(ChatStage):
 class SamplerConfig(Section):
     """The servers that rollouts come from. max_batch: requests decoded at once, by all of them together. context:
     longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
-    when they are deterministic. health_timeout_s: one that does not answer for so long is killed and started again;
-    most_losses: how often in a row one may be lost.
+    when they are deterministic. start_timeout_s: how long one may start without a sign of progress. health_timeout_s:
+    one that does not answer for so long is killed and started again; most_losses: how often in a row one may be lost.
 
     engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
     alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
@@ -826,11 +826,13 @@ class StoreConfig(Section):
 class ServerConfig(Section):
     """Prefect's server. host: the address or name that it listens on. password_file: a file with `user:password`, which
     it then asks for. database: `sqlite`, below the store's local folder, or postgresql+asyncpg://user@host/name; its
-    password is PGPASSWORD's, or that of ~/.pgpass."""
+    password is PGPASSWORD's, or that of ~/.pgpass. proxy_names: host names under which a proxy offers it; all others
+    but its own are refused. start_timeout_s: how long a process of it may start without a sign of progress."""
 
     port: int = Field(4200, ge=1024, le=65535)
     start_timeout_s: float = Field(120.0, gt=0)
     host: str = Field("127.0.0.1", min_length=1)
+    proxy_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+$")], ...] = ()
     password_file: str = "none"
     database: str = "sqlite"
 
@@ -876,13 +878,15 @@ class Pipeline(Section):
     """One resolved pipeline: the DAG as a table, and what is common to all stages.
 
     mirror: a folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from, `none` for the
-    hub. Relative paths as in StoreConfig.
+    hub. Relative paths as in StoreConfig. trusted_modules: modules and packages whose functions may be named beside
+    those next to the pipeline file; set in that file alone.
     """
 
     preset: str
     description: str = ""
     seed: int = Field(0, ge=0)
     mirror: str = "none"
+    trusted_modules: tuple[str, ...] = ()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
     cluster: ClusterConfig = ClusterConfig()

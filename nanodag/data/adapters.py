@@ -9,15 +9,16 @@ Any adapter that makes conversations makes documents too: the texts of the messa
 
 import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanodag.blame import with_place
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
 from nanodag.data.records import KINDS, Kind, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
+from nanodag.functions import function_at
 
 _GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
 
@@ -71,6 +72,7 @@ def open_adapter(name: str, url: str, kind: Kind, options: Mapping[str, Any]) ->
             check_record(record, kind)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             detail = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            detail = with_place(error) if ":" in resolved else detail
             raise SourceError(
                 f"Adapter {resolved!r} cannot make a {kind} of row {index} of {url}: {detail}. "
                 f"The row's columns are {sorted(row)}; choose another adapter or repair the row."
@@ -106,11 +108,11 @@ def _joined(adapt: Adapt) -> Adapt:
 
 
 def _imported(path: str) -> Adapt:
-    module, _, function = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        return function_at(path)
     except (ImportError, AttributeError) as error:
-        raise SourceError(f"Adapter {path!r} cannot be imported: {error}. It must be module:function.") from error
+        why = with_place(error)
+        raise SourceError(f"Adapter {path!r} cannot be imported: {why}. It must be module:function.") from error
 
 
 def _options(adapt: Adapt) -> list[str]:

@@ -4,7 +4,6 @@ Their identity is name, parameters and a hash of the code that makes the rows, s
 change, and changes when the generator does.
 """
 
-import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from nanodag.data.formats import LazyRows
 from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
+from nanodag.functions import function_at
 
 _BLOCK_ROWS = 1024
 _ROW_BYTES = 1024  # a guess: rows are made when they are taken, so a block costs nothing to hold
@@ -110,7 +110,7 @@ def open_python(url: SourceURL) -> GeneratedSource:
 
     def make() -> Any:
         try:
-            named = getattr(importlib.import_module(module), function)
+            named = function_at(url.path)
         except AttributeError as error:
             raise SourceError(f"Source {url.text!r}: {code} has no function {function}.") from error
         return named(**url.parameters)

@@ -12,6 +12,7 @@ from typing import Literal
 Split = Literal["train", "test"]
 Row = dict[str, str]
 
+GENERATORS = ("sort", "reverse", "pick", "add")  # what a pipeline may name of this module
 _TEST_SHARE = 0.2
 
 

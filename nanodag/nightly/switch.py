@@ -9,10 +9,7 @@ from typing import Any
 from nanodag.config.cron import zone_of
 from nanodag.config.nightly import NightlyConfig
 from nanodag.errors import ServerError
-
-TIMEOUT_S = 30.0
-
-Login = tuple[str, str] | None
+from nanodag.server import Api
 
 
 def cron_of(config: NightlyConfig) -> dict[str, Any]:
@@ -20,9 +17,9 @@ def cron_of(config: NightlyConfig) -> dict[str, Any]:
     return {"cron": config.schedule, "timezone": zone_of(config.timezone)}
 
 
-def read_switch(url: str, deployment: str, *, login: Login = None) -> dict[str, Any]:
-    """The schedule of the deployment `nightly_eval`: `id`, `active`, `schedule`, `parameters`. url: the server's."""
-    schedules = _ask("GET", f"{url}/api/deployments/{deployment}/schedules", login=login)
+def read_switch(api: Api, deployment: str) -> dict[str, Any]:
+    """The schedule of the deployment `nightly_eval`: `id`, `active`, `schedule`, `parameters`."""
+    schedules = api.ask("GET", f"/deployments/{deployment}/schedules")
     if len(schedules) != 1:
         raise ServerError(
             f"The deployment of nightly_eval has {len(schedules)} schedules instead of one; remove what was added in "
@@ -31,21 +28,7 @@ def read_switch(url: str, deployment: str, *, login: Login = None) -> dict[str, 
     return schedules[0]
 
 
-def turn(url: str, deployment: str, *, active: bool, login: Login = None, **changes: Mapping[str, Any]) -> None:
+def turn(api: Api, deployment: str, *, active: bool, **changes: Mapping[str, Any]) -> None:
     """Turn the schedule on or off. changes: its `schedule` and `parameters`, kept when not given."""
-    found = read_switch(url, deployment, login=login)
-    body = {"active": active, **changes}
-    _ask("PATCH", f"{url}/api/deployments/{deployment}/schedules/{found['id']}", body, login=login)
-
-
-def _ask(method: str, url: str, body: Mapping[str, Any] | None = None, *, login: Login) -> Any:
-    import httpx
-
-    try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, verify=False, auth=login) as client:  # as nanodag.server
-            answer = client.request(method, url, json=body)
-    except httpx.TransportError as error:
-        raise ServerError(f"Prefect's server does not answer {method} {url}: {error}.") from error
-    if answer.status_code >= 400:
-        raise ServerError(f"Prefect's server refused {method} {url} with {answer.status_code}: {answer.text[:300]}")
-    return answer.json() if answer.content else None
+    found = read_switch(api, deployment)
+    api.ask("PATCH", f"/deployments/{deployment}/schedules/{found['id']}", {"active": active, **changes})

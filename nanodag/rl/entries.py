@@ -5,13 +5,14 @@ or one made from an argument (`remote:http://...`). The same contract holds for 
 it out and runs over every entry of ours.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from nanodag.blame import with_place
 from nanodag.errors import ConfigError
+from nanodag.functions import function_at
 
 ENTRIES: dict[str, dict[str, str]] = {
     "advantage": {
@@ -79,6 +80,8 @@ WITH_ARGUMENT: dict[str, dict[str, str]] = {
     },
 }
 
+SHIPPED = frozenset(path for named in ENTRIES.values() for path in named.values())
+
 FUNCTION_PREFIXES = ("group:", "process:")  # whose argument is a user's function
 
 
@@ -115,12 +118,6 @@ def _is_path(name: str) -> bool:
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def function_at(path: str) -> Callable[..., Any]:
-    """What `module:name` names. Raises ImportError or AttributeError when there is no such thing."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of an entry. Raises ConfigError when a user's own cannot be imported."""
     path = import_path(kind, name)
@@ -130,8 +127,8 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         return found(argument) if prefix in WITH_ARGUMENT.get(kind, {}) else found
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {error}. Check the spelling, and that its "
-            "package is installed or on PYTHONPATH."
+            f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and "
+            "that its package is installed or on PYTHONPATH."
         ) from error
 
 

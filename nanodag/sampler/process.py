@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from nanodag.errors import SamplerLost
+from nanodag.patience import Patience
 from nanodag.sampler.doors import TOKEN_VARIABLE
 
 POLL_S = 0.02
@@ -39,18 +40,19 @@ class ServerProcess:
         return cls(process, url, log_path)
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
-        """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends or takes too long."""
-        deadline = time.monotonic() + timeout_s
+        """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends, or does not get on
+        for ``timeout_s``."""
+        patience = Patience([self.process.pid], [self.log_path], timeout_s)
         while not is_ready():
             if self.process.poll() is not None:
                 raise SamplerLost(
                     f"the sampler ended with code {self.process.returncode} before it was ready; the end of its log "
                     f"({self.log_path}):\n{self.last_log_lines()}"
                 )
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise SamplerLost(
-                    f"the sampler was not ready after {timeout_s:.0f} s; the end of its log ({self.log_path}):\n"
-                    f"{self.last_log_lines()}"
+                    f"the sampler was not ready: {patience} (sampler.start_timeout_s is {timeout_s:g}); the end of its "
+                    f"log ({self.log_path}):\n{self.last_log_lines()}"
                 )
             time.sleep(POLL_S)
 

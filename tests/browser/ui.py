@@ -18,14 +18,15 @@ MENU = "//button[.//span[normalize-space(.)='Open menu']]"
 DIALOG = "//*[@role='alertdialog' or @role='dialog']"
 
 
-def start_chromium(chromium: str, driver: str) -> Chrome:
-    """A Chromium without a window that calls nobody but the page it is told to open."""
+def start_chromium(chromium: str, driver: str, *more: str) -> Chrome:
+    """A Chromium without a window that calls nobody but the page it is told to open. more: arguments of its own."""
     options = ChromeOptions()
     options.binary_location = chromium
     for argument in (
         *("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-proxy-server"),
         *("window-size=1400,1000", "disable-background-networking", "disable-component-update", "disable-sync"),
         *("no-first-run", "disable-default-apps", "disable-extensions"),
+        *more,
     ):
         options.add_argument(f"--{argument}")
     return Chrome(options=options, service=Service(driver))

@@ -141,6 +141,7 @@ def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
     import types
 
     module = types.ModuleType("own_module")
+    monkeypatch.setattr(own_adapter, "__module__", "own_module")
     module.own_adapter = own_adapter
     monkeypatch.setitem(sys.modules, "own_module", module)
     assert adapt({"body": "b"}, "document", "own_module:own_adapter", loud=True) == {"text": "B"}

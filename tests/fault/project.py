@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 FAKES = Path(__file__).parent.parent / "fakes"
+CODE = "from nanodag.cli import main; main()"
 STAGES = {
     "tokenizer": {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512},
     "pretrain": {
@@ -51,10 +52,13 @@ class Project:
         preset = {"stages": dict(stages), "server": {"port": port, "start_timeout_s": 600, **(server or {})}}
         (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
 
-    def command(self, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen:
-        environment = self.environment()
+    def command(
+        self, *arguments: str, prefix: Sequence[str] = (), code: str = CODE, **environment: str
+    ) -> subprocess.Popen:
+        """The command under way. code: what runs it. environment: more of it."""
+        environment = self.environment() | environment
         return subprocess.Popen(
-            [*prefix, sys.executable, "-c", "from nanodag.cli import main; main()", *arguments],
+            [*prefix, sys.executable, "-c", code, *arguments],
             cwd=self.folder,
             env=environment,
             text=True,

@@ -1,14 +1,21 @@
 """Every way a worker can end, read from its exit code and its log: one reason, what to do, and if to start again."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from nanodag import failure
+from nanodag.blame import with_place
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.failure import Ended, cause_of, explained
 
-TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>', "    main()"]
+OURS = str(Path(failure.__file__).parent / "train" / "loop.py")
+TRACEBACK = ["Traceback (most recent call last):", f'  File "{OURS}", line 3, in <module>', "    main()"]
 
 
 def cause(*lines, code=1, kind="sft", **how):
+    how = {"restarts_left": 2, **how}
     return cause_of(Ended(code=code, lines=[*TRACEBACK, *lines], **how), stage="sft", kind=kind, run="r")
 
 
@@ -56,7 +63,7 @@ def cause(*lines, code=1, kind="sft", **how):
             "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co')",
             StageInterrupted,
             "lost the network: requests.exceptions.ConnectionError",
-            "look whether the address above can be reached",
+            "Look whether the address above can be reached",
         ),
         ("httpx.ConnectTimeout", StageInterrupted, "lost the network: httpx.ConnectTimeout", "by itself"),
         (
@@ -90,7 +97,7 @@ def test_an_exception_becomes_a_reason_and_what_to_do(line, error, what, advice)
         (143, {}, StageInterrupted, "was told to end by somebody else (SIGTERM)"),
         (75, {"was_asked": True}, StageStopped, "was stopped on request"),
         (75, {"timeout_s": 60.0}, StageFailed, "took longer than its timeout_s of 60 s"),
-        (3, {}, StageFailed, "failed: exit code 3"),
+        (3, {}, StageFailed, "failed: exit code 3; the last line of its log is: step 3"),
     ],
 )
 def test_an_end_without_an_exception_is_told_by_its_code(code, how, error, what):
@@ -146,3 +153,60 @@ def test_a_stage_of_a_sweep_or_night_is_not_gone_on_with_as_a_run(composed, retr
         ended = Ended(code=1, lines=[*TRACEBACK, line])
         found = cause_of(ended, stage="sft-2", kind="sft", run="s", composed=composed)
         assert advice in found.advice and "nanodag r" not in found.advice
+
+
+def test_an_error_that_a_worker_only_logged_is_the_reason():
+    """What RL's controller leaves: a line of level ERROR, no traceback."""
+    said = "ConfigError: The reward 'myreward:f' cannot be used: No module named 'myreward'."
+    ended = Ended(code=1, lines=["10:00:01 INFO nanodag.rl: up", f"10:00:02 ERROR nanodag.rl.controller: {said}"])
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"refuses its config: {said}"
+    said = "StageFailed: The reward failed for every one of 8 rollouts of this step: KeyError: 'answer_column'"
+    ended = Ended(code=1, lines=[f"10:00:02 ERROR nanodag.rl.controller: {said}"])
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"failed: {said}"
+    ended = Ended(code=1, lines=[f"10:00:02 WARNING nanodag.rl.controller: {said}", "10:00:03 INFO nanodag.rl: done"])
+    assert "exit code 1" in cause_of(ended, stage="rl", kind="rl", run="r").what, "a warning was got over"
+
+
+def test_the_users_own_line_stands_behind_the_reason_and_ours_does_not():
+    mine = ['  File "/home/me/myreward.py", line 7, in score', "    return row['answer_column']"]
+    installed = [f'  File "{json.__file__}", line 1, in loads', "    raise"]
+    assert cause(*mine, *installed, "KeyError: 'answer_column'").what == (
+        "failed: KeyError: 'answer_column' (/home/me/myreward.py, line 7, in score)"
+    )
+    assert cause(*installed, "KeyError: 'loss'").what == "failed: KeyError: 'loss'"
+    chained = [*mine, "KeyError: 'x'", "", failure._CHAINED[0], "", *TRACEBACK, "nanodag.errors.SourceError: row 3"]
+    assert cause(*chained).what == "cannot use its data: SourceError: row 3 (/home/me/myreward.py, line 7, in score)"
+
+
+def test_after_a_traceback_any_name_is_an_exceptions():
+    assert cause("mine.Oops: too bad").what == "failed: mine.Oops: too bad"
+    assert cause("StopIteration").what == "failed: StopIteration"
+    ended = Ended(code=1, lines=["usage: train", "/usr/bin/python: No module named nanodag.trian"])
+    assert cause_of(ended, stage="s", kind="sft", run="r").what.endswith("No module named nanodag.trian")
+
+
+LOST = ["nanodag.errors.SamplerLost: gone", "httpx.ConnectError: x", "nanodag.errors.NodeLost: x"]
+
+
+@pytest.mark.parametrize("line", LOST)
+def test_restarts_that_are_spent_are_not_advised_again(line):
+    assert "started again by itself, 2 times at most" in cause(line, restarts_left=2).advice
+    assert "started again by itself, once more" in cause(line, restarts_left=1, restarts=1).advice
+    spent = cause(line, restarts_left=0, restarts=2).advice
+    assert "by itself" not in spent and "was started again 2 times, and ended in the same way. Look" in spent.replace(
+        "Read", "Look"
+    )
+    killed = cause_of(Ended(code=137, lines=[], restarts=2), stage="s", kind="sft", run="r").advice
+    assert "by itself" not in killed and "Retry the run" in killed
+
+
+def test_an_error_says_where_in_the_users_code_it_came_from(tmp_path):
+    (tmp_path / "mine.py").write_text("import json\ndef f(row):\n    return json.loads(row['answer'])\n")
+    space = {}
+    exec(compile((tmp_path / "mine.py").read_text(), str(tmp_path / "mine.py"), "exec"), space)
+    for row, said in (({}, "KeyError: 'answer'"), ({"answer": "x"}, "JSONDecodeError: Expecting value")):
+        try:
+            space["f"](row)
+        except (KeyError, ValueError) as error:
+            assert with_place(error).startswith(said)
+            assert with_place(error).endswith(f"({tmp_path}/mine.py, line 3, in f)")

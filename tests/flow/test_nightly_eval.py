@@ -15,6 +15,7 @@ from flows.nightly_eval import nightly_eval, schedule
 from flows.speedrun import speedrun
 from nanodag.kinds import KINDS
 from nanodag.nightly.switch import read_switch, turn
+from nanodag.server import Api
 from nanodag.store import Store
 from tests.http_server import listening
 
@@ -124,20 +125,20 @@ def serve():
 
 
 def test_the_switch_outlives_serving_and_a_changed_config_sets_it_anew(project):
-    url = PREFECT_API_URL.value().removesuffix("/api")
+    api = Api(PREFECT_API_URL.value().removesuffix("/api"))
     pipeline = yaml.safe_load((project / "pipeline.yaml").read_text())
     pipeline["presets"]["tiny"]["nightly"] = {"enabled": False, "timezone": "Asia/Tokyo"}
     (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
     deployment = serve()
-    found = read_switch(url, deployment)
+    found = read_switch(api, deployment)
     assert not found["active"] and found["schedule"]["cron"] == "0 3 * * *"
     assert found["schedule"]["timezone"] == "Asia/Tokyo" and found["parameters"] == {"by_schedule": True}
-    turn(url, deployment, active=True, parameters={"by_schedule": True, "preset": "tiny"})
+    turn(api, deployment, active=True, parameters={"by_schedule": True, "preset": "tiny"})
     assert serve() == deployment
-    found = read_switch(url, deployment)
+    found = read_switch(api, deployment)
     assert found["active"] and found["parameters"]["preset"] == "tiny"
     pipeline["presets"]["tiny"]["nightly"]["schedule"] = "30 4 * * *"
     (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
     serve()
-    found = read_switch(url, deployment)
+    found = read_switch(api, deployment)
     assert not found["active"] and found["schedule"]["cron"] == "30 4 * * *"

@@ -15,7 +15,7 @@ from nanodag import server as server_module
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.provenance import process_started
-from nanodag.server import ProcessId, Running, Server
+from nanodag.server import Api, ProcessId, Running, Server
 
 
 class Prefect(ThreadingHTTPServer):
@@ -33,6 +33,8 @@ class Prefect(ThreadingHTTPServer):
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
+        if "csrf-token" in self.path:
+            return self.answer(422, {"detail": "CSRF protection is disabled."})
         self.server.num_late -= 1
         self.answer(503 if self.server.num_late >= 0 else 200, True)
 
@@ -114,6 +116,80 @@ def test_a_server_that_is_silent_is_left_alone_with_its_flows_and_an_error_says_
         server.ensure(print)
     assert server.running() is None
     assert found.serve.is_alive() and found.server.is_alive()
+
+
+class WithTokens(Answers):
+    """Changes something for the newest token alone, and says how many it has given."""
+
+    def do_GET(self):
+        self.server.num_given += 1
+        self.answer(200, {"token": f"t{self.server.num_given}"})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_known = self.headers["Prefect-Csrf-Token"] == self.server.valid and self.headers["Prefect-Csrf-Client"]
+        self.answer(200 if is_known else 403, self.server.num_given)
+
+
+def test_a_token_is_asked_for_once_and_again_when_it_has_ended(prefect):
+    server = prefect()
+    server.RequestHandlerClass, server.num_given, server.valid = WithTokens, 0, "t1"
+    api = Api(f"http://127.0.0.1:{server.server_port}")
+    assert [api.ask("POST", "/x", {}), api.ask("POST", "/x", {})] == [1, 1]
+    server.valid = "t2"
+    assert [api.ask("POST", "/x", {}), api.ask("POST", "/x", {})] == [2, 2]
+    server.valid = "none"
+    with pytest.raises(ServerError, match="refused POST /x with 403"):
+        api.ask("POST", "/x", {})
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_start_that_was_killed_before_the_deployments_were_known_is_gone_on_with(
+    prefect, recorded, tmp_path, is_current, monkeypatch
+):
+    """With a flow run that counts as under way, what serves is not renewed: its deployments must be taken over."""
+    server, found = recorded(prefect(num_active=1).server_port)
+    serves = server._to_serve() if is_current else "earlier"
+    (tmp_path / "server.json").write_text(json.dumps({**asdict(found), "deployments": {}, "serves": serves}))
+    ready = threading.Timer(0.3, lambda: (tmp_path / "serve.json").write_text('{"speedrun": "7"}'))
+    ready.start()
+    running = server.ensure(print)
+    ready.join()
+    assert running.deployments == {"speedrun": "7"} and running.serve == found.serve
+    assert json.loads((tmp_path / "server.json").read_text())["deployments"] == {"speedrun": "7"}
+
+
+def test_a_serve_process_that_died_while_it_started_is_replaced(prefect, recorded, process, tmp_path, monkeypatch):
+    server, found = recorded(prefect(num_active=1).server_port)
+    (tmp_path / "server.json").write_text(json.dumps({**asdict(found), "deployments": {}}))
+    threading.Timer(0.3, lambda: kill(found.serve)).start()
+
+    def start(command, log_name, environment):
+        assert log_name == "serve.log"
+        (tmp_path / "serve.json").write_text('{"speedrun": "8"}')
+        return process()
+
+    monkeypatch.setattr(server, "_start", start)
+    assert server.ensure(print).deployments == {"speedrun": "8"}
+
+
+def test_what_was_started_and_never_recorded_is_ended_and_nothing_else(tmp_path, recorded):
+    server, _ = recorded(4200)
+    code = "import time; time.sleep(500)"
+    started = []
+    for folder, name in ((tmp_path, "nanodag.keeper"), (tmp_path, "flows.server"), (tmp_path.parent, "flows.server")):
+        command = [sys.executable, "-S", "-c", code, "-m", name]
+        started.append(subprocess.Popen(command, cwd=folder, start_new_session=True))
+    time.sleep(0.2)
+    try:
+        known = ProcessId(pid=started[1].pid, started=0.0)
+        threading.Timer(0.1, started[0].wait).start()  # else it would stay a zombie, and count as being there
+        assert server._end_strays(known) and not server._end_strays(known)
+        assert [one.poll() is None for one in started] == [False, True, True]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
 
 
 @pytest.mark.parametrize("num_active", [0, 2])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanodag.config.schema import RLStage
+from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError
 from nanodag.rl.advantages.grpo import grpo
 from nanodag.rl.advantages.process import process_grpo, step_rewards
@@ -16,7 +17,7 @@ from nanodag.rl.generation import Generator
 from nanodag.rl.rewards.pool import RewardPool, Score
 from nanodag.rl.rewards.steps import token_places
 from nanodag.rl.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
-from nanodag.stage import code_identity, functions_in
+from nanodag.stage import code_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.models import rollout

@@ -52,7 +52,7 @@ def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_rew
         ("raise", "hang", "exit", "memory", "nan")
     )
     own = tmp_path / "my_rewards.py"
-    assert scores["raise"].error == f"RuntimeError: a reason ({own}, line 6)"
+    assert scores["raise"].error == f"RuntimeError: a reason ({own}, line 6, in kind)"
     assert "took longer than 1 s" in scores["hang"].error
     assert "ended with code 3" in scores["exit"].error
     assert "MemoryError" in scores["memory"].error
@@ -74,7 +74,7 @@ def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_
         right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
     (reason,) = {score.error for score in failed}
     assert reason.startswith("ValueError: my_rewards:longest returned 1 rewards for 2 answers (")
-    assert reason.endswith("my_rewards.py, line 20)")
+    assert reason.endswith("my_rewards.py, line 20, in longest)")
     assert [score.value for score in right] == [0.0, 1.0]
 
 

@@ -240,7 +240,7 @@ def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
     assert start(job).wait(timeout=300) == 1
     last = (job.workspace / "worker.log").read_text().splitlines()[-1]
     assert "reward failed for 8 of 8 samples of step 1" in last and "RuntimeError: no such luck" in last
-    assert f"({tmp_path / 'tiny_reward.py'}, line 2)" in last
+    assert f"({tmp_path / 'tiny_reward.py'}, line 2, in vowels)" in last
 
 
 @pytest.mark.slow

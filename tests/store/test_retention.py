@@ -180,6 +180,15 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
 
 
+def test_a_run_that_completed_counts_before_a_newer_one_that_was_stopped(store, product):
+    made = [publish(store, product, key(letter)) for letter in "abcd"]
+    for number, state in enumerate(["completed", "stopped", "completed", "stopped"]):
+        write_run(store, f"r{number}", made[number], state=state)
+    assert {name for what, name in can_go(store, keep_runs=1) if what == "run"} == {"r0", "r1", "r3"}
+    assert {name for what, name in can_go(store, keep_runs=2) if what == "run"} == {"r1", "r3"}
+    assert {name for what, name in can_go(store, keep_runs=3) if what == "run"} == {"r1"}, "then the newest others"
+
+
 def test_nights_go_by_age_alone(store, product):
     write_run(store, "night", publish(store, product, key("a")), nightly={}, created=OLD)
     write_run(store, "r0", publish(store, product, key("b")))

@@ -8,7 +8,7 @@ Each gets the whole group at once; a function that raises or hangs fails the who
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanodag.rl.entries import function_at
+from nanodag.functions import function_at
 from nanodag.rl.rewards.reward import Reward
 
 

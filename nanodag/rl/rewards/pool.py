@@ -79,10 +79,10 @@ class RewardPool:
             entries.import_path("reward", own)
             if own == "code":
                 sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
-            if name == "auto" and own.startswith("process:"):
+            if name == "auto" and own not in entries.names("reward"):
                 raise ConfigError(
-                    f"A prompt asks for the reward {own}, which scores steps, and others may not: name it as the "
-                    "stage's `reward`."
+                    f"A prompt asks for the reward {own}, and data may only ask for those that come with nanodag "
+                    f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
                 )
             weights[own] = weights.get(own, 0.0) + weight
         samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]

@@ -12,28 +12,19 @@ import os
 import resource
 import signal
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import nanodag
+from nanodag.blame import with_place
+from nanodag.errors import ConfigError
 from nanodag.rl import entries
 from nanodag.rl.children import ignore_stop_signals
 from nanodag.rl.rewards.reward import Reward
 from nanodag.rl.rewards.weighted import weighted_sum
 
 ALARM_GRACE_S = 5.0
-MOST_REASON = 500  # characters of an error's message
 MOST_TEXT = 1000  # with file and line, or of what a server says
-# Code that is not the user's: nanodag, the standard library, what is installed, what has no file.
-_OTHERS = (
-    str(Path(nanodag.__file__).parent) + os.sep,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",
-)
 
 
 def main() -> None:
@@ -78,7 +69,7 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
     try:
         reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
     except ValueError as error:  # not finite
-        return {"error": str(error)}
+        return {"error": str(error) if isinstance(error, ConfigError) else with_place(error)}
     return {
         "value": float(reward.value),
         "components": {k: float(v) for k, v in reward.components.items()},
@@ -105,14 +96,9 @@ def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion:
 
 
 def _reason(error: Exception, function: Any) -> str:
-    """Type, message, and the line that a user can mend: the innermost of their own, else where their function begins,
-    else the innermost of all."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    """Type, message, and the line that a user can mend: the deepest of their own, else where their function begins."""
     begin = getattr(getattr(function, "function", function), "__code__", None)  # of a `group:` or `process:` reward
-    places = [*([(begin.co_filename, begin.co_firstlineno)] if begin else []), *frames]
-    own = [place for place in places if not place[0].startswith(_OTHERS)]
-    file, line = (own or frames)[-1]
-    return f"{type(error).__name__}: {error}"[:MOST_REASON] + f" ({file}, line {line})"
+    return with_place(error, begin)
 
 
 def _load(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ evaluation see. So an outcome that is to be trained, too, is a step that ends at
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanodag.rl.entries import function_at
+from nanodag.functions import function_at
 from nanodag.rl.rewards.reward import Reward
 
 

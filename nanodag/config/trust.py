@@ -1,0 +1,91 @@
+"""Which code of a user's own a pipeline may name: modules beside its file, and those of its `trusted_modules`.
+
+Sources (`python:`), adapters, rewards and the other entries of RL name functions as `module:function`. Presets and
+overrides come from elsewhere too, as a flow run's parameters do; they are data, so they may choose among functions that
+the pipeline file vouches for, and no others. `trusted_modules` stands in the file alone (nanodag.config.resolve).
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from nanodag.config.schema import Pipeline, RLStage
+from nanodag.data.config import SourceConfig
+from nanodag.data.lists import GENERATORS
+from nanodag.data.urls import parse_url
+from nanodag.errors import ConfigError
+from nanodag.provenance import PROJECT
+from nanodag.rl import entries
+
+SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
+OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
+
+
+def check_trust(pipeline: Pipeline, file: Path) -> None:
+    """Raise ConfigError for the first function that a pipeline names without its file vouching for the module."""
+    for where, name in named_functions(pipeline):
+        if name in SHIPPED or name in entries.SHIPPED:
+            continue
+        module = name.partition(":")[0]
+        if _is_below(module, pipeline.trusted_modules) or is_beside(module, file.parent):
+            continue
+        raise ConfigError(
+            f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
+            f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "
+            f"write trusted_modules: [{module}] into that file: an override cannot say so."
+        )
+
+
+def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    """Where in a pipeline a function stands, and its `module:function`."""
+    for source in sources_in(pipeline):
+        if (url := parse_url(source.url)).kind == "python":
+            yield source.url, url.path
+        if ":" in source.adapter:
+            yield f"adapter of {source.url}", source.adapter
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage, RLStage):
+            for function in functions_in(stage):
+                yield f"stage {name}", entries.without_prefix(function)
+
+
+def sources_in(value: Any) -> list[SourceConfig]:
+    """Every source that a config names, at any depth."""
+    if isinstance(value, SourceConfig):
+        return [value]
+    if isinstance(value, BaseModel):
+        value = [getattr(value, name) for name in type(value).model_fields]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [source for inner in value for source in sources_in(inner)]
+    return []
+
+
+def functions_in(stage: RLStage) -> list[str]:
+    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
+    rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
+    named = [("reward", name) for name in rewards if name != "auto"]
+    named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
+    named += [("filter", one.name) for one in stage.filters]
+    if not stage.generate.is_one_turn:
+        named.append(("generate", stage.generate.name))
+    prefixes = entries.FUNCTION_PREFIXES
+    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
+
+
+def is_beside(module: str, folder: Path) -> bool:
+    """True when the module that Python would import under that name lies in a folder, or in a package of it."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or (top in OURS and folder.resolve() == PROJECT.resolve()):
+        return False
+    elsewhere = [path for path in sys.path if Path(path).resolve() != folder.resolve()]
+    return PathFinder.find_spec(top, [str(folder)]) is not None and PathFinder.find_spec(top, elsewhere) is None
+
+
+def _is_below(module: str, packages: Sequence[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -1,0 +1,28 @@
+"""Functions that a config names as `module:function`."""
+
+import importlib
+import inspect
+from typing import Any
+
+from nanodag.errors import ConfigError
+
+
+def function_at(path: str) -> Any:
+    """What `module:name` names.
+
+    A function or class must come from that module's own package: the config vouches for a module
+    (nanodag.config.trust), not for all that it imports, such as `subprocess.getoutput`.
+
+    Raises ImportError or AttributeError when there is no such thing, ConfigError when it comes from elsewhere.
+    """
+    module, _, name = path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    home = getattr(found, "__module__", None) or "builtins"  # None of some functions in C
+    if inspect.ismodule(found) or (
+        (inspect.isroutine(found) or inspect.isclass(found)) and home.partition(".")[0] != module.partition(".")[0]
+    ):
+        raise ConfigError(
+            f"{path!r} comes from {home}, and is only imported by {module}. Name it where it is defined, or write a "
+            f"function in {module} that calls it."
+        )
+    return found

@@ -1,0 +1,115 @@
+"""Which functions a pipeline may name: those beside its file, those its file trusts, and a list of ours."""
+
+import textwrap
+
+import pytest
+import yaml
+
+from nanodag.config import resolve
+from nanodag.errors import ConfigError
+from nanodag.functions import function_at
+
+TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """Resolve a pipeline file in a folder that holds a module `mine` and a package `pack`."""
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "subprocess.py").write_text("")  # hidden by Python's own
+
+    def of(*overrides, **fields):
+        preset = {"stages": {"tokenizer": TOKENIZER}, **fields}
+        (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
+        return resolve(tmp_path / "pipeline.yaml", "tiny", overrides).pipeline
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["python:mine:rows?count=3", "python:pack.rows:rows", "python:nanodag.data.lists:sort?count=5"],
+)
+def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline, url):
+    assert pipeline(f'tokenizer.data=["{url}"]').stages["tokenizer"].data[0].url == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "python:subprocess:getoutput?cmd=id",
+        "python:os:system?command=id",
+        "python:yaml:unsafe_load",
+        "python:nanodag.data.lists:_share_of",
+        "python:nanodag.launch:run_worker",
+        "python:nowhere:rows",
+    ],
+)
+def test_any_other_module_is_refused_wherever_its_name_stands(pipeline, url):
+    module = url.split(":")[1]
+    with pytest.raises(ConfigError, match=f"the module {module} neither stands beside"):
+        pipeline(f'tokenizer.data=["{url}"]')
+    function = url.partition("?")[0].removeprefix("python:")
+    with pytest.raises(ConfigError, match="adapter of file"):
+        pipeline(f'tokenizer.data=[{{"url": "file:text.txt", "adapter": "{function}"}}]')
+
+
+def rl(**fields):
+    stage = {"kind": "rl", "inputs": {"model": "import"}, **fields}
+    return {"import": {"kind": "import", "model": "file:m"}, "rl": stage}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reward": "os:system"},
+        {"reward": {"group:os:system": 1.0}},
+        {"reward": "process:os:system"},
+        {"advantage": "os:system"},
+        {"policy_loss": "os:system"},
+        {"filters": [{"name": "os:system", "options": {}}]},
+        {"generate": {"name": "os:system"}},
+        {"data": [{"url": "file:text.txt", "adapter": "os:system"}]},
+    ],
+)
+def test_every_place_where_rl_names_a_function_is_looked_at(pipeline, fields):
+    with pytest.raises(ConfigError, match="the module os neither stands beside"):
+        pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}))
+    pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}), trusted_modules=["os"])
+
+
+def test_trust_covers_a_package_and_nothing_that_only_begins_alike(pipeline):
+    pipeline('tokenizer.data=["python:yaml.loader:f"]', trusted_modules=["yaml"])
+    with pytest.raises(ConfigError, match="the module yamlish"):
+        pipeline('tokenizer.data=["python:yamlish:f"]', trusted_modules=["yaml"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trusted_modules=[subprocess]", "cluster.reach=sh -c id {host}", 'cluster={"reach": "sh -c id {host}"}'],
+)
+def test_no_override_says_which_code_may_run(pipeline, override):
+    with pytest.raises(ConfigError, match="an override cannot set it"):
+        pipeline(override)
+
+
+def test_a_function_is_named_where_it_is_defined(tmp_path, monkeypatch):
+    """Else a module of the user's own would lend its imports, `subprocess.getoutput` among them."""
+    (tmp_path / "lending.py").write_text(
+        textwrap.dedent("""
+        import subprocess
+        from functools import partial
+        from os import system
+        from subprocess import Popen, getoutput
+
+        def own(): ...
+        made = partial(own)
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("getoutput", "Popen", "system", "subprocess"):
+        with pytest.raises(ConfigError, match="only imported by lending"):
+            function_at(f"lending:{name}")
+    assert callable(function_at("lending:own")) and callable(function_at("lending:made"))

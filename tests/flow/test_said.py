@@ -1,0 +1,84 @@
+"""Which store a command looks into, and that `nanodag run` waits for a run that is being stopped."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from nanodag.cli import said
+from nanodag.cli.run import run_pipeline, take_over
+from nanodag.cli.watch import make_console
+from nanodag.config.resolve import environment_overrides
+from nanodag.errors import StoreBusy
+from nanodag.runs import open_run
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch):
+    monkeypatch.setattr(said, "_said", [])
+    for name in ("NANODAG_STORE", "NANODAG_STORE_LOCAL", "NANODAG_MIRROR"):
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+
+
+def test_every_command_takes_the_store_wherever_it_stands():
+    given = ["stages", "store.url=/else where", "mine", "-f", "my.yaml"]
+    assert said.take(given) == ["stages", "mine", "-f", "my.yaml"]
+    assert environment_overrides() == ["store.url=/else where"]
+    assert said.command("server stop") == "nanodag server stop 'store.url=/else where' --file my.yaml"
+
+
+def test_what_goes_on_to_the_flow_stays_an_override():
+    given = ["run", "store.url=s3://b/x", "store.local=/fast", "rl.seed=1"]
+    assert said.take(given) == given
+    assert environment_overrides() == ["store.url=s3://b/x", "store.local=/fast"]
+
+
+@pytest.mark.parametrize("command", [("server", "status"), ("stages",), ("gc",)])
+def test_commands_look_into_the_store_that_is_named(project, command):
+    open_run("other", file="", preset="tiny", overrides=[f"store.url={project}/other"])
+    code = "from nanodag.cli import main; main()"
+    environment = {name: value for name, value in os.environ.items() if value or not name.startswith("NANODAG")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, f"store.url={project}/other"],
+        capture_output=True, text=True, check=False, env=environment, timeout=100,
+    )  # fmt: skip
+    output = " ".join((done.stdout + done.stderr).split())
+    assert "No such command" not in output and "unexpected extra argument" not in output, output
+    assert "No runs" not in output and "no runs in" not in output, output
+    assert (project / "other" / "prefect").exists() == (command[0] == "server") and not (project / "store").exists()
+
+
+class Reached(Exception):
+    pass
+
+
+def test_a_run_is_looked_up_by_name_in_the_store_that_is_named(project, monkeypatch):
+    elsewhere = f"store.url={project}/other"
+    open_run("mine", file="", preset="tiny", overrides=[elsewhere, "tokenizer.seed=5"]).close()
+
+    def server_of(pipeline, store, path):
+        raise Reached(pipeline.stages["tokenizer"].seed, store.url)
+
+    monkeypatch.setattr(sys.modules["nanodag.cli.run"], "server_of", server_of)
+    with pytest.raises(Reached) as reached:
+        run_pipeline([elsewhere], preset="auto", file="", name="mine", detach=True)
+    assert reached.value.args == (5, f"{project}/other")
+
+
+def server_that_says(state):
+    api = SimpleNamespace(run_state=lambda flow_run: {"type": state})
+    return SimpleNamespace(running=lambda: SimpleNamespace(api=lambda: api))
+
+
+def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(project):
+    run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")  # this process is alive
+    with pytest.raises(StoreBusy, match=f"is being carried out by process {os.getpid()}"):
+        take_over(run.store, "r", server_that_says("RUNNING"), make_console())
+    began = time.monotonic()
+    threading.Timer(0.5, run.close).start()
+    take_over(run.store, "r", server_that_says("CANCELLING"), make_console())
+    assert time.monotonic() - began >= 0.5
