@@ -1,5 +1,6 @@
 """One run of a pipeline: its resolved config, its store, and the record of what became of each stage."""
 
+import json
 import os
 import re
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from nanodag.config import Pipeline, Resolved, order_of, resolve
+from nanodag.config.resolve import read_document
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
@@ -280,8 +281,9 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 
 def stage_names() -> list[str]:
     """Every stage name of the presets in the pipeline file: the choices of a form."""
-    presets = yaml.safe_load(pipeline_file("").read_text(encoding="utf-8"))["presets"]
-    return list(dict.fromkeys(name for preset in presets.values() for name in preset.get("stages", {})))
+    document = read_document(pipeline_file(""))
+    tables = [document, *document["presets"].values()]
+    return list(dict.fromkeys(name for table in tables for name in table.get("stages", {})))
 
 
 def pipeline_file(file: str) -> Path:
@@ -301,6 +303,12 @@ def store_of(pipeline: Pipeline) -> Store:
     """The store that a pipeline names."""
     local = None if pipeline.store.local == "auto" else Path(pipeline.store.local)
     return Store(pipeline.store.url, local=local)
+
+
+def places_of(pipeline: Pipeline, store: Store) -> list[str]:
+    """Store and mirror as overrides, for a process with another environment and working directory. Quoted: a path may
+    hold what means something in YAML."""
+    return [f"store.url={json.dumps(store.url)}", f"mirror={json.dumps(pipeline.mirror)}"]
 
 
 def is_alive(record: Mapping[str, Any]) -> bool:

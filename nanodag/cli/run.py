@@ -11,7 +11,7 @@ from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.progress import duration, progress_of
-from nanodag.runs import is_alive, merged, pipeline_file, refuse_composed, store_of
+from nanodag.runs import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
 from nanodag.server import FINAL_STATES, Api, Running, server_of
 from nanodag.store import Store
 
@@ -43,7 +43,7 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
         "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
-        "overrides": merged([*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]),
+        "overrides": merged([*portable(overrides), *places_of(pipeline, store)]),
         "file": str(path),
     }
     flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)

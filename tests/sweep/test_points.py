@@ -22,9 +22,9 @@ def file(tmp_path, monkeypatch):
 def test_a_grid_has_every_combination_and_lists_multiply_it():
     points = points_of(["a.x=[1,2]", "b.y=[1e-3,adamw]"], [])
     assert [point.overrides for point in points] == [
-        ("a.x=1", "b.y=1e-3"),
+        ("a.x=1", "b.y=0.001"),
         ("a.x=1", "b.y=adamw"),
-        ("a.x=2", "b.y=1e-3"),
+        ("a.x=2", "b.y=0.001"),
         ("a.x=2", "b.y=adamw"),
     ]
     points = points_of(["a.x=[1,2]"], [["c.z=[1,2]"], ["c.z=[3]", "d.w=4"]])
