@@ -1,8 +1,8 @@
 """YAML as a pipeline file may hold it: the core schema of YAML 1.2, and `<<` to take another table in.
 
 Built from the parser's events, so that size and depth are bounded before anything is built: an alias counts as often as
-what it stands for. Unlike PyYAML's safe loader, `yes` and `1:30` are text, a key that stands twice is refused, and so is
-what YAML 1.1 and 1.2 read differently (`010`). Keys are text. A whole number may have an exponent: 1e6.
+what it stands for. Unlike PyYAML's safe loader, `yes` and `1:30` are text; a key that stands twice is refused, and so
+is what YAML 1.1 and 1.2 read as different numbers (`010`). Keys are text. A whole number may have an exponent: 1e6.
 """
 
 import math
@@ -159,7 +159,7 @@ class _Reader:
             return
         tag = None if event.tag in (None, "!") else _TAGS.get(event.tag, event.tag)
         is_plain = event.implicit[0] and event.tag is None
-        if tag is None and not is_plain or tag == "str":
+        if (tag is None and not is_plain) or tag == "str":
             value = event.value
         else:
             value = self._plain(event.value, line)

@@ -130,8 +130,8 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         names = _names_in(_model_at(found[0]["loc"]))
         for problem, key in zip(found, keys, strict=True):
             own = [name for name in names if "." not in name]
-            which = f"Allowed: {listed(own)}." if len(own) <= MOST_NAMES else "`nanodag config` prints all that there are."
-            out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or f' {which}'}"
+            all_of_them = f" Allowed: {listed(own)}." if len(own) <= MOST_NAMES else " `nanodag config` prints all."
+            out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
     return out
 
 

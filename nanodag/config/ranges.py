@@ -62,8 +62,8 @@ def check_lora(stage_name: str, stage: RLStage, width: int, unchecked: tuple[str
     name = f"{stage_name}.lora_rank"
     if stage.lora_rank > width and name not in unchecked:
         raise ConfigError(
-            f"{name}: {stage.lora_rank} is above {width}, the width of the model, so adapters would be larger than what "
-            f"they adapt. Lower it; or, if it is meant, say so with unchecked=[{name}]."
+            f"{name}: {stage.lora_rank} is above {width}, the width of the model, so adapters would be larger than "
+            f"what they adapt. Lower it; or, if it is meant, say so with unchecked=[{name}]."
         )
 
 

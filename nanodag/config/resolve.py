@@ -130,7 +130,7 @@ def read_document(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{file} is empty, or no table; it needs a table `presets` (see nanodag's pipeline.yaml).")
     allowed = [name for name in Pipeline.model_fields if name != "preset"]
-    _check_keys(document, ["default", "presets", *allowed], str(file), "beside `presets`, what is common to all of them")
+    _check_keys(document, ["default", "presets", *allowed], str(file), "beside `presets`, for all of them")
     presets = document.get("presets")
     if not isinstance(presets, dict) or not presets:
         raise ConfigError(f"{file} has no table `presets`; see the pipeline.yaml that comes with nanodag.")

@@ -586,7 +586,8 @@ class RLStage(StageBase):
         for label, model in (("critic", self.critic.model), ("teacher", self.teacher.model)):
             if (model == "input") != (label in self.inputs):
                 way = f"name a stage as inputs.{label}" if model == "input" else f"set {label}.model to input"
-                raise ValueError(f"{label}.model {model!r} and inputs ({listed(self.inputs)}) do not fit together; {way}")
+                found = listed(self.inputs)
+                raise ValueError(f"{label}.model {model!r} and inputs ({found}) do not fit together; {way}")
         if self.teacher.url != "none" and self.temperature != 1.0:
             raise ValueError(
                 f"teacher.url with temperature {self.temperature}: servers score a prompt at temperature 1; set it to "

@@ -36,7 +36,7 @@ def refusal(file, *overrides, preset="one"):
         ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'learning_rate'?"),
         ("base.learning_rate=1", "base.learning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
         ("base.shape.dept=1", "base.shape.dept: there is no such key. Did you mean 'depth'?"),
-        ("rl.tool_use=true", "rl.tool_use: there is no such key. `nanodag config` prints all that there are."),
+        ("rl.tool_use=true", "rl.tool_use: there is no such key. `nanodag config` prints all."),
         ("store.place=x", "store.place: there is no such key. Allowed: url, local, mirror_checkpoints."),
         ("rll.seed=1", "Override 'rll.seed=1': there is no stage or setting 'rll'. Did you mean 'rl'?"),
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
@@ -106,8 +106,10 @@ def refusal(file, *overrides, preset="one"):
         # places
         ("store.url=ftp://", "store.url: 'ftp://' names no place after ftp://; give one, as in s3://bucket/folder"),
         ("store.url=''", "store.url: must not be empty (found '')"),
-        ("store.url=~nobody-here/x", "The path '~nobody-here/x' names a user that there is not; write the folder out."),
-        ("store.url=a #1", "Override 'store.url=a #1': what follows ` #` is a comment in YAML; put the value in quotes."),
+        ("store.url=~nobody-here/x",
+         "The path '~nobody-here/x' names a user that there is not; write the folder out."),
+        ("store.url=a #1",
+         "Override 'store.url=a #1': what follows ` #` is a comment in YAML; put the value in quotes."),
         # the override itself
         ("seed", "Override 'seed' is not of the form name=value, as in rl.learning_rate=2e-6."),
         ("seed=[1", "Override 'seed=[1': not YAML: did not find expected ',' or ']'."),
@@ -197,7 +199,8 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file):
             "presets: {one: {sever: {}}}",
             "p.yaml: the preset 'one' has a key 'sever' that means nothing. Did you mean 'server'?",
         ),
-        ("presets: {one: {stages: [x]}}", "p.yaml: `stages` in the preset 'one' must be a table of stages; found ['x']."),
+        ("presets: {one: {stages: [x]}}",
+         "p.yaml: `stages` in the preset 'one' must be a table of stages; found ['x']."),
         (
             "presets: {one: {stages: {a: 5}}}",
             "p.yaml: `stages` in the preset 'one': the stage 'a' must be a table, or `drop`; found 5.",

@@ -70,7 +70,7 @@ def test_points_that_come_to_the_same_config_are_one_stage(file):
     [
         ([], [], "", "A sweep needs a grid"),
         (["sft.num_epochs=2"], [], "", "give a list of values, as sft.num_epochs=\\[1,2\\]"),
-        (["sft.num_epoch=[1,2]"], [], "", "(?s)Point 1 .*no such key.*num_epochs"),
+        (["sft.num_epoch=[1,2]"], [], "", "(?s)Point 1 .*there is no such key.*num_epochs"),
         (["sft.num_epochs=[1,-2]"], [], "", "Point 2 \\(sft.num_epochs=-2\\)"),
         (["store.url=[a,b]"], [], "", "'store.url' belongs to the sweep as a whole"),
         (["sft.seed=[1,2]"], [["sft.seed=3"]], "", "Point 1 sets an option twice"),
