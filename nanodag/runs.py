@@ -17,8 +17,10 @@ from nanodag.config import Pipeline, Resolved, order_of, resolve
 from nanodag.config.resolve import read_document
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
+from nanodag.own_code import take_python_path
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
 from nanodag.store import Artifact, Store
+from nanodag.words import nearest
 
 ENDED_WELL = ("built", "found")
 
@@ -133,6 +135,7 @@ def open_run(
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
     before = store.read_run(name) if name in store.runs() else {}
     refuse_composed(name, before)
+    take_python_path(store.local, name)
     if is_alive(before) and before["pid"] != os.getpid():
         raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
     kept = before.get("stages", {}) if only else {}
@@ -207,7 +210,8 @@ def recorded_run(
     refuse_composed(name, record)
     first = stage or begin_at
     if first not in record["stages"]:
-        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
+        near = nearest(first, record["order"])
+        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.{near}")
     stages = (stage,) if stage else following(record, begin_at)
     foreign = [text for text in overrides if text.partition(".")[0] not in stages]
     if foreign:

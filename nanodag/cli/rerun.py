@@ -8,6 +8,8 @@ from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
 from nanodag.runs import pipeline_file, recorded_run, store_of
 from nanodag.server import server_of
 
@@ -32,6 +34,8 @@ def rerun(
     path = pipeline_file(recorded.file)
     pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
     take_over(store, name)
+    check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)
+    note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
     api = running.api()

@@ -10,10 +10,13 @@ from nanodag.cli.watch import Watch, make_console, table_of
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
 from nanodag.progress import duration, progress_of
 from nanodag.runs import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
 from nanodag.server import FINAL_STATES, Api, Running, server_of
 from nanodag.store import Store
+from nanodag.words import counted
 
 STOP_TIMEOUT_S = 90.0
 LOST_AFTER_S = 10.0
@@ -35,7 +38,10 @@ def run_pipeline(overrides: Sequence[str], *, preset: str, file: str, name: str,
     store = store_of(pipeline)
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     take_over(store, name)
-    console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
+    check_before_start(pipeline, file=path, remembered=store.local / "checked")
+    note_python_path(store.local, name)
+    num_stages = counted(len(pipeline.stages), "stage")
+    console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)
