@@ -18,6 +18,7 @@ from nanodag.config import Pipeline
 from nanodag.errors import ConfigError
 from nanodag.provenance import code_digest
 from nanodag.store import write_json
+from nanodag.store.files import writing
 from nanodag.words import counted
 
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
@@ -45,8 +46,9 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
         head = f"{file}, preset {pipeline.preset!r}"
         text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be carried out:", *lines])
         raise ConfigError(text)
-    remembered.mkdir(parents=True, exist_ok=True)
-    write_json(mark, found["relied_on"])
+    with writing(f"Writing {mark}"):
+        remembered.mkdir(parents=True, exist_ok=True)
+        write_json(mark, found["relied_on"])
 
 
 def state_of(path: str) -> list[int]:

@@ -128,7 +128,8 @@ class _Reader:
         is_map = isinstance(event, yaml.MappingStartEvent)
         if event.tag not in (None, "!") and _TAGS.get(event.tag) != ("map" if is_map else "seq"):
             raise self._wrong(line, f"the tag {_short(event.tag)} means nothing here; leave it out")
-        if self._open and isinstance(self._open[-1].value, dict) and self._open[-1].key is None:
+        top = self._open[-1] if self._open else None
+        if top is not None and isinstance(top.value, dict) and top.key is None and not top.is_merge:
             raise self._wrong(line, "a table or list cannot be a key; braces in text need quotes")
         self._open.append(_Open({} if is_map else [], event.anchor, line))
         if len(self._open) > MAX_DEPTH:
