@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from nanodag.config import Pipeline, Resolved
+from nanodag.own_code import take_python_path
 from nanodag.provenance import code_revision, environment, process_started
 from nanodag.runs import Run, StageResult, left_before
 from nanodag.store import Artifact, Store, stage_key
@@ -29,6 +30,7 @@ def open_composed(
     to_do: the stages that are carried out, inputs first; those alone are in the record. about: what else the record
     says; its first name is what kind of run this is, `sweep` or `nightly`.
     """
+    take_python_path(store.local, name)
     before = store.own_run(name) if name in store.runs() else {}
     stages = {}
     for stage in to_do:

@@ -15,6 +15,7 @@ from typing import Any
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
+from nanodag.words import listed
 from nanodag.worker import Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.import_model")
@@ -37,6 +38,17 @@ def model_identity(model: str, mirror: Path | None = None) -> dict[str, Any]:
         return {"kind": "model", "files": [[p.name, file_sha256(p)] for p in _wanted_files(folder)]}
     name, revision = _hub_name(model)
     return {"kind": "model", "name": name, "commit": _commit(name, revision)}
+
+
+def local_files(model: str, mirror: Path | None = None) -> list[Path] | None:
+    """The files that would be taken of a model on this host; None when it must come from the hub. Raises as above."""
+    folder = _local_folder(model, mirror)
+    return _wanted_files(folder) if folder is not None else None
+
+
+def model_commit(model: str) -> str:
+    """The commit of a model on the hub. Raises SourceError when the hub does not know it, or does not answer."""
+    return _commit(*_hub_name(model))
 
 
 def main() -> None:
@@ -89,7 +101,7 @@ def _wanted_files(folder: Path) -> list[Path]:
     names = [p.name for p in files]
     if "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
         raise SourceError(
-            f"{folder} is no model that can be taken: it needs config.json and *.safetensors; found {names}. "
+            f"{folder} is no model that can be taken: it needs config.json and *.safetensors; found {listed(names)}. "
             "Convert other weights with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
     return files

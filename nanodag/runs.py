@@ -1,5 +1,6 @@
 """One run of a pipeline: its resolved config, its store, and the record of what became of each stage."""
 
+import json
 import os
 import re
 import sys
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from nanodag.config import Pipeline, Resolved, order_of, resolve
+from nanodag.config.resolve import read_document
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.kinds import KINDS
+from nanodag.own_code import take_python_path
 from nanodag.provenance import PROJECT, code_revision, is_process, process_started
 from nanodag.stale import ENDED_WELL, config_digest, following, left_alone, stale_stages
 from nanodag.store import Artifact, Store
+from nanodag.words import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,7 @@ def open_run(
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
     before = store.read_run(name) if name in store.runs() else {}
     refuse_composed(name, before)
+    take_python_path(store.local, name)
     if keeps_stale and before and (kept_stale := left_alone(before, run.pipeline)):
         only = [stage for stage in run.order if stage not in kept_stale]
     run.to_do = [stage for stage in run.order if not only or stage in only]
@@ -226,7 +230,8 @@ def recorded_run(
         if not stages:
             raise ConfigError(f"Nothing of run {name} is stale or unfinished: there is nothing to build again.")
     elif first not in record["stages"]:
-        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.")
+        near = nearest(first, record["order"])
+        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.{near}")
     else:
         stages = (stage,) if stage else following(record, begin_at)
     foreign = [text for text in overrides if text.partition(".")[0] not in stages]
@@ -292,8 +297,9 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 
 def stage_names() -> list[str]:
     """Every stage name of the presets in the pipeline file: the choices of a form."""
-    presets = yaml.safe_load(pipeline_file("").read_text(encoding="utf-8"))["presets"]
-    return list(dict.fromkeys(name for preset in presets.values() for name in preset.get("stages", {})))
+    document = read_document(pipeline_file(""))
+    tables = [document, *document["presets"].values()]
+    return list(dict.fromkeys(name for table in tables for name in table.get("stages", {})))
 
 
 def pipeline_file(file: str) -> Path:
@@ -313,6 +319,12 @@ def store_of(pipeline: Pipeline) -> Store:
     """The store that a pipeline names."""
     local = None if pipeline.store.local == "auto" else Path(pipeline.store.local)
     return Store(pipeline.store.url, local=local)
+
+
+def places_of(pipeline: Pipeline, store: Store) -> list[str]:
+    """Store and mirror as overrides, for a process with another environment and working directory. Quoted: a path may
+    hold what means something in YAML."""
+    return [f"store.url={json.dumps(store.url)}", f"mirror={json.dumps(pipeline.mirror)}"]
 
 
 def is_alive(record: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from nanodag.patience import Patience
 from nanodag.ports import free_port
 from nanodag.provenance import code_digest, is_process, process_started
 from nanodag.store import Store, write_json
-from nanodag.store.files import locked
+from nanodag.store.files import locked, writing
 
 HOST = "127.0.0.1"
 TAIL_LINES = 15
@@ -346,7 +346,8 @@ class _Ended(ServerError):
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> Server:
     """The Prefect server that belongs to a store."""
     home = store.local / "prefect"
-    home.mkdir(parents=True, exist_ok=True)
+    with writing(f"Making {home}"):
+        home.mkdir(parents=True, exist_ok=True)
     return Server(home, store_url=store.url, file=file, settings=pipeline.server)
 
 

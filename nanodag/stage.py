@@ -1,7 +1,6 @@
 """Carries out one stage: compute its key, look it up, else launch its worker and publish what it made."""
 
 import contextlib
-import importlib.util
 import logging
 import shutil
 import time
@@ -20,6 +19,7 @@ from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.import_model import model_identity
 from nanodag.kinds import KINDS
 from nanodag.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
+from nanodag.own_code import file_of
 from nanodag.provenance import environment
 from nanodag.report.context import context_stages
 from nanodag.rl import entries
@@ -148,13 +148,10 @@ def code_identity(function: str) -> dict[str, Any]:
     Raises ConfigError when there is no such module.
     """
     module = entries.without_prefix(function).partition(":")[0]
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError as error:
-        raise ConfigError(f"{function!r}: the module {module} cannot be found: {error}.") from error
-    if spec is None or spec.origin is None:
+    file = file_of(module)
+    if file is None:
         raise ConfigError(f"{function!r}: there is no module {module} beside the pipeline file or on Python's path.")
-    return {"kind": "code", "name": function, "sha256": file_sha256(Path(spec.origin))}
+    return {"kind": "code", "name": function, "sha256": file_sha256(file)}
 
 
 def server_identity(url: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from nanodag.kinds import KINDS
 from nanodag.report import words
 from nanodag.runs import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.stage import carry_out
+from nanodag.words import counted
 from tasks.pool import carry_out_in_pool
 
 PROGRESS_EVERY_S = 2.0
@@ -140,7 +141,7 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     if reasons:
         return Failed(message="\n".join(reasons))
     num_found = sum(future.result().was_found for future in futures.values())
-    return Completed(message=f"{len(futures)} stages, {num_found} of them found in the store")
+    return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
 
 
 def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:

@@ -115,7 +115,7 @@ def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, di
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
     from nanodag.config.resolve import portable
-    from nanodag.runs import pipeline_file, store_of
+    from nanodag.runs import pipeline_file, places_of, store_of
     from nanodag.server import server_of
 
     console = make_console()
@@ -123,7 +123,7 @@ def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, di
     pipeline = resolve(path, preset, overrides).pipeline
     store = store_of(pipeline)
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    told = [*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]
+    told = [*portable(overrides), *places_of(pipeline, store)]
     return store, running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
 
 

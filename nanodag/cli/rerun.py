@@ -9,6 +9,8 @@ from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
 from nanodag.runs import pipeline_file, recorded_run, store_of
 from nanodag.server import server_of
 
@@ -43,6 +45,8 @@ def rerun(
     pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
+    check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)
+    note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
     running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()

@@ -15,11 +15,14 @@ from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
 from nanodag.progress import duration, progress_of
-from nanodag.runs import is_alive, merged, pipeline_file, refuse_composed, store_of
+from nanodag.runs import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
 from nanodag.server import FINAL_STATES, Api, Running, Server, server_of
 from nanodag.stale import advice, left_alone
 from nanodag.store import Store
+from nanodag.words import counted
 
 STOP_TIMEOUT_S = 90.0
 LOST_AFTER_S = 10.0
@@ -45,7 +48,10 @@ def run_pipeline(
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
-    console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {len(pipeline.stages)} stages, store {store.url}")
+    check_before_start(pipeline, file=path, remembered=store.local / "checked")
+    note_python_path(store.local, name)
+    num_stages = counted(len(pipeline.stages), "stage")
+    console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
     kept = choose_stale(console, _record(store, name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
@@ -54,7 +60,7 @@ def run_pipeline(
         "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
-        "overrides": merged([*portable(overrides), f"store.url={store.url}", f"mirror={pipeline.mirror}"]),
+        "overrides": merged([*portable(overrides), *places_of(pipeline, store)]),
         "file": str(path),
         "stale": kept,
     }

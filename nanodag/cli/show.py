@@ -20,6 +20,7 @@ from nanodag.provenance import code_revision
 from nanodag.runs import pipeline_file, state_of, store_of
 from nanodag.stale import advice, stale_stages
 from nanodag.store import Store
+from nanodag.words import counted, listed, nearest
 
 NEWEST = 10
 
@@ -200,8 +201,12 @@ def find_run(store: Store, name: str) -> dict[str, Any]:
     if not records:
         raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: {command('run')}")
     if len(matching) != 1:
-        which = ", ".join((matching or names)[-5:])
-        raise ArtifactNotFound(f"{len(matching)} runs in {store.url} are called {name!r}. There are: {which}.")
+        shown = listed((matching or names)[-5:])
+        if matching:
+            raise ArtifactNotFound(f"{counted(len(matching), 'run')} in {store.url} begin with {name!r}: {shown}.")
+        what = f"no run {name!r}" if name else "no run but nights and sweeps"
+        near = nearest(name, names) or f" Newest: {shown}."
+        raise ArtifactNotFound(f"There is {what} in {store.url}.{near}")
     return store.read_run(matching[0])
 
 

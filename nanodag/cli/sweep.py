@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from nanodag.cli.nightly import asked, follow
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
-from nanodag.runs import pipeline_file
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
+from nanodag.runs import pipeline_file, store_of
 from nanodag.sweep.points import make_sweep
+from nanodag.words import counted
 
 
 def start_sweep(
@@ -30,16 +33,19 @@ def start_sweep(
     made = make_sweep(pipeline_file(file), preset, overrides, grid, listed, stage)
     shared = [name for name in made.pipeline.stages if name in made.points[0].stages]
     console.print(
-        f"{len(made.points)} points of stage {made.stage}, {len(made.pipeline.stages)} stages; all share "
-        f"{', '.join(shared) or 'none'}",
+        f"{counted(len(made.points), 'point')} of stage {made.stage}, {counted(len(made.pipeline.stages), 'stage')}; "
+        f"all share {', '.join(shared) or 'none'}",
         highlight=False,
     )
     if dry_run:
         for point in made.points:
             console.print(f"{point.number:4d}  {' '.join(point.overrides)}", highlight=False, markup=False)
         return 0
-    store, running, parameters = asked(list(overrides), preset=preset, file=file)
     name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
+    local = store_of(made.pipeline).local
+    check_before_start(made.pipeline, file=pipeline_file(file), remembered=local / "checked")
+    note_python_path(local, name)
+    store, running, parameters = asked(list(overrides), preset=preset, file=file)
     about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
     api = running.api()
     flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})

@@ -20,6 +20,7 @@ from nanodag.provenance import PROJECT, usable_cores
 from nanodag.runs import pipeline_file, store_of
 from nanodag.server import Server, server_of
 from nanodag.store import Store
+from nanodag.words import listed, nearest
 
 MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
 
@@ -31,7 +32,7 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     models = [s for s in record["order"] if record["stages"][s]["kind"] in MODEL_KINDS and _is_made(record, s)]
     if stage and stage not in models:
         raise ArtifactNotFound(
-            f"Run {record['run']} has no finished model {stage!r}; it has {', '.join(models) or 'none'}."
+            f"Run {record['run']} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
         )
     if not models:
         raise ArtifactNotFound(f"Run {record['run']} has no finished model yet.")

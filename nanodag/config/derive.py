@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.ranges import check_lora
 from nanodag.config.schema import (
     Pipeline,
     PretrainStage,
@@ -41,6 +42,9 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             stage = _supervised(name, stage, pipeline, origins)
         if isinstance(stage, RLStage):
             stage = _rl(name, stage, origins)
+            if stage.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
+                shape = _pretrain("", source, pipeline, {}).shape
+                check_lora(name, stage, int(shape.width), pipeline.unchecked)
         stages[name] = stage
     return pipeline.model_copy(update={"stages": stages}), origins
 
@@ -246,8 +250,8 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
 def _micro(batch: int, ranks: int, sequence_length: int, limit: int) -> int:
     """The largest whole number of rows, at most `limit` tokens, that divides a rank's share of a step."""
     rows = max(1, batch // (ranks * sequence_length))
-    fitting = [r for r in range(1, rows + 1) if rows % r == 0 and r * sequence_length <= max(limit, sequence_length)]
-    return max(fitting) * sequence_length
+    most = min(rows, max(1, limit // sequence_length))
+    return next(r for r in range(most, 0, -1) if rows % r == 0) * sequence_length
 
 
 def facts(pipeline: Pipeline, name: str) -> dict[str, int]:

@@ -1,56 +1,145 @@
 """Says what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.schema import AnyStage, Pipeline
+from nanodag.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
-_BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function-")
-
-
-def nearest(name: str, options: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the option whose last part is most like a name, the outermost of those, or nothing."""
-    inmost_first = sorted(options, key=lambda option: option.count("."), reverse=True)
-    by_last = {option.rpartition(".")[2]: option for option in inmost_first}
-    near = difflib.get_close_matches(name, by_last, n=1)
-    return f" Did you mean {by_last[near[0]]!r}?" if near else ""
+_BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function-", "dict[", "tuple[", "nullable")
+MOST_LINES = 8
+MOST_NAMES = 20
+_BY_TYPE = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "string_too_short": "must not be empty",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "must have the form {pattern}",
+}
 
 
 def explain(error: ValidationError, file: Path, preset: str) -> str:
-    """One line for each wrong field, under a line that names the file and the preset."""
-    messages: dict[str, list[str]] = {}
+    """One line for each wrong field, after the file's name and the preset's."""
+    problems = error.errors(include_url=False)
+    names = [_name_of(_owner(problem)) for problem in problems]
+    lines: dict[str, list[str]] = {}
     found: dict[str, str] = {}
-    for problem in error.errors():
-        name = _name_of(problem["loc"])
+    for name, models_unknown in _unknown_keys(problems).items():
+        lines[name] = [models_unknown]
+    for name, problem in zip(names, problems, strict=True):
+        if problem["type"] == "extra_forbidden" or any(other.startswith(f"{name}.") for other in names if name):
+            continue  # said above; or said of what is in it, and what that leaves of the whole is no second fault
+        message = _message(problem)
+        value = problem.get("input")
+        if problem["type"] not in ("missing", "union_tag_invalid", "union_tag_not_found", "too_short", "too_long"):
+            is_said = problem["type"] == "value_error" and (not _is_plain(value) or said(value) in message)
+            found[name] = "" if is_said else f" (found {said(value)}){_hint(problem['type'], value)}"
+        if message not in lines.setdefault(name, []):
+            lines[name].append(message)
+    texts = [
+        f"{name}: {' or '.join(_shortened(messages))}{found.get(name, '')}" if name else f"{messages[0]}"
+        for name, messages in lines.items()
+    ]
+    head = f"{file}, preset {preset!r}"
+    if len(texts) == 1:
+        return f"{head}: {texts[0]}"
+    more = [f"  and {counted(len(texts) - MOST_LINES, 'more fault')}"] if len(texts) > MOST_LINES else []
+    return "\n".join([f"{head}, cannot be used:", *(f"  {text}" for text in texts[:MOST_LINES]), *more])
+
+
+def _owner(problem: Mapping[str, Any]) -> Sequence[int | str]:
+    """Where a problem is: of a value that a list lacks, the list."""
+    location = problem["loc"]
+    return location[:-1] if problem["type"] == "missing" and isinstance(location[-1], int) else location
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, dict | list | BaseModel)
+
+
+def _message(problem: Mapping[str, Any]) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _BY_TYPE:
+        return _BY_TYPE[kind].format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
+    if kind == "union_tag_invalid":
+        tag = str(context["tag"])
+        kinds = list(_models_by_kind())
+        return f"there is no kind {tag!r:.80}; kinds are {listed(kinds)}.{nearest(tag, kinds, likeness=0.75)}"
+    if kind == "union_tag_not_found":
+        return f"has no `kind`, which says what the stage does: {listed(_models_by_kind())}"
+    if kind == "missing":
+        return "has too few values" if isinstance(problem["loc"][-1], int) else "is missing"
+    if kind == "too_short":
+        return f"must have at least {counted(context['min_length'], 'entry').replace('entrys', 'entries')}"
+    if kind == "too_long":
+        return f"must have at most {counted(context['max_length'], 'entry').replace('entrys', 'entries')}"
+    text = problem["msg"].removeprefix("Value error, ").removesuffix(".")
+    return text.removeprefix("stages.") if not problem["loc"] else text
+
+
+def _shortened(messages: Sequence[str]) -> list[str]:
+    """`must be a whole number or 'auto'`: what is common to the branches of a union stands once."""
+    return [*messages[:1], *(text.removeprefix("must be ") for text in messages[1:])]
+
+
+def _hint(kind: str, value: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    if kind == "bool_type" and value.lower() in ("yes", "no", "on", "off"):
+        return f"; write {str(value.lower() in ('yes', 'on')).lower()}"
+    if kind in ("int_type", "float_type") and value.replace("_", "").replace(".", "").isdigit():
+        return f"; write {value.replace('_', '')}, without {'underscores' if '_' in value else 'quotes'}"
+    return ""
+
+
+def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What to say of keys that are none; in one line, where several of one stage are those of another kind."""
+    by_owner: dict[tuple[int | str, ...], list[Mapping[str, Any]]] = {}
+    for problem in problems:
         if problem["type"] == "extra_forbidden":
-            names = _names_in(_model_at(problem["loc"]))
-            allowed = ", ".join(n for n in names if "." not in n)
-            near = nearest(str(problem["loc"][-1]), names) or f" Allowed: {allowed}."
-            message = f"no such key (nothing is built under that name).{near}"
-        elif problem["type"] == "union_tag_invalid":
-            tag = str(problem["ctx"]["tag"])
-            message = f"kind {tag!r} is none of {', '.join(_models_by_kind())}.{nearest(tag, _models_by_kind())}"
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            value = problem.get("input")
-            if not isinstance(value, dict | BaseModel):
-                found[name] = f" (found {value!r})"
-        if message not in messages.setdefault(name, []):
-            messages[name].append(message)
-    lines = [f"  {name}: {', or '.join(texts)}{found.get(name, '')}" for name, texts in messages.items()]
-    return "\n".join([f"{file}, preset {preset!r}, cannot be used:", *lines])
+            by_owner.setdefault(tuple(problem["loc"][:-1]), []).append(problem)
+    out = {}
+    for owner, found in by_owner.items():
+        keys = [str(problem["loc"][-1]) for problem in found]
+        if len(owner) == 3 and owner[0] == "stages" and len(keys) > 1:
+            kinds = [k for k, model in _models_by_kind().items() if set(keys) <= model.model_fields.keys()]
+            shown = listed(keys[:4]) + (f" and {counted(len(keys) - 4, 'other')}" if len(keys) > 4 else "")
+            is_whose = f"; they are keys of kind {' or '.join(kinds)}" if kinds else ""
+            out[_name_of(owner)] = f"a stage of kind {owner[2]} has no keys {shown}{is_whose}"
+            continue
+        names = _names_in(_model_at(found[0]["loc"]))
+        for problem, key in zip(found, keys, strict=True):
+            own = [name for name in names if "." not in name]
+            all_of_them = f" Allowed: {listed(own)}." if len(own) <= MOST_NAMES else " `nanodag config` prints all."
+            out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
+    return out
 
 
 def _name_of(location: Sequence[int | str]) -> str:
     parts = [str(part) for part in location]
     if parts and parts[0] == "stages":
         parts = [p for i, p in enumerate(parts) if i > 0 and not (i == 2 and p in _models_by_kind())]
-    return ".".join(p for p in parts if not p.startswith(_BRANCHES)) or "pipeline"
+    return ".".join(p for i, p in enumerate(parts) if i == 0 or not p.startswith(_BRANCHES))
 
 
 def _models_by_kind() -> dict[str, type[BaseModel]]:

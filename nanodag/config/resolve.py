@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.derive import derive
-from nanodag.config.explain import explain, nearest
+from nanodag.config.document import parse_yaml, read_yaml
+from nanodag.config.explain import explain
+from nanodag.config.ranges import check_ranges
 from nanodag.config.schema import Pipeline
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
+from nanodag.words import nearest, said
 
 KeyPath = tuple[str, ...]
 
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
 FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "reach"))
-
-# The safe loader in C reads the same six times as fast; a sweep reads the file once a point.
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOST_PARTS = 12  # of a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,15 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
 
     Raises ConfigError naming the field, the value found, what is allowed and the nearest right name.
     """
-    document = _read_yaml(file)
+    document = read_document(file)
     presets = document["presets"]
     if preset == "auto":
         has_gpu = shutil.which("nvidia-smi") is not None and "single-gpu" in presets
         preset = "single-gpu" if has_gpu else document.get("default", "pocket")
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    common = {key: value for key, value in document.items() if key not in ("default", "presets")}
+    _merge(tree, common, origins, "the file, for all presets")
     for name in _lineage(presets, preset, file):
         body = {k: v for k, v in presets[name].items() if k != "extends"}
         _merge(tree, body, origins, f"preset {name}")
@@ -69,10 +71,12 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
             raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
     _absolute_paths(tree, Path.cwd())
     try:
-        pipeline = Pipeline.model_validate(tree)
+        # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
+        pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(explain(error, file, preset)) from None
     check_trust(pipeline, file.absolute())
+    check_ranges(pipeline, file, preset)
     pipeline, derived = derive(pipeline)
     origins.update(derived)
     shown = {name: origins.get(name, "default") for name, _ in leaves(pipeline)}
@@ -89,15 +93,15 @@ def _at(tree: Any, path: KeyPath) -> Any:
 def environment_overrides() -> list[str]:
     """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
     pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
-    return [f"{name}={os.environ[variable]}" for name, variable in pairs if os.environ.get(variable)]
+    return [f"{name}={json.dumps(os.environ[variable])}" for name, variable in pairs if os.environ.get(variable)]
 
 
 def portable(overrides: Sequence[str]) -> list[str]:
     """The same overrides for a process with another working directory: relative paths of `file:` made absolute."""
     out = []
     for text in overrides:
-        name, _, raw = text.partition("=")
-        value = _number_or_yaml(raw)
+        name = text.partition("=")[0]
+        value = value_of(text)
         absolute = _absolute_files(value, Path.cwd())
         out.append(text if absolute == value else f"{name}={json.dumps(absolute)}")
     return out
@@ -133,26 +137,58 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        document = yaml.load(file.read_text(encoding="utf-8"), Loader=_SAFE_LOADER)
-    except FileNotFoundError:
-        raise ConfigError(f"There is no pipeline file {file}. Name one with --file.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("presets"), dict):
+def read_document(file: Path) -> dict[str, Any]:
+    """What a pipeline file says: its presets, and beside them `default` and what is common to all of them.
+
+    Raises ConfigError for what is no such table; what a preset's fields say is looked at when it is resolved.
+    """
+    document = read_yaml(file)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file} is empty, or no table; it needs a table `presets` (see nanodag's pipeline.yaml).")
+    allowed = [name for name in Pipeline.model_fields if name != "preset"]
+    _check_keys(document, ["default", "presets", *allowed], str(file), "beside `presets`, for all of them")
+    presets = document.get("presets")
+    if not isinstance(presets, dict) or not presets:
         raise ConfigError(f"{file} has no table `presets`; see the pipeline.yaml that comes with nanodag.")
+    if not isinstance(document.get("default", ""), str):
+        raise ConfigError(f"{file}: default must be the name of a preset; found {said(document['default'])}.")
+    for name, body in presets.items():
+        if not isinstance(body, dict):
+            raise ConfigError(f"{file}: the preset {name!r} must be a table with `stages`; found {said(body)}.")
+        _check_keys(body, ["extends", *allowed], f"{file}: the preset {name!r}", "in a preset")
+        if not isinstance(body.get("extends", ""), str):
+            raise ConfigError(
+                f"{file}: `extends` of the preset {name!r} must be the name of another; found {said(body['extends'])}."
+            )
+    for where, body in [("beside the presets", document), *((f"in the preset {n!r}", b) for n, b in presets.items())]:
+        _check_stages(body.get("stages", {}), f"{file}: `stages` {where}")
     return document
+
+
+def _check_keys(table: Mapping[str, Any], allowed: Sequence[str], where: str, what: str) -> None:
+    for key in table:
+        if key not in allowed:
+            near = nearest(key, allowed) or f" Allowed {what}: {', '.join(allowed)}."
+            raise ConfigError(f"{where} has a key {key!r:.80} that means nothing.{near}")
+
+
+def _check_stages(stages: Any, where: str) -> None:
+    if not isinstance(stages, dict):
+        raise ConfigError(f"{where} must be a table of stages; found {said(stages)}.")
+    for name, body in stages.items():
+        if not isinstance(body, dict) and body != "drop":
+            raise ConfigError(f"{where}: the stage {name!r} must be a table, or `drop`; found {said(body)}.")
 
 
 def _lineage(presets: Mapping[str, Any], name: str, file: Path) -> list[str]:
     chain: list[str] = []
     while name:
         if name not in presets:
+            by = f", which {chain[0]!r} extends" if chain else ""
             hint = nearest(name, presets)
-            raise ConfigError(f"{file} has no preset {name!r}; it has {', '.join(presets)}.{hint}")
+            raise ConfigError(f"{file} has no preset {name!r}{by}; it has {', '.join(presets)}.{hint}")
         if name in chain:
-            raise ConfigError(f"{file}: preset {name!r} extends itself through {' -> '.join(chain)}.")
+            raise ConfigError(f"{file}: the preset {name!r} extends itself: {' <- '.join([name, *chain])}.")
         chain.insert(0, name)
         name = presets[name].get("extends", "")
     return chain
@@ -171,7 +207,7 @@ def _merge(
                 tree[key] = {}
             _merge(tree[key], value, origins, origin, here)
         else:
-            if isinstance(value, list) and here[-1] == "inputs":
+            if isinstance(value, list) and here[-1] == "inputs" and all(isinstance(name, str) for name in value):
                 value = {name: name for name in value}
             tree[key] = value
             name = ".".join(here[1:] if here[0] == "stages" else here)
@@ -182,33 +218,36 @@ def _merge(
 
 
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:
-    name, equals, raw = text.partition("=")
+    name, equals, _ = text.partition("=")
     parts = name.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"Override {text!r} is not of the form name=value, as in rl.learning_rate=2e-6.")
-    try:
-        value = _number_or_yaml(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"Override {text!r}: the value is not YAML ({error}).") from None
+    if not equals or not all(parts) or len(parts) > MOST_PARTS:
+        raise ConfigError(f"Override {text!r:.80} is not of the form name=value, as in rl.learning_rate=2e-6.")
+    value = value_of(text)
     stages = tree.get("stages", {})
     sections = ("stages", "store", "server", "cluster", "nightly")
     if parts[0] in stages:
         parts = ["stages", *parts]
+    elif parts[0] == "preset":
+        raise ConfigError(f"Override {text!r:.80}: a preset is chosen with --preset.")
     elif parts[0] not in Pipeline.model_fields or (len(parts) > 1 and parts[0] not in sections):
         options = [*stages, *Pipeline.model_fields]
-        hint = nearest(parts[0], options)
-        raise ConfigError(f"Override {text!r}: there is no stage or setting {parts[0]!r}; there are {options}.{hint}")
+        hint = nearest(parts[0], options) or f" There are {', '.join(options)}."
+        raise ConfigError(f"Override {text!r:.80}: there is no stage or setting {parts[0]!r}.{hint}")
+    elif len(parts) == 1 and parts[0] == "stages":
+        _check_stages(value, f"Override {text!r:.80}: `stages`")
     layer: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         layer = {part: layer}
     _merge(tree, layer, origins, origin)
 
 
-def _number_or_yaml(raw: str) -> Any:
-    try:
-        return float(raw) if "e" in raw.lower() and not raw.isalpha() else yaml.safe_load(raw)  # YAML 1.1 has no 2e-6
-    except ValueError:
-        return yaml.safe_load(raw)
+def value_of(text: str) -> Any:
+    """The value of an override, `name=value`. Raises ConfigError when it is not YAML."""
+    raw = text.partition("=")[2]
+    value = parse_yaml(raw, lambda line: f"Override {text!r:.80}")
+    if isinstance(value, str) and " #" in raw and "#" not in value:
+        raise ConfigError(f"Override {text!r:.80}: what follows ` #` is a comment in YAML; put the value in quotes.")
+    return value
 
 
 def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
@@ -223,8 +262,15 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
             places.append((table, field, "none"))
     for table, field, default in places if isinstance(store, dict) else places[:1]:
         value = table.get(field, default)
-        if isinstance(value, str) and value not in ("none", "auto") and "://" not in value:
-            table[field] = str(base / Path(value).expanduser())
+        if isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value:
+            table[field] = str(base / _expanded(value))
+
+
+def _expanded(value: str) -> Path:
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"The path {value!r} names a user that there is not; write the folder out.") from None
 
 
 def _absolute_files(value: Any, base: Path) -> Any:

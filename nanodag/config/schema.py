@@ -4,24 +4,27 @@ Fields marked `operational` change how a stage is carried out, never what comes 
 `"auto"` is replaced by a derived number before anything starts (nanodag.config.resolve), so a worker never sees it.
 """
 
+import math
 import re
 from ipaddress import ip_address
 from socket import inet_aton
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
 from nanodag.rl import entries
 from nanodag.sampler.options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
+from nanodag.words import listed, nearest, said
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["fp32", "bf16"]
 
 
@@ -139,7 +142,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "muon"] = "muon"
     learning_rate: Rate | Auto = "auto"
     matrix_lr: Rate | Auto = "auto"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -303,6 +306,11 @@ class FilterConfig(Section):
         entries.import_path("filter", self.name)
         if self.name in entries.names("filter"):
             entries.load_filter(self.name, self.options)
+            if self.options.get("lowest", -math.inf) > self.options.get("highest", math.inf):
+                raise ValueError(
+                    f"filter {self.name}: lowest {self.options['lowest']:g} is above highest "
+                    f"{self.options['highest']:g}, so every group would be dropped; swap them"
+                )
         return self
 
 
@@ -486,7 +494,7 @@ class RLStage(StageBase):
     overlong_buffer: int = Field(0, ge=0)
     overlong_penalty: float = Field(1.0, gt=0)
     learning_rate: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Share, Share] = (0.9, 0.98)
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0)
     gradient_clipping: float = Field(1.0, ge=0)
@@ -582,7 +590,9 @@ class RLStage(StageBase):
     def _check_critic(self) -> None:
         for label, model in (("critic", self.critic.model), ("teacher", self.teacher.model)):
             if (model == "input") != (label in self.inputs):
-                raise ValueError(f"{label}.model {model!r} and the inputs {list(self.inputs)} do not fit together")
+                way = f"name a stage as inputs.{label}" if model == "input" else f"set {label}.model to input"
+                found = listed(self.inputs)
+                raise ValueError(f"{label}.model {model!r} and inputs ({found}) do not fit together; {way}")
         if self.teacher.url != "none" and self.temperature != 1.0:
             raise ValueError(
                 f"teacher.url with temperature {self.temperature}: servers score a prompt at temperature 1; set it to "
@@ -667,7 +677,8 @@ class RLStage(StageBase):
     def _check_reward(self) -> None:
         weights = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
         if not weights or not all(weights.values()):
-            raise ValueError(f"reward {self.reward} has nothing to add up, or a weight of 0; name rewards with weights")
+            found = self.reward if isinstance(self.reward, str) else said(self.reward)
+            raise ValueError(f"reward {found} has nothing to add up, or a weight of 0; name rewards with weights")
         for name in weights:
             if name != "auto":
                 entries.import_path("reward", name)
@@ -790,6 +801,13 @@ REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+_MODELS = ("import", "pretrain", "midtrain", "sft", "rl")  # kinds whose result is a model
+INPUT_KINDS: dict[str, tuple[str, ...]] = {
+    "tokenizer": ("tokenizer",),
+    "model": _MODELS,
+    "critic": _MODELS,
+    "teacher": _MODELS,
+}
 TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
 
 
@@ -812,9 +830,17 @@ class StoreConfig(Section):
     ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory.
     mirror_checkpoints: copy those of stages under way to a remote store, so that another machine can go on."""
 
-    url: str = "store"
-    local: str = "auto"
+    url: str = Field("store", min_length=1)
+    local: str = Field("auto", min_length=1)
     mirror_checkpoints: bool = False
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_place(cls, url: str) -> str:
+        scheme, separator, rest = url.partition("://")
+        if separator and not rest.strip("/"):
+            raise ValueError(f"{url!r} names no place after {scheme}://; give one, as in s3://bucket/folder")
+        return url
 
     @model_validator(mode="after")
     def _has_somewhere_to_mirror(self) -> "StoreConfig":
@@ -879,7 +905,8 @@ class Pipeline(Section):
 
     mirror: a folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from, `none` for the
     hub. Relative paths as in StoreConfig. trusted_modules: modules and packages whose functions may be named beside
-    those next to the pipeline file; set in that file alone.
+    those next to the pipeline file; set in that file alone. unchecked: names of numbers that are meant though they look
+    like slips, as rl.temperature (nanodag.config.ranges).
     """
 
     preset: str
@@ -887,6 +914,7 @@ class Pipeline(Section):
     seed: int = Field(0, ge=0)
     mirror: str = "none"
     trusted_modules: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -899,17 +927,31 @@ class Pipeline(Section):
             if not _STAGE_NAME.fullmatch(name) or name in type(self).model_fields:
                 settings = ", ".join(type(self).model_fields)
                 raise ValueError(f"stage name {name!r}: use small letters, digits, '-' and '_', and none of {settings}")
-            missing = [i for i in REQUIRED_INPUTS[stage.kind] if i not in stage.inputs]
-            if missing:
-                found = list(stage.inputs)
-                raise ValueError(f"stages.{name} of kind {stage.kind} needs inputs {missing}; found {found}")
-            for label, source in stage.inputs.items():
-                if source not in self.stages:
-                    known = list(self.stages)
-                    raise ValueError(f"stages.{name}.inputs.{label} names {source!r}; the stages are {known}")
+            self._check_inputs(name, stage)
             self._check_machines(name, stage)
         order_of(self)
         return self
+
+    def _check_inputs(self, name: str, stage: AnyStage) -> None:
+        if missing := [label for label in REQUIRED_INPUTS[stage.kind] if label not in stage.inputs]:
+            found = listed(stage.inputs)
+            raise ValueError(f"stages.{name} of kind {stage.kind} needs the input {missing[0]}; found {found}")
+        for label, source in stage.inputs.items():
+            if source not in self.stages:
+                near = nearest(source, self.stages) or f" The stages are {listed(self.stages)}."
+                raise ValueError(f"stages.{name}.inputs.{label}: there is no stage {source!r}.{near}")
+            if stage.kind == "report":  # over whatever there is
+                continue
+            if label not in INPUT_KINDS:
+                near = nearest(label, INPUT_KINDS) or f" Inputs are {listed(INPUT_KINDS)}."
+                raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
+            if (kind := self.stages[source].kind) not in INPUT_KINDS[label]:
+                fitting = [n for n, s in self.stages.items() if s.kind in INPUT_KINDS[label] and n != name]
+                what = "a tokenizer" if label == "tokenizer" else "a model"
+                raise ValueError(
+                    f"stages.{name}.inputs.{label}: stage {source}, of kind {kind}, is not {what}; name one of "
+                    f"{listed(fitting)}"
+                )
 
     def _check_machines(self, name: str, stage: AnyStage) -> None:
         if (pool := stage.resources.work_pool) != "none" and self.server.database == "sqlite":
@@ -947,6 +989,6 @@ def order_of(pipeline: Pipeline) -> list[str]:
         ]
         if not ready:
             rest = sorted(set(pipeline.stages) - set(order))
-            raise ValueError(f"stages {rest} wait for each other; a DAG has no cycle")
+            raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
         order.append(ready[0])
     return order

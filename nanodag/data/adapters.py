@@ -7,7 +7,6 @@ gets the row and `kind`. The entries themselves are in adapter_entries.py.
 Any adapter that makes conversations makes documents too: the texts of the messages, one below the other.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from nanodag.data.records import KINDS, Kind, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
 from nanodag.functions import function_at
+from nanodag.words import listed, nearest
 
 _GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
 
@@ -44,14 +44,16 @@ def check_adapter(name: str, url: str, options: Mapping[str, Any]) -> None:
     elif name in _names():
         candidates = {name}
     else:
-        near = difflib.get_close_matches(name, _names(), n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise SourceError(
-            f"Adapter {name!r} of {url} is not known; there are {', '.join(_names())}, and module:function.{hint}"
+            f"Adapter {name!r} of {url} is not known; there are {listed(_names())}, and module:function."
+            f"{nearest(name, _names())}"
         )
     taken = {option for (entry, _), adapt in ENTRIES.items() if entry in candidates for option in _options(adapt)}
     if unknown := sorted(set(options) - taken):
-        raise SourceError(f"Adapter {name!r} of {url} has no option {unknown[0]!r}; it takes {sorted(taken) or None}.")
+        raise SourceError(
+            f"Adapter {name!r} of {url} has no option {unknown[0]!r}; it takes {listed(sorted(taken))}."
+            f"{nearest(unknown[0], taken)}"
+        )
 
 
 def open_adapter(name: str, url: str, kind: Kind, options: Mapping[str, Any]) -> Callable[[int, dict], dict]:
@@ -75,7 +77,7 @@ def open_adapter(name: str, url: str, kind: Kind, options: Mapping[str, Any]) ->
             detail = with_place(error) if ":" in resolved else detail
             raise SourceError(
                 f"Adapter {resolved!r} cannot make a {kind} of row {index} of {url}: {detail}. "
-                f"The row's columns are {sorted(row)}; choose another adapter or repair the row."
+                f"The row's columns are {listed(sorted(row))}; choose another adapter or repair the row."
             ) from error
         return record
 

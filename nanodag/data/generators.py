@@ -16,6 +16,7 @@ from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
 from nanodag.functions import function_at
+from nanodag.own_code import file_of
 
 _BLOCK_ROWS = 1024
 _ROW_BYTES = 1024  # a guess: rows are made when they are taken, so a block costs nothing to hold
@@ -100,13 +101,9 @@ def open_python(url: SourceURL) -> GeneratedSource:
     The module is found, not imported, until rows are read. The hash in the identity is that of its file alone.
     """
     module, _, function = url.path.partition(":")
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError as error:
-        raise SourceError(f"Source {url.text!r}: the module {module} cannot be found: {error}.") from error
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    code = file_of(module)
+    if code is None:
         raise SourceError(f"Source {url.text!r}: there is no module {module} on this Python's path.")
-    code = Path(spec.origin)
 
     def make() -> Any:
         try:

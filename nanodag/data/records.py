@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from nanodag.errors import SourceError
+from nanodag.words import listed
 
 Kind = Literal["document", "conversation", "prompt"]
 KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt")
@@ -32,7 +33,7 @@ def check_record(record: Mapping[str, Any], kind: Kind) -> None:
     if kind == "prompt":
         missing = [name for name in ("answer", "reward", "metadata") if name not in record]
         if missing:
-            raise SourceError(f"A prompt needs {missing} beside its messages; found {sorted(record)}.")
+            raise SourceError(f"A prompt needs {listed(missing)} beside its messages; found {listed(sorted(record))}.")
         if messages[-1]["role"] == "assistant":
             raise SourceError("A prompt ends before the assistant speaks; its last message is the assistant's.")
 

@@ -9,7 +9,6 @@
 Each may end in a slice of rows, `[0:1000]`, `[1000:]` or `[:50]`; step and negative numbers are not offered.
 """
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from nanodag.errors import SourceError
+from nanodag.words import listed, nearest
 
 KINDS = ("hub", "file", "package", "reasoning_gym", "python")
 
@@ -56,9 +56,8 @@ def parse_url(text: str) -> SourceURL:
     """The parts of a source URL. Raises SourceError naming the part that is wrong and the forms there are."""
     kind, colon, rest = text.partition(":")
     if not colon or kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f" Did you mean {near[0]}:?" if near else ""
-        raise SourceError(f"Source {text!r} has no known kind; kinds are {', '.join(k + ':' for k in KINDS)}.{hint}")
+        kinds = [f"{one}:" for one in KINDS]
+        raise SourceError(f"Source {text!r} has no known kind; kinds are {listed(kinds)}.{nearest(f'{kind}:', kinds)}")
     rest, start, stop = _take_slice(text, rest)
     view = ""
     if kind in ("file", "package") and "#" in rest:
@@ -107,7 +106,7 @@ def _check(url: SourceURL) -> None:
     if url.kind == "hub":
         hub_path(url)
     if url.kind in ("hub", "package") and url.parameters:
-        raise SourceError(f"Source {url.text!r}: {url.kind}: takes no parameters; found {sorted(url.parameters)}.")
+        raise SourceError(f"Source {url.text!r}: {url.kind}: takes no parameters; found {listed(url.parameters)}.")
     if url.kind == "package" and "/" not in url.path.strip("/"):
         raise SourceError(f"Source {url.text!r} is not of the form package:distribution/path/inside.")
     if url.kind == "python" and url.path.count(":") != 1:

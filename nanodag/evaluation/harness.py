@@ -21,11 +21,11 @@ from lm_eval.evaluator import evaluate
 from nanodag.config.schema import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.checkpoint import Checkpoint
+from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.intervals import Score, score_of
 
 log = logging.getLogger(__name__)
 
-FORMS = Path(__file__).parent / "benchmarks"
 MAX_RECORDED_CHARACTERS = 20_000
 
 
@@ -95,35 +95,6 @@ def run_benchmark(
         scores=scores,
         records=records,
     )
-
-
-def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
-    """The YAML file that a benchmark is put in, and whether its prompts are a chat's.
-
-    Raises ConfigError listing what is shipped.
-    """
-    named = config.name if config.form == "auto" else config.form
-    if named.startswith("lm_eval:"):
-        path = Path(lm_eval.tasks.__file__).parent / named.removeprefix("lm_eval:")
-    elif named.endswith(".yaml"):
-        path = Path(named).absolute()
-    else:
-        path = FORMS / f"{named}.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"Benchmark {config.name!r} has no form {named!r} ({path} does not exist). Shipped are "
-            f"{', '.join(shipped_forms())}. Name one with `form:`, or a YAML file of lm-eval's as "
-            "lm_eval:folder/file.yaml, or any by path."
-        )
-    for_chat = path.with_name(f"{path.stem}_chat.yaml")
-    if chat and for_chat.is_file():
-        return for_chat, True
-    return path, False
-
-
-def shipped_forms() -> list[str]:
-    """Names of the forms in benchmarks/."""
-    return sorted(path.stem for path in FORMS.glob("*.yaml") if not path.stem.endswith("_chat"))
 
 
 def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> str:

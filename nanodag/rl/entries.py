@@ -13,6 +13,7 @@ from typing import Any
 from nanodag.blame import with_place
 from nanodag.errors import ConfigError
 from nanodag.functions import function_at
+from nanodag.words import listed, nearest
 
 ENTRIES: dict[str, dict[str, str]] = {
     "advantage": {
@@ -101,8 +102,8 @@ def import_path(kind: str, name: str) -> str:
     if _is_path(name):
         return name
     raise ConfigError(
-        f"There is no {kind.replace('_', ' ')} named {name!r}. Choose one of {', '.join(ENTRIES[kind])}, or name a "
-        "function of your own as package.module:function."
+        f"there is no {kind.replace('_', ' ')} {name!r:.80}; choose one of {', '.join(ENTRIES[kind])}, or name a "
+        f"function of your own as package.module:function.{nearest(name, ENTRIES[kind])}"
     )
 
 
@@ -150,7 +151,8 @@ def load_filter(name: str, options: Mapping[str, float]) -> Callable[..., str | 
     needed = {one.name for one in takes if one.default is one.empty}
     unknown, missing = sorted(options.keys() - known), sorted(needed - options.keys())
     if unknown or missing or (known and not options):
-        what = f"has no option {unknown[0]!r}" if unknown else f"needs {missing[0] if missing else 'one'!r}"
+        needs = f"the option {missing[0]!r}" if missing else "an option, or it would drop nothing"
+        what = f"has no option {unknown[0]!r}" if unknown else f"needs {needs}"
         example = f", as in {{name: {name}, options: {{{min(known)}: 0.5}}}}" if known else ""
         raise ConfigError(f"The filter {name!r} {what}; it takes {', '.join(sorted(known)) or 'no options'}{example}.")
     return partial(function, **options)
@@ -165,6 +167,6 @@ def load_generate(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(None, None, **options)
     except TypeError as error:
-        given = f"(sampler, sample) and the options {dict(options)}"
+        given = f"(sampler, sample) and the options {listed(options)}"
         raise ConfigError(f"generate {name!r} is called with {given}: {error}.") from error
     return partial(function, **options)

@@ -37,7 +37,7 @@ class RemotePlace:
             raise MissingTool(
                 f"The store {url} needs a package that is not installed ({error}). For s3: pip install 'nanodag[s3]'."
             ) from error
-        except ValueError as error:
+        except (OSError, ValueError, TypeError) as error:  # no such host, no host at all, no such kind
             raise StoreError(
                 f"The store's URL {url!r} cannot be used ({error}). Set another with store.url=URL."
             ) from error

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.config import AnyStage, Pipeline, order_of, resolve
+from nanodag.config.document import parse_yaml
+from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError
 from nanodag.store import canonical_json
 
@@ -147,17 +147,21 @@ def _last_set(base: Pipeline, points: Sequence[Point]) -> str:
 def _axis(text: str) -> list[str]:
     """`rl.learning_rate=[1e-6,2e-6]` as one override a value."""
     name, raw = _split(text)
-    try:
-        values = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"Grid {text!r}: the values are not YAML ({error}).") from None
+    values = parse_yaml(raw, lambda line: f"Grid {text!r:.80}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"Grid {text!r}: give a list of values, as {name}=[1,2].")
     return [f"{name}={_text(value)}" for value in values]
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and _parsed(value) == value else json.dumps(value)
+
+
+def _parsed(raw: str) -> Any:
+    try:
+        return value_of(f"={raw}")
+    except ConfigError:
+        return None
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -32,6 +32,8 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Ranks:
     # Two pairs can spell the same bytes; that token is kept once, so a few more are made than needed.
     trainer.train_from_iterator(texts, wanted + 16, pattern=SPLIT_PATTERN)
     found = dict.fromkeys(bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]))
+    if len(found) <= 256:  # bytes alone: nothing was merged
+        raise ConfigError("The text is empty, or has no two characters in a row: give the tokenizer other data.")
     if len(found) < wanted:
         largest = len(found) + len(SPECIAL_TOKENS)
         raise ConfigError(

@@ -93,52 +93,11 @@ def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, m
     assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["rl.lerning_rate=1"], "rl.lerning_rate: no such key .* Did you mean 'learning_rate'?"),
-        (["base.learning_rate=1"], "base.learning_rate: no such key .* Did you mean 'optimizer.learning_rate'?"),
-        (["base.shape.dept=1"], "base.shape.dept: no such key .* Did you mean 'depth'?"),
-        (["rl.tool_use=true"], "rl.tool_use: no such key .* Allowed: "),
-        (["rll.seed=1"], "there is no stage or setting 'rll'.*Did you mean 'rl'?"),
-        (["rl.learning_rate=fast"], r"rl.learning_rate: Input should be a valid number.* \(found 'fast'\)"),
-        (["rl.learning_rate=-1"], r"rl.learning_rate: .*greater than 0 \(found -1\)"),
-        (["base.batch_tokens=x"], r"base.batch_tokens: .*valid integer.*, or Input should be 'auto' \(found 'x'\)"),
-        (["rl.aggregation=sum"], r"'token', 'sequence' or 'constant' \(found 'sum'\)"),
-        (["rl.max_staleness=-1"], r"rl.max_staleness: .*greater than or equal to 0 \(found -1\)"),
-        (["rl.kind=grpo"], "kind 'grpo' is none of import, tokenizer"),
-        (["rl.over_sampling=8"], "over_sampling 8 is below prompts_per_step 32; raise it, or set it to 0"),
-        (["rl.top_p=0.9"], "top_p 0.9 .*use top_p: 1.0"),
-        (["rl.inputs.model=bse"], "names 'bse'; the stages are"),
-        (["base.inputs.tokenizer=rl"], "wait for each other"),
-        (["base.batch_tokens=100"], "batch_tokens 100 must be a multiple"),
-        (["base.sequence_length=4096"], "base.sequence_length: 4096 is above base.shape.max_positions 2048"),
-        (["base.shape.num_heads=3", "base.shape.num_kv_heads=2"], "num_kv_heads: 2 does not divide num_heads 3"),
-        (["base.shape.width=33"], "base.shape.head_width: 33 is odd"),
-        (["base.schedule.warmup_fraction=0.8"], r"warmup_fraction 0.8 \+ decay_fraction 0.5 exceed 1; lower one"),
-        (["rl.data=[hub:x]"], "hub:x"),
-        (["seed"], "not of the form name=value"),
-        (["seed=[1"], "the value is not YAML"),
-    ],
-)
-def test_a_wrong_override_is_refused_with_the_field_the_value_and_the_way_out(file, overrides, said):
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
-        resolve(file, "one", overrides)
-
-
 def test_an_unknown_preset_is_refused_with_the_nearest(file):
     with pytest.raises(ConfigError, match=r"no preset 'shot'; it has one, two, short.* Did you mean 'short'\?"):
         resolve(file, "shot")
     with pytest.raises(ConfigError, match="extends itself"):
         resolve(file, "loop")
-
-
-def test_a_missing_or_broken_file_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"no pipeline file .*nowhere\.yaml"):
-        resolve(tmp_path / "nowhere.yaml")
-    (tmp_path / "broken.yaml").write_text("presets: [")
-    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML"):
-        resolve(tmp_path / "broken.yaml")
 
 
 def test_operational_fields_are_no_part_of_the_result(file):

@@ -46,7 +46,7 @@ def test_brackets_of_a_glob_are_no_slice():
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("hbu:a/b", "Did you mean hub:"),
+        ("hbu:a/b", "Did you mean 'hub:'"),
         ("gsm8k", "has no known kind"),
         ("hub:gsm8k", "hub:owner/name"),
         ("hub:a/b?x=1", "takes no parameters"),
@@ -68,7 +68,7 @@ def test_a_config_may_be_a_bare_url_and_refuses_what_it_does_not_know():
         SourceConfig(url="hub:a/b", wieght=2)
     with pytest.raises(ValidationError, match="keep one"):
         SourceConfig(url="hub:a/b", weight=2, epochs=1)
-    with pytest.raises(ValidationError, match="Did you mean gsm8k"):
+    with pytest.raises(ValidationError, match="Did you mean 'gsm8k'"):
         SourceConfig(url="hub:a/b", adapter="gsm8")
     with pytest.raises(ValidationError, match="no option 'tool'; it takes"):
         SourceConfig(url="hub:openai/gsm8k/main", options={"tool": True})

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from nanodag.config.schema import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.checkpoint import Checkpoint
-from nanodag.evaluation.harness import run_benchmark, shipped_forms
+from nanodag.evaluation.forms import shipped_forms
+from nanodag.evaluation.harness import run_benchmark
 from nanodag.tokenizer.chat import load_renderer
 
 

@@ -25,7 +25,11 @@ STAGES = {
         "batch_tokens": 64,
         "horizon_tokens": 64,
     },
-    "eval_base": {"kind": "eval", "inputs": {"model": "pretrain"}, "benchmarks": [{"name": "x"}]},
+    "eval_base": {
+        "kind": "eval",
+        "inputs": {"model": "pretrain"},
+        "benchmarks": [{"name": "continuation", "source": "file:text.txt"}],
+    },
     "report": {"kind": "report", "inputs": ["pretrain", "eval_base"]},
 }
 

@@ -19,7 +19,7 @@ def states(project, run):
 
 def test_a_wrong_config_is_refused_before_anything_starts(project):
     code, output = project.run("run", "pretrain.dept=3")
-    assert code == 2 and "pretrain.dept: no such key" in output
+    assert code == 2 and "pretrain.dept: there is no such key" in output
     assert not (project.folder / "store").exists()
 
 
@@ -72,7 +72,7 @@ def test_rerun_builds_a_stage_with_other_values_or_one_and_all_that_follow_it(pr
     ("arguments", "said"),
     [
         (("--stage", "pretrain", "eval_base.seed=1"), "Override 'eval_base.seed=1' is not of stage pretrain"),
-        (("--stage", "pretrain", "pretrain.sed=1"), "pretrain.sed: no such key"),
+        (("--stage", "pretrain", "pretrain.sed=1"), "pretrain.sed: there is no such key"),
         (("--from", "pretrian"), "Run first has no stage 'pretrian'"),
         ((), "Say either --stage STAGE"),
     ],

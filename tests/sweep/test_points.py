@@ -22,9 +22,9 @@ def file(tmp_path, monkeypatch):
 def test_a_grid_has_every_combination_and_lists_multiply_it():
     points = points_of(["a.x=[1,2]", "b.y=[1e-3,adamw]"], [])
     assert [point.overrides for point in points] == [
-        ("a.x=1", "b.y=1e-3"),
+        ("a.x=1", "b.y=0.001"),
         ("a.x=1", "b.y=adamw"),
-        ("a.x=2", "b.y=1e-3"),
+        ("a.x=2", "b.y=0.001"),
         ("a.x=2", "b.y=adamw"),
     ]
     points = points_of(["a.x=[1,2]"], [["c.z=[1,2]"], ["c.z=[3]", "d.w=4"]])
@@ -70,7 +70,7 @@ def test_points_that_come_to_the_same_config_are_one_stage(file):
     [
         ([], [], "", "A sweep needs a grid"),
         (["sft.num_epochs=2"], [], "", "give a list of values, as sft.num_epochs=\\[1,2\\]"),
-        (["sft.num_epoch=[1,2]"], [], "", "(?s)Point 1 .*no such key.*num_epochs"),
+        (["sft.num_epoch=[1,2]"], [], "", "(?s)Point 1 .*there is no such key.*num_epochs"),
         (["sft.num_epochs=[1,-2]"], [], "", "Point 2 \\(sft.num_epochs=-2\\)"),
         (["store.url=[a,b]"], [], "", "'store.url' belongs to the sweep as a whole"),
         (["sft.seed=[1,2]"], [["sft.seed=3"]], "", "Point 1 sets an option twice"),

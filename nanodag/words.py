@@ -1,0 +1,39 @@
+"""How names, values and numbers are put into messages."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest(name: str, options: Iterable[str], *, likeness: float = 0.6) -> str:
+    """` Did you mean 'x'?` for the option whose last part is most like a name, the outermost of those, or nothing.
+
+    likeness: how like it must be, 1 being equal."""
+    inmost_first = sorted(options, key=lambda option: option.count("."), reverse=True)
+    by_last = {option.rpartition(".")[2]: option for option in inmost_first}
+    near = difflib.get_close_matches(name[:200], by_last, n=1, cutoff=likeness)
+    return f" Did you mean {by_last[near[0]]!r}?" if near else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a, b, c`; `none` where there are none."""
+    return ", ".join(names) or "none"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def said(value: Any) -> str:
+    """A config's value as YAML would have it, short."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return f"a table of {listed(list(map(str, value))[:5])}{', ...' if len(value) > 5 else ''}" if value else "{}"
+    if isinstance(value, list | tuple):
+        shown = ", ".join(said(one) for one in value[:3])
+        return f"[{shown}{', ...' if len(value) > 3 else ''}]"
+    return f"{value!r:.100}" if isinstance(value, str) else f"{value}"

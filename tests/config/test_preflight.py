@@ -1,0 +1,208 @@
+"""What a pipeline names is looked at before anything starts: functions, files, models, benchmarks, first rows."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from nanodag.config import resolve
+from nanodag.errors import ConfigError
+from nanodag.own_code import note_python_path
+from nanodag.preflight import check_before_start
+from nanodag.preflight_checks import Checks
+from tests.config.test_resolve import STAGES
+
+MODULE = """
+    import helper_of_mine_pf
+
+    NUMBER = 5
+
+    def reward(prompt, completion):
+        return 1.0
+
+    def reward_of_one(completion):
+        return 1.0
+
+    def drop(group, *, lowest=0.0):
+        return None
+
+    def rows(n=3):
+        return [{"question": f"{i}?", "answer": i} for i in range(n)]
+
+    def failing_rows():
+        raise KeyError("answer_column")
+
+    def adapt(row, kind):
+        return {"text": row["question"]}
+
+    async def generate(sampler, sample):
+        return sample
+
+    def plain_generate(sampler, sample):
+        return sample
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A pipeline file with modules and data beside it."""
+    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
+    monkeypatch.delenv("NANODAG_STORE", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mine_pf", "helper_of_mine_pf", "broken_pf"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "mine_pf.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "helper_of_mine_pf.py").write_text("")
+    (tmp_path / "broken_pf.py").write_text("\nimport nothing_of_this_name\n")
+    (tmp_path / "text.txt").write_text("A text.\n\nAnother.")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1", "answer": 2}\n')
+    (tmp_path / "q.jsonl").write_text('{"question": "1+1", "choices": ["a", "b", "c", "d"]}\n')
+    with gzip.open(tmp_path / "cut.jsonl.gz", "wt") as stream:
+        stream.write('{"a": 1}\n' * 1000)
+    cut = (tmp_path / "cut.jsonl.gz").read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(cut[: len(cut) // 2])
+    stages = json.loads(json.dumps(STAGES).replace("/x.txt", "text.txt").replace("/p.jsonl", "p.jsonl"))
+    stages["eval"] = {
+        "kind": "eval",
+        "inputs": {"model": "base"},
+        "benchmarks": [{"name": "continuation", "source": "file:text.txt"}],
+    }
+    stages["model"] = {"kind": "import", "model": "file:model"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 64}')
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    presets = {"one": {"stages": stages}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"presets": presets}, sort_keys=False))
+    return tmp_path
+
+
+def faults(folder, *overrides):
+    pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
+    checks = Checks(pipeline, folder / "doing")
+    for name in pipeline.stages:
+        checks.stage(name)
+    return [fault.replace(f"{folder}/", "") for fault in checks.faults]
+
+
+def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    own = ["rl.reward=mine_pf:reward", "rl.filters=[{name: 'mine_pf:drop', options: {lowest: 1}}]"]
+    data = ["rl.data=['python:mine_pf:rows']", "rl.data=[{url: 'python:mine_pf:rows', adapter: problem}]"]
+    more = ["rl.generate=mine_pf:generate", "rl.inputs={model: model}", "rl.lora_rank=64"]
+    assert faults(folder, *own, *data, *more) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rl.reward=nomodule_pf:f", "rl.reward: there is no module nomodule_pf beside the pipeline file, on PYTHONPATH "
+         "or among the installed packages"),
+        ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "rl.reward: there is no module nomodule_pf beside the pipeline "
+         "file, on PYTHONPATH or among the installed packages"),
+        ("rl.reward=os:system", "rl.reward: os is a module of Python's own, and no function of yours"),
+        ("rl.reward=mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
+        ("rl.reward=mine_pf:NUMBER", "rl.reward: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
+        ("rl.reward=mine_pf:reward_of_one",
+         "rl.reward: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),
+        ("rl.reward=group:mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
+        ("rl.reward=model:/nowhere", "rl.reward: Model 'file:/nowhere': there is no folder /nowhere."),
+        ("rl.reward=broken_pf:f", "rl.reward: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
+         "'nothing_of_this_name' (broken_pf.py, line 2)"),
+        ("rl.advantage=mine_pf:reward",
+         "rl.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many positional arguments"),
+        ("rl.policy_loss=mine_pf:no", "rl.policy_loss: mine_pf:no: mine_pf.py has no function no"),
+        ("rl.filters=['mine_pf:no']", "rl.filters.0: mine_pf:no: mine_pf.py has no function no"),
+        ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]",
+         "rl.filters.0: The filter 'mine_pf:drop' has no option 'lowst'; it takes lowest, as in {name: mine_pf:drop, "
+         "options: {lowest: 0.5}}."),
+        ("rl.generate=mine_pf:no", "rl.generate: mine_pf:no: mine_pf.py has no function no"),
+        ("rl.teacher={model: /nowhere}",
+         "rl.teacher.model: Model 'file:/nowhere': there is no folder /nowhere."),
+        ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
+        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.lora_rank: rl.lora_rank: 65 is above 64, the width of the "
+         "model, so adapters would be larger than what they adapt. Lower it; or, if it is meant, say so with "
+         "unchecked=[rl.lora_rank]."),
+        ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file (/nowhere.jsonl). "
+         "It must name files ending in .parquet, .jsonl, .ndjson, .json, .txt, all but parquet also with .gz or .zst."),
+        ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
+        ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
+        ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: "
+         "no column 'prompt'. The row's columns are choices, question; choose another adapter or repair the row."),
+        ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
+        ("rl.data=['python:mine_pf:failing_rows']", "rl.data.0: python:mine_pf:failing_rows cannot be read: "
+         "KeyError: 'answer_column' (mine_pf.py, line 19)"),
+        ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']",
+         "rl.data: In one mixture file:p.jsonl has a weight and file:q.jsonl has none."),
+        ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no "
+         "/nowhere/a/b/default/train.parquet. The mirror /nowhere is not a folder."),
+        ("base.data=['package:no-such-dist/x.json']", "base.data.0: Source 'package:no-such-dist/x.json' reads a file "
+         "of the package no-such-dist, which is not installed."),
+        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]",
+         "eval.benchmarks.0: Benchmark 'contination' has no form 'contination'"),
+        ("eval.benchmarks=[{name: gsm8k}]",
+         "eval.benchmarks.0: Benchmark 'gsm8k' needs `source:`, where its items come from."),
+        ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "eval.benchmarks.0: file:p.jsonl has no column "
+         "'question', which gsm8k_chat.yaml asks for; it has prompt, answer"),
+        ("base.data=['file:cut.jsonl.gz']", "base.data.0: "),
+        ("tokenizer.tracking=[wandb]", "tokenizer.tracking: wandb is not installed; run: pip install 'nanodag[wandb]'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):
+    monkeypatch.chdir(folder)
+    found = faults(folder, override, "mirror=/nowhere")
+    assert [fault.replace(f"{folder}/", "") for fault in found] and found[0].startswith(said), found
+    assert "\n" not in found[0] and (len(found) == 1 or "mixture" in found[0])
+
+
+def check(folder, *overrides):
+    pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
+    check_before_start(pipeline, file=folder / "pipeline.yaml", remembered=folder / "checked", stages=["rl"])
+
+
+def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "ends_pf.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(ConfigError, match=r"preset 'one': rl.reward: .*ends_pf:f ended the process .* with code 7"):
+        check(folder, "rl.reward=ends_pf:f")
+    assert "ends_pf" not in sys.modules
+
+
+def test_what_passed_is_looked_at_again_only_when_it_has_changed(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    check(folder, "rl.reward=mine_pf:reward")
+    with monkeypatch.context() as patched:
+        patched.setattr("nanodag.preflight.subprocess.run", None)  # no process is started
+        check(folder, "rl.reward=mine_pf:reward")
+    (folder / "mine_pf.py").write_text("")
+    with pytest.raises(ConfigError, match=r"mine_pf.py has no function reward"):
+        check(folder, "rl.reward=mine_pf:reward")
+
+
+def test_a_run_has_the_pythonpath_of_who_asked_for_it_and_not_the_servers(tmp_path, monkeypatch):
+    callers, servers = tmp_path / "callers", tmp_path / "servers"
+    for place in (callers, servers):
+        place.mkdir()
+        (place / "of_whom_pf.py").write_text(f"WHO = {place.name!r}")
+    (servers / "only_there_pf.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(callers))
+    note_python_path(tmp_path, "r1")
+    code = """
+        import os, subprocess, sys
+        from pathlib import Path
+        from nanodag.own_code import file_of, take_python_path
+        take_python_path(Path(sys.argv[1]), sys.argv[2])
+        import of_whom_pf
+        child = subprocess.run([sys.executable, "-c", "import of_whom_pf; print(of_whom_pf.WHO)"], stdout=-1, text=True)
+        print(of_whom_pf.WHO, child.stdout.strip(), file_of("only_there_pf"))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    for run, said in (("r1", "callers callers None"), ("r2", f"servers servers {servers / 'only_there_pf.py'}")):
+        environment = os.environ | {"PYTHONPATH": str(servers)}
+        done = subprocess.run([*command, run], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == said

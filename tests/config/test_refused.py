@@ -1,0 +1,268 @@
+"""What a pipeline file or an override may not say, and the one line that is said of it."""
+
+import resource
+import time
+
+import pytest
+import yaml
+
+from nanodag.config import resolve
+from nanodag.errors import ConfigError
+from tests.config.test_resolve import STAGES
+
+USUAL = "is out of any usual range"
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
+    monkeypatch.delenv("NANODAG_STORE", raising=False)
+    path = tmp_path / "p.yaml"
+    path.write_text(yaml.safe_dump({"default": "one", "presets": {"one": {"stages": STAGES}}}, sort_keys=False))
+    return path
+
+
+def refusal(file, *overrides, preset="one"):
+    """The message without the file's folder and the preset."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, preset, overrides)
+    return str(caught.value).replace(f"{file.parent}/", "").removeprefix("p.yaml, preset 'one': ")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        # names
+        ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'learning_rate'?"),
+        ("base.learning_rate=1", "base.learning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
+        ("base.shape.dept=1", "base.shape.dept: there is no such key. Did you mean 'depth'?"),
+        ("rl.tool_use=true", "rl.tool_use: there is no such key. `nanodag config` prints all."),
+        ("store.place=x", "store.place: there is no such key. Allowed: url, local, mirror_checkpoints."),
+        ("rll.seed=1", "Override 'rll.seed=1': there is no stage or setting 'rll'. Did you mean 'rl'?"),
+        ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
+        (
+            "rl.reward=gms8k",
+            "rl: there is no reward 'gms8k'; choose one of exact, math, gsm8k, multiple_choice, reasoning_gym, f1, "
+            "instruction_following, code, or name a function of your own as package.module:function. "
+            "Did you mean 'gsm8k'?",
+        ),
+        (
+            "rl.kind=grpo",
+            "rl: there is no kind 'grpo'; kinds are import, tokenizer, pretrain, midtrain, sft, rl, eval, report.",
+        ),
+        # inputs
+        ("rl.inputs={}", "rl of kind rl needs the input model; found none"),
+        (
+            "rl.inputs={model: tokenizer}",
+            "rl.inputs.model: stage tokenizer, of kind tokenizer, is not a model; name one of base",
+        ),
+        (
+            "base.inputs.tokenizer=rl",
+            "base.inputs.tokenizer: stage rl, of kind rl, is not a tokenizer; name one of tokenizer",
+        ),
+        ("rl.inputs={model: base, critc: base}", "rl.inputs: there is no input 'critc'. Did you mean 'critic'?"),
+        ("rl.inputs={model: rl}", "stages rl wait for each other; a DAG has no cycle"),
+        (
+            "rl.teacher.model=input",
+            "rl: teacher.model 'input' and inputs (model) do not fit together; name a stage as inputs.teacher",
+        ),
+        # types: those of YAML 1.2, and no number for a word or a word for a number
+        ("rl.num_steps=true", "rl.num_steps: must be a whole number (found true)"),
+        ("rl.num_steps=2.5", "rl.num_steps: must be a whole number (found 2.5)"),
+        ("rl.num_steps='5'", "rl.num_steps: must be a whole number (found '5'); write 5, without quotes"),
+        ("seed=1_000", "seed: must be a whole number (found '1_000'); write 1000, without underscores"),
+        ("seed=1:30", "seed: must be a whole number (found '1:30')"),
+        ("seed=010", "Override 'seed=010': 010: YAML 1.2 reads 10 here and 1.1 8; write 10, or quote it."),
+        ("seed=", "seed: must be a whole number (found nothing)"),
+        ("rl.compile=yes", "rl.compile: must be true or false (found 'yes'); write true"),
+        ("rl.temperature=.nan", "rl.temperature: must be a finite number (found nan)"),
+        ("rl.aggregation=sum", "rl.aggregation: must be 'token', 'sequence' or 'constant' (found 'sum')"),
+        ("base.batch_tokens=x", "base.batch_tokens: must be a whole number or 'auto' (found 'x')"),
+        ("rl.reward={gsm8k: x}", "rl.reward.gsm8k: must be a number (found 'x')"),
+        ("rl.reward=[a, 5]", "rl.reward: must be text or a table (found ['a', 5])"),
+        ("rl.inputs=[[1]]", "rl.inputs: must be a table (found [[1]])"),
+        ("rl.betas=[0.9]", "rl.betas: has too few values"),
+        ("base.data=[]", "base.data: must have at least 1 entry"),
+        ("base.data=[{weight: 1}]", "base.data.0.url: is missing"),
+        (f"seed={'9' * 5000}", f"Override 'seed={'9' * 74}: the number {'9' * 20}... of 5000 digits is too large for "
+         "any setting."),
+        # what can never be
+        ("rl.learning_rate=-1", "rl.learning_rate: must be above 0 (found -1)"),
+        ("rl.max_staleness=-1", "rl.max_staleness: must be at least 0 (found -1)"),
+        ("rl.betas=[0.9,1]", "rl.betas.1: must be below 1 (found 1)"),
+        (
+            "rl.filters=[{name: length, options: {lowest: 2, highest: 1}}]",
+            "rl.filters.0: filter length: lowest 2 is above highest 1, so every group would be dropped; swap them",
+        ),
+        (
+            "rl.filters=[mean_reward]",
+            "rl.filters.0: The filter 'mean_reward' needs an option, or it would drop nothing; it takes highest, "
+            "lowest, as in {name: mean_reward, options: {highest: 0.5}}",
+        ),
+        ("rl.over_sampling=8", "rl: over_sampling 8 is below prompts_per_step 32; raise it, or set it to 0 to generate "
+         "just what is trained"),
+        ("base.schedule.warmup_fraction=0.8",
+         "base.schedule: warmup_fraction 0.8 + decay_fraction 0.5 exceed 1; lower one"),
+        # places
+        ("store.url=ftp://", "store.url: 'ftp://' names no place after ftp://; give one, as in s3://bucket/folder"),
+        ("store.url=''", "store.url: must not be empty (found '')"),
+        ("store.url=~nobody-here/x",
+         "The path '~nobody-here/x' names a user that there is not; write the folder out."),
+        ("store.url=a #1",
+         "Override 'store.url=a #1': what follows ` #` is a comment in YAML; put the value in quotes."),
+        # the override itself
+        ("seed", "Override 'seed' is not of the form name=value, as in rl.learning_rate=2e-6."),
+        ("seed=[1", "Override 'seed=[1': not YAML: did not find expected ',' or ']'."),
+        ("seed={a: 1, a: 2}", "Override 'seed={a: 1, a: 2}': the key 'a' stands twice, first in line 1; keep one."),
+        ("preset=two", "Override 'preset=two': a preset is chosen with --preset."),
+        ("stages=5", "Override 'stages=5': `stages` must be a table of stages; found 5."),
+    ],
+)  # fmt: skip
+def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said):
+    assert refusal(file, override) == said
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "low", "high"),
+    [
+        ("base.optimizer.eps=1e10", "1e+10", "0", "0.1"),
+        ("rl.learning_rate=1e10", "1e+10", "0", "1"),
+        ("rl.temperature=1e300", "1e+300", "0.001", "10"),
+        ("rl.lora_rank=100000", "100000", "0", "8192"),
+        ("rl.reward={gsm8k: -1}", "-1", "0", "1e+06"),
+        ("rl.sampler.replicas=1000", "1000", "1", "64"),
+        ("rl.reward_timeout_s=1e-9", "1e-09", "0.01", "3.16224e+07"),
+        ("base.batch_tokens=1e15", "1e+15", "1", "1e+12"),
+        ("rl.num_steps=9000000000000000000", "9e+18", "-1e+15", "1e+15"),
+    ],
+)
+def test_a_number_that_is_most_likely_a_slip_is_refused_unless_it_is_said_to_be_meant(file, override, value, low, high):
+    name = override.partition("=")[0] + (".gsm8k" if "gsm8k" in override else "")
+    said = f"{name}: {value} {USUAL} ({low} to {high}). Change it; or, if it is meant, say so with unchecked=[{name}]."
+    assert refusal(file, override) == said
+    if "batch" not in name and "lora" not in name:  # these, meant or not, do not fit to what else is set
+        assert resolve(file, "one", [override, f"unchecked=[{name}]"]).pipeline.unchecked == (name,)
+
+
+def test_a_wrong_type_cannot_be_forced(file):
+    assert refusal(file, "rl.num_steps=true", "unchecked=[rl.num_steps]").startswith("rl.num_steps: must be a whole")
+
+
+def test_what_is_unchecked_must_be_there(file):
+    assert refusal(file, "unchecked=[rl.temprature]") == (
+        "unchecked: there is no number 'rl.temprature'. Did you mean 'rl.temperature'?"
+    )
+
+
+def test_adapters_are_not_larger_than_the_model(file):
+    assert refusal(file, "rl.lora_rank=129") == (
+        "rl.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they adapt. "
+        "Lower it; or, if it is meant, say so with unchecked=[rl.lora_rank]."
+    )
+    assert resolve(file, "one", ["rl.lora_rank=128"])
+
+
+def test_another_kinds_keys_are_one_line(file):
+    keys = "rl={kind: sft, prompts_per_step: 1, samples_per_prompt: 2, max_staleness: 1, advantage: grpo, sync: disk}"
+    assert refusal(file, keys) == (
+        "rl: a stage of kind sft has no keys prompts_per_step, samples_per_prompt, max_staleness, advantage and "
+        "1 other; they are keys of kind rl"
+    )
+
+
+def test_one_fault_is_said_once_and_two_are_two_lines(file):
+    assert refusal(file, "base.data=[{weight: -1}]").splitlines() == [
+        "p.yaml, preset 'one', cannot be used:",
+        "  base.data.0.url: is missing",
+        "  base.data.0.weight: must be above 0 (found -1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "p.yaml is empty, or no table; it needs a table `presets` (see nanodag's pipeline.yaml)."),
+        ("presets: [", "p.yaml, line 2: not YAML: did not find expected node content."),
+        ("presets: {}", "p.yaml has no table `presets`; see the pipeline.yaml that comes with nanodag."),
+        ("presets:\n  one: {}\n  one: {}", "p.yaml, line 3: the key 'one' stands twice, first in line 2; keep one."),
+        ("presets: {one: }", "p.yaml: the preset 'one' must be a table with `stages`; found nothing."),
+        ("presets: {one: x}", "p.yaml: the preset 'one' must be a table with `stages`; found 'x'."),
+        (
+            "presets: {one: {extends: 5}}",
+            "p.yaml: `extends` of the preset 'one' must be the name of another; found 5.",
+        ),
+        (
+            "presets: {one: {extends: two}}",
+            "p.yaml has no preset 'two', which 'one' extends; it has one.",
+        ),
+        (
+            "presets: {one: {sever: {}}}",
+            "p.yaml: the preset 'one' has a key 'sever' that means nothing. Did you mean 'server'?",
+        ),
+        ("presets: {one: {stages: [x]}}",
+         "p.yaml: `stages` in the preset 'one' must be a table of stages; found ['x']."),
+        (
+            "presets: {one: {stages: {a: 5}}}",
+            "p.yaml: `stages` in the preset 'one': the stage 'a' must be a table, or `drop`; found 5.",
+        ),
+        ("sore: {}\npresets: {one: {}}", "p.yaml has a key 'sore' that means nothing. Did you mean 'store'?"),
+        ("default: 5\npresets: {one: {}}", "p.yaml: default must be the name of a preset; found 5."),
+        ("a: &a [*a]", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
+        ("a: &a {b: {c: *a}}", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
+        ("a: *b", "p.yaml, line 1: there is no &b above for *b."),
+        ("a: " + "[" * 3000, "p.yaml, line 1: nested deeper than 50."),
+        ("a: " + "{b: " * 3000, "p.yaml, line 1: nested deeper than 50."),
+        ("a: !!python/object/apply:os.system [ls]",
+         "p.yaml, line 1: the tag !!python/object/apply:os.system means nothing here; leave it out."),
+        ("{[a]: b}", "p.yaml, line 1: a table or list cannot be a key; braces in text need quotes."),
+        ("a: 1\n---\nb: 2", "p.yaml, line 2: a second document (`---`) begins; a pipeline file is one."),
+        ('a: "\\0"', "p.yaml, line 1: a text holds the character U+0000, which no name or path may."),
+        ("a:\n\tb: 1", "p.yaml, line 2: not YAML: found character that cannot start any token."),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_refused_with_its_line(file, text, said):
+    file.write_text(text)
+    assert refusal(file) == said
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("presets: {é: {}}".encode("latin-1"), "p.yaml is not UTF-8: byte 0xe9 at position 10. Save it as UTF-8."),
+        ("presets: {}".encode("utf-16"), "p.yaml is not UTF-8: byte 0xff at position 0. Save it as UTF-8."),
+        (b"presets: {a: \x01}", "p.yaml, line 1: not YAML: it holds the character U+0001."),
+        (b"#" * (1 << 21), "p.yaml has 2,097,152 bytes; a pipeline file has at most 1,048,576."),
+    ],
+)
+def test_what_is_no_text_is_refused(file, content, said):
+    file.write_bytes(content)
+    assert refusal(file) == said
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    assert refusal(tmp_path / "nowhere.yaml") == "There is no pipeline file nowhere.yaml. Name one with --file."
+    (tmp_path / "folder").mkdir()
+    assert refusal(tmp_path / "folder") == "folder is a folder; name the pipeline file in it with --file."
+
+
+def test_a_file_of_bombs_is_refused_at_once_and_in_little_memory(file):
+    """Nine levels of nine aliases each: 387 million values in 500 bytes."""
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    file.write_text("\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]", *levels]))
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    assert refusal(file) == "p.yaml, line 6: more than 100,000 values, those that aliases stand for counted."
+    assert time.process_time() - began < 2 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+def test_keys_beside_the_presets_are_common_to_all_and_a_preset_says_otherwise(file):
+    text = file.read_text()
+    file.write_text(f"store: {{url: elsewhere}}\nserver: {{port: 5000}}\nseed: 7\n{text}")
+    found = resolve(file, "one")
+    assert (found.pipeline.store.url, found.pipeline.server.port) == (str(file.parent / "elsewhere"), 5000)
+    assert (found.pipeline.seed, found.pipeline.stages["rl"].seed) == (7, 7)
+    assert found.origins["seed"] == found.origins["server.port"] == "the file, for all presets"
+    file.write_text(file.read_text().replace("one:\n", "one:\n    seed: 8\n    server: {start_timeout_s: 9}\n", 1))
+    found = resolve(file, "one")
+    assert (found.pipeline.seed, found.pipeline.server.port, found.pipeline.server.start_timeout_s) == (8, 5000, 9)
+    assert found.origins["seed"] == "preset one"
+    assert resolve(file, "one", ["seed=9"]).pipeline.seed == 9
