@@ -13,6 +13,7 @@ from typing import Any, Literal
 from nanodag.errors import SourceError
 
 Kind = Literal["document", "conversation", "prompt"]
+Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
 KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt")
 ROLES = ("system", "user", "assistant", "tool")
 PART_TYPES = ("text", "tool_call", "tool_result")

@@ -120,13 +120,18 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
         Cell(text=words.duration(seconds) if seconds else ""),
         Cell(text=words.duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
-        Cell(text=words.count(tokens) if tokens else ""),
+        Cell(text=words.count(tokens) if tokens else "", detail=_documents(stage)),
         Cell(text=words.count(speed) if speed else ""),
         Cell(text=words.count(cost["flops"]) if number(cost, "flops") else ""),
         Cell(text=f"{100 * cost['mfu']:.1f} %" if number(cost, "mfu") else ""),
         Cell(text=words.num_bytes(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
     ]
     return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
+
+
+def _documents(stage: Stage) -> str:
+    share = number(stage.metrics, "document_share")
+    return f"{100 * share:.0f} % documents" if share else ""
 
 
 def _price(stage: Stage, price_per_hour: float) -> float:
