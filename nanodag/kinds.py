@@ -28,9 +28,9 @@ KINDS: dict[str, Kind] = {
     "import": Kind(module="nanodag.import_model"),
     "tokenizer": Kind(module="nanodag.tokenizer.train"),
     "pretrain": Kind(module="nanodag.train", has_ranks=True),
-    "midtrain": Kind(module="nanodag.train", has_ranks=True),
-    "sft": Kind(module="nanodag.train", has_ranks=True),
+    "midtrain": Kind(module="nanodag.train", code_version=2, has_ranks=True),
+    "sft": Kind(module="nanodag.train", code_version=2, has_ranks=True),
     "rl": Kind(module="nanodag.rl"),
-    "eval": Kind(module="nanodag.evaluation", is_beside=True),
+    "eval": Kind(module="nanodag.evaluation", code_version=2, is_beside=True),
     "report": Kind(module="nanodag.report", takes_what_exists=True),
 }

@@ -117,8 +117,8 @@ class TokenizerStage(StageBase):
 
 
 class ShapeConfig(Section):
-    """A model's shape; what is `auto` follows from depth (nanodag.config.dial). depth: 0 for the shape of the model that
-    the stage begins at."""
+    """A model's shape; what is `auto` follows from depth (nanodag.config.dial). depth: 0 for the shape of inputs.model,
+    where the stage begins at one."""
 
     depth: int = Field(0, ge=0, le=128)
     width: Annotated[int, Field(ge=16)] | Auto = "auto"
@@ -216,9 +216,9 @@ class PretrainStage(SupervisedStage):
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""
         if ("tokenizer" in self.inputs) == ("model" in self.inputs):
+            found = ", ".join(self.inputs) or "none"
             raise ValueError(
-                f"inputs {self.inputs} must name either a tokenizer, to begin at random weights, or a model, to go on "
-                "with that"
+                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to go on with"
             )
         if "tokenizer" in self.inputs:
             if self.continues:
@@ -236,9 +236,9 @@ class PretrainStage(SupervisedStage):
 
 
 class ChatStage(SupervisedStage):
-    """From a model, on conversations, loss on assistant tokens, and on documents (sources with `adapter: text`), loss on
-    every token. Validation is on held-out conversations, on documents where no source of conversations holds any out.
-    Input: `model`.
+    """From a model, on conversations, loss on assistant tokens, and beside them on documents (`adapter: text`), loss on
+    every token. Validation is on held-out conversations; on documents, where no conversations are held out. Input:
+    `model`.
 
     num_epochs: passes over the data when horizon_tokens is auto. overlong: what becomes of a conversation longer than
     sequence_length.
@@ -769,13 +769,16 @@ class BenchmarkConfig(Section):
 
 
 class EvalStage(StageBase):
-    """Scores of a checkpoint. Input: `model`. chat: prompts go through the chat template (not for a base model)."""
+    """Scores of a checkpoint. Input: `model`. chat: prompts go through the chat template (not for a base model). bos:
+    whether other texts begin with the tokenizer's bos token; `auto` where the tokenizer itself puts it there, as
+    lm-eval does and as ours do."""
 
     kind: Literal["eval"]
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     precision: Precision = "fp32"
     batch_size: int = operational(64, ge=1)
     chat: bool = True
+    bos: Literal["auto", "always", "never"] = "auto"
     max_new_tokens: int = Field(256, ge=1)
     sample_prompts: tuple[str, ...] = ()
 
