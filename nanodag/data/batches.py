@@ -20,6 +20,7 @@ from nanodag.data.packing import (
     packer_state_from_json,
     packer_state_to_json,
 )
+from nanodag.data.records import record_bytes
 from nanodag.errors import ConfigError, SourceError
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
@@ -242,7 +243,11 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     encoding = Encoding(tokenizer_path)
 
     def from_documents(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        return [document_piece(ids, encoding.bos_id) for ids in encoding.encode_batch([r["text"] for r in records])]
+        pieces = []
+        for record, ids in zip(records, encoding.encode_batch([r["text"] for r in records]), strict=True):
+            surplus = int(encoding.token_bytes[ids].sum()) - record_bytes(record)
+            pieces.append(document_piece(ids, encoding.bos_id, surplus))
+        return pieces
 
     if kind == "document":
         return from_documents, encoding.bos_id, encoding.pad_id

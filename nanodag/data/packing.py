@@ -13,7 +13,7 @@ padding.
 import base64
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,23 +24,25 @@ Cut = Literal["keep", "drop"]
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool, by slot. is_document: it
-    may be cut."""
+    may be cut. surplus_bytes: that its tokens stand for beyond those of its text, as a SentencePiece's blank in
+    front."""
 
     tokens: np.ndarray
     trained: np.ndarray
     is_document: bool
+    surplus_bytes: int = 0
 
     @property
     def num_slots(self) -> int:
         return len(self.trained)
 
 
-def document_piece(ids: Sequence[int], bos_id: int) -> Piece:
+def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
     """A whole document, from the prediction of its first token to that of its end. An empty one trains nothing."""
     tokens = np.empty(len(ids) + 2, dtype=np.int32)
     tokens[0] = tokens[-1] = bos_id
     tokens[1:-1] = ids
-    return Piece(tokens, np.full(len(ids) + 1, len(ids) > 0), is_document=True)
+    return Piece(tokens, np.full(len(ids) + 1, len(ids) > 0), is_document=True, surplus_bytes=surplus_bytes)
 
 
 def conversation_piece(ids: np.ndarray, mask: np.ndarray) -> Piece:
@@ -55,7 +57,7 @@ def split_piece(piece: Piece, num_slots: int, bos_id: int) -> tuple[Piece, Piece
     in one of the two.
     """
     assert piece.is_document
-    head = Piece(piece.tokens[: num_slots + 1], piece.trained[:num_slots], is_document=True)
+    head = replace(piece, tokens=piece.tokens[: num_slots + 1], trained=piece.trained[:num_slots])
     tokens = np.concatenate([np.array([bos_id], dtype=np.int32), piece.tokens[num_slots:]])
     trained = np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_slots:]])
     return head, Piece(tokens, trained, is_document=True)
@@ -179,6 +181,7 @@ def packer_state_to_json(state: PackerState) -> dict[str, Any]:
         "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode(),
         "trained": base64.b64encode(np.packbits(trained).tobytes()).decode(),
         "documents": [int(piece.is_document) for piece in state.pieces],
+        "surplus_bytes": [piece.surplus_bytes for piece in state.pieces],
     }
 
 
@@ -187,13 +190,15 @@ def packer_state_from_json(saved: dict[str, Any]) -> PackerState:
     keys = tuple((num_slots, negative) for num_slots, negative in saved["keys"])
     tokens = np.frombuffer(base64.b64decode(saved["tokens"]), dtype="<i4").astype(np.int32)
     trained = np.unpackbits(np.frombuffer(base64.b64decode(saved["trained"]), dtype=np.uint8)).astype(bool)
-    documents = saved.get("documents", [True] * len(keys))  # checkpoints of pretraining from before there was a choice
+    # Checkpoints of pretraining from before there was a choice have neither.
+    documents = saved.get("documents", [True] * len(keys))
+    surplus = saved.get("surplus_bytes", [0] * len(keys))
     pieces = []
     first = 0
     for number, (num_slots, _) in enumerate(keys):
         start = first + number  # a piece has one token more than slots
         of_piece = tokens[start : start + num_slots + 1], trained[first : first + num_slots]
-        pieces.append(Piece(*of_piece, is_document=bool(documents[number])))
+        pieces.append(Piece(*of_piece, is_document=bool(documents[number]), surplus_bytes=surplus[number]))
         first += num_slots
     return PackerState(keys, tuple(pieces), saved["serial"], saved["num_cut"], saved["num_dropped_slots"])
 
@@ -204,13 +209,14 @@ class Batch:
 
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. position_ids: int64,
     from 0 in each document. document_ids: int32, 0 and up within a row, -1 for padding, whose positions count from 0
-    too.
+    too. surplus_bytes: of its pieces.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
     document_ids: np.ndarray
+    surplus_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -241,7 +247,8 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_slots: int
             documents[number, start:end] = document
             start = end
         positions[number, start:] = counting[: row_slots - start]
-    return Batch(input_ids, labels, positions, documents)
+    surplus_bytes = sum(piece.surplus_bytes for row in rows for piece in row)
+    return Batch(input_ids, labels, positions, documents, surplus_bytes)
 
 
 def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:

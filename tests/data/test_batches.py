@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from nanodag.data.batches import TokenBatches
 from nanodag.data.config import SourceConfig
@@ -98,9 +99,7 @@ def mixed(documents, chats):
     return [documents.model_copy(update={"adapter": "text"}), chats]
 
 
-def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(
-    mixed, documents, chats, tokenizer_path
-):
+def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(mixed, documents, chats, tokenizer_path):
     batches = make(mixed, tokenizer_path, "chat")
     trained = []
     for batch in batches:
@@ -126,6 +125,25 @@ def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(
     assert stats["tokens"] - stats["document_tokens"] == alone[1].stats()["tokens"]
     assert stats["padding"] < alone[1].stats()["padding"]
     assert alone[1].stats()["document_tokens"] == 0
+
+
+def test_bytes_of_labels_are_those_of_the_text_whatever_the_tokenizer_puts_before_it(tmp_path):
+    # As Llama's: a blank in front of each text, byte tokens for what it does not know.
+    known = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123)), "▁a", "at"]
+    vocabulary = {token: number for number, token in enumerate(known)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("a", "t")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    texts = ["a cat at sea", " begins with a blank", "é 日 🙂", "", "the end " * 12]
+    source = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    token_bytes = Encoding(tmp_path).token_bytes
+    for length in (16, 64, 256):
+        batches = list(make(source, tmp_path, sequence_length=length))
+        counted = sum(int(token_bytes[b.labels[b.labels >= 0]].sum()) - b.surplus_bytes for b in batches)
+        assert counted == sum(len(text.encode()) for text in texts), length
 
 
 CASES = {
