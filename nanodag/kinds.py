@@ -31,6 +31,6 @@ KINDS: dict[str, Kind] = {
     "midtrain": Kind(module="nanodag.train", code_version=2, has_ranks=True),
     "sft": Kind(module="nanodag.train", code_version=2, has_ranks=True),
     "rl": Kind(module="nanodag.rl"),
-    "eval": Kind(module="nanodag.evaluation", is_beside=True),
+    "eval": Kind(module="nanodag.evaluation", code_version=2, is_beside=True),
     "report": Kind(module="nanodag.report", code_version=2, takes_what_exists=True),
 }

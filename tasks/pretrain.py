@@ -9,5 +9,5 @@ from tasks.stage import OPTIONS, stage_task
 
 @task(name="pretrain", **OPTIONS)
 def pretrain(name: str, run: Run, inputs: dict[str, StageResult], force: bool = False) -> State[StageResult]:
-    """Train a model from random weights on documents (nanodag.train)."""
+    """Train a model on documents, from random weights or from a stage's model (nanodag.train)."""
     return stage_task(name, run, inputs, force=force)

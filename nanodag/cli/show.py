@@ -47,7 +47,8 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str) -> None:
 
 
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:
-    if isinstance(pipeline.stages.get(section), PretrainStage):
+    stage = pipeline.stages.get(section)
+    if isinstance(stage, PretrainStage) and not stage.continues:
         numbers = ", ".join(f"{name} {value:,}" for name, value in facts(pipeline, section).items())
         console.print(f"  # parameters and FLOPs: {numbers}", style="dim", highlight=False)
 

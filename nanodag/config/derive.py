@@ -1,7 +1,7 @@
 """Replaces every `auto` of a pipeline by a number, and says why it is that number."""
 
 import os
-from typing import Any
+from typing import Any, TypeGuard
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.ranges import check_lora
@@ -36,7 +36,7 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
         updates["resources"] = _resources(name, stage, device, origins)
         stage = _precision(name, stage.model_copy(update=updates), origins)
-        if isinstance(stage, PretrainStage):
+        if _begins_anew(stage):
             stage = _pretrain(name, stage, pipeline, origins)
         if isinstance(stage, SupervisedStage):
             stage = _supervised(name, stage, pipeline, origins)
@@ -105,13 +105,15 @@ def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
-    """The pretraining stage that a stage's model comes from, None when it began at an imported checkpoint."""
+    """The pretraining stage that a stage's model began in, None when that is an imported checkpoint."""
     stage = pipeline.stages[name]
-    while not isinstance(stage, PretrainStage):
-        if "model" not in stage.inputs:
-            return None
+    while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
-    return stage
+    return stage if _begins_anew(stage) else None
+
+
+def _begins_anew(stage: StageBase) -> TypeGuard[PretrainStage]:
+    return isinstance(stage, PretrainStage) and not stage.continues
 
 
 def vocabulary_of(pipeline: Pipeline, stage: PretrainStage) -> int:
@@ -183,9 +185,10 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
     if source is not None:
-        if not isinstance(stage, PretrainStage):  # the source's own `auto` may come later in the table
+        begins = _begins_anew(stage)
+        if not begins:  # the source's own `auto` may come later in the table
             source = _pretrain(stage.inputs["model"], source, pipeline, {})
-        shape = shape_from(stage.shape if isinstance(stage, PretrainStage) else source.shape)
+        shape = shape_from(stage.shape if begins else source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         ratio = source.tokens_per_parameter
         fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)
@@ -195,7 +198,7 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
         )
         dial = schedule_of(shape, vocabulary, tokens_per_parameter=ratio)
         why = f"derived: depth {shape.depth}, {num_parameters(shape, vocabulary)['total']:,} parameters"
-        if isinstance(stage, PretrainStage):
+        if begins:
             if fixed_horizon is None:
                 updates["horizon_tokens"] = said.horizon_tokens
                 origins[f"{name}.horizon_tokens"] = why
@@ -257,7 +260,7 @@ def _micro(batch: int, ranks: int, sequence_length: int, limit: int) -> int:
 def facts(pipeline: Pipeline, name: str) -> dict[str, int]:
     """Parameters and FLOPs a token of a pretraining stage, for `nanodag config` and the report."""
     stage = pipeline.stages[name]
-    assert isinstance(stage, PretrainStage)
+    assert _begins_anew(stage)
     shape, vocabulary = shape_from(stage.shape), vocabulary_of(pipeline, stage)
     return {
         **num_parameters(shape, vocabulary),

@@ -120,9 +120,10 @@ class TokenizerStage(StageBase):
 
 
 class ShapeConfig(Section):
-    """A model's shape; what is `auto` follows from depth (nanodag.config.dial)."""
+    """A model's shape; what is `auto` follows from depth (nanodag.config.dial). depth: 0 for the shape of inputs.model,
+    where the stage begins at one."""
 
-    depth: int = Field(ge=1, le=128)
+    depth: int = Field(0, ge=0, le=128)
     width: Annotated[int, Field(ge=16)] | Auto = "auto"
     num_heads: Positive | Auto = "auto"
     num_kv_heads: Positive | Auto = "auto"
@@ -204,16 +205,45 @@ class SupervisedStage(StageBase):
 
 
 class PretrainStage(SupervisedStage):
-    """From random weights on documents. Input: `tokenizer`. tokens_per_parameter: the dial's horizon for each parameter
-    in matrices and output head."""
+    """On documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input `model`;
+    continued pretraining: shape is left out, horizon_tokens given). tokens_per_parameter: the dial's horizon for each
+    parameter in matrices and output head."""
 
     kind: Literal["pretrain"]
-    shape: ShapeConfig
+    shape: ShapeConfig = ShapeConfig()
     tokens_per_parameter: float = Field(10.5, gt=0)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it begins at the weights of another stage's model."""
+        return self.shape.depth == 0
+
+    def check_inputs(self) -> None:
+        """Raise ValueError unless it begins at one thing, and says what that thing needs."""
+        if ("tokenizer" in self.inputs) == ("model" in self.inputs):
+            found = ", ".join(self.inputs) or "none"
+            raise ValueError(
+                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to go on with"
+            )
+        if "tokenizer" in self.inputs:
+            if self.continues:
+                raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
+            return
+        if self.shape != ShapeConfig():
+            raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin anew")
+        if self.horizon_tokens in ("auto", 0):
+            raise ValueError(
+                f"horizon_tokens {self.horizon_tokens}: the dial's is for random weights; say for how many tokens the "
+                "model of inputs.model goes on"
+            )
+        if self.tokens_per_parameter != type(self).model_fields["tokens_per_parameter"].default:
+            raise ValueError("tokens_per_parameter means nothing to a model that goes on; leave it out")
 
 
 class ChatStage(SupervisedStage):
-    """From a model, on conversations, loss on assistant tokens. Input: `model`.
+    """From a model, on conversations, loss on assistant tokens, and beside them on documents (`adapter: text`), loss on
+    every token. Validation is on held-out conversations; on documents, where no conversations are held out. Input:
+    `model`.
 
     num_epochs: passes over the data when horizon_tokens is auto. overlong: what becomes of a conversation longer than
     sequence_length.
@@ -755,13 +785,16 @@ class BenchmarkConfig(Section):
 
 
 class EvalStage(StageBase):
-    """Scores of a checkpoint. Input: `model`. chat: prompts go through the chat template (not for a base model)."""
+    """Scores of a checkpoint. Input: `model`. chat: prompts go through the chat template (not for a base model). bos:
+    whether other texts begin with the tokenizer's bos token; `auto` where the tokenizer itself puts it there, as
+    lm-eval does and as ours do."""
 
     kind: Literal["eval"]
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     precision: Precision | Auto = "fp32"
     batch_size: int = operational(64, ge=1)
     chat: bool = True
+    bos: Literal["auto", "always", "never"] = "auto"
     max_new_tokens: int = Field(256, ge=1)
     sample_prompts: tuple[str, ...] = ()
 
@@ -792,7 +825,7 @@ _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
     "import": (),
     "tokenizer": (),
-    "pretrain": ("tokenizer",),
+    "pretrain": (),  # `tokenizer` or `model`, see its check_inputs
     "midtrain": ("model",),
     "sft": ("model",),
     "rl": ("model",),
@@ -928,6 +961,11 @@ class Pipeline(Section):
                 settings = ", ".join(type(self).model_fields)
                 raise ValueError(f"stage name {name!r}: use small letters, digits, '-' and '_', and none of {settings}")
             self._check_inputs(name, stage)
+            if isinstance(stage, PretrainStage):
+                try:
+                    stage.check_inputs()
+                except ValueError as error:
+                    raise ValueError(f"stages.{name}.{error}") from error
             self._check_machines(name, stage)
         order_of(self)
         return self

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanodag.blame import with_place
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
-from nanodag.data.records import KINDS, Kind, check_record, record_texts
+from nanodag.data.records import KINDS, Kind, Wanted, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
 from nanodag.functions import function_at
@@ -33,6 +33,16 @@ def adapter_name(name: str, url: str, kind: Kind) -> str:
     if parsed.kind == "reasoning_gym":
         return "reasoning_gym"
     return _GENERIC[kind]
+
+
+def kind_of(name: str, url: str, wanted: Wanted) -> Kind:
+    """The kind of record that a source gives. For `chat` an adapter that makes documents alone, as `text` does, gives
+    these, every other one conversations."""
+    if wanted != "chat":
+        return wanted
+    resolved = adapter_name(name, url, "conversation")
+    makes = {kind for entry, kind in ENTRIES if entry == resolved}
+    return "document" if makes == {"document"} else "conversation"
 
 
 def check_adapter(name: str, url: str, options: Mapping[str, Any]) -> None:

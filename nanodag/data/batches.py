@@ -11,7 +11,6 @@ from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.mixture import Mixture, Part
 from nanodag.data.packing import (
     Batch,
-    Cut,
     Packer,
     PackerState,
     Piece,
@@ -21,6 +20,7 @@ from nanodag.data.packing import (
     packer_state_from_json,
     packer_state_to_json,
 )
+from nanodag.data.records import record_bytes
 from nanodag.errors import ConfigError, SourceError
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
@@ -34,6 +34,7 @@ class _Counts:
     tokens: int = 0  # inputs that are not padding
     label_tokens: int = 0  # predictions that carry loss
     padding: int = 0
+    document_tokens: int = 0  # inputs that are of documents
     records: int = 0
     truncated_records: int = 0
     truncated_tokens: int = 0
@@ -56,9 +57,10 @@ class TokenBatches:
     """Iterator over batches of batch_rows x sequence_length for one data-parallel rank.
 
     kind: "document" fills every row (documents are cut where nothing fits, see cut); "chat" packs whole conversations,
-    with loss on what the assistant says. too_long: a conversation above sequence_length is truncated, or dropped;
-    either is counted, and one without anything left to learn is dropped. part, once, repeat, shuffle: as in Mixture.
-    prefetch: make the next batch in a thread while this one is trained.
+    with loss on what the assistant says, and beside them the documents of those sources whose adapter makes nothing
+    else, trained whole. too_long: a conversation above sequence_length is truncated, or dropped; either is counted, and
+    one without anything left to learn is dropped. part, once, repeat, shuffle: as in Mixture. prefetch: make the next
+    batch in a thread while this one is trained.
 
     The position (`state_dict`) is that of the batch returned last, however far ahead reading is. Batches after
     restoring it are the same to the byte. Without repeat, a mixture by epochs ends: the last batch is filled up with
@@ -94,7 +96,7 @@ class TokenBatches:
         self._ends = once or (mixes_by_epochs(sources) and not repeat)
         self._mixture = Mixture(
             sources,
-            kind="document" if kind == "document" else "conversation",
+            kind=kind,
             seed=seed,
             rank=rank,
             world=world,
@@ -105,8 +107,7 @@ class TokenBatches:
             mirror=mirror,
         )
         self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path)
-        how: Cut = cut if kind == "document" else "never"
-        self._packer = Packer(sequence_length, cut=how, bos_id=bos_id)
+        self._packer = Packer(sequence_length, cut=cut, bos_id=bos_id)
         self._exhausted = False
         self._counts = _Counts()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
@@ -149,8 +150,9 @@ class TokenBatches:
     def stats(self) -> dict[str, Any]:
         """Totals of this rank up to the batch returned last.
 
-        batches; tokens (inputs without padding); label_tokens; padding; records; cut_documents; truncated and dropped
-        records and tokens; progress (0 to 1 of a mixture by epochs, else None); sources: records and epochs by URL.
+        batches; tokens (inputs without padding); label_tokens; document_tokens; padding; records; cut_documents;
+        truncated and dropped records and tokens; progress (0 to 1 of a mixture by epochs, else None); sources: records
+        and epochs by URL.
         """
         position = self._returned
         counts = dict(vars(position.counts))
@@ -191,7 +193,13 @@ class TokenBatches:
             return None
         batch = make_batch(rows, num_rows=self._rows, row_slots=self._length, pad_id=self._pad_id)
         tokens = batch.num_tokens
-        self._add(batches=1, tokens=tokens, label_tokens=batch.num_labels, padding=batch.input_ids.size - tokens)
+        self._add(
+            batches=1,
+            tokens=tokens,
+            label_tokens=batch.num_labels,
+            padding=batch.input_ids.size - tokens,
+            document_tokens=sum(piece.num_slots for row in rows for piece in row if piece.is_document),
+        )
         return batch, self._position()
 
     def _refill(self) -> None:
@@ -205,12 +213,12 @@ class TokenBatches:
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
-        if self._kind == "chat" and piece.num_slots > self._length:
+        if not piece.is_document and piece.num_slots > self._length:
             if self._too_long == "drop":
                 self._add(dropped_records=1, dropped_tokens=piece.num_slots)
                 return None
             self._add(truncated_records=1, truncated_tokens=piece.num_slots - self._length)
-            piece = Piece(piece.tokens[: self._length + 1], piece.trained[: self._length])
+            piece = Piece(piece.tokens[: self._length + 1], piece.trained[: self._length], is_document=False)
         if not piece.trained.any():
             self._add(dropped_records=1, dropped_tokens=piece.num_slots)
             return None
@@ -233,17 +241,23 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     from nanodag.tokenizer.encoding import Encoding
 
     encoding = Encoding(tokenizer_path)
+
+    def from_documents(records: Sequence[dict[str, Any]]) -> list[Piece]:
+        pieces = []
+        for record, ids in zip(records, encoding.encode_batch([r["text"] for r in records]), strict=True):
+            surplus = int(encoding.token_bytes[ids].sum()) - record_bytes(record)
+            pieces.append(document_piece(ids, encoding.bos_id, surplus))
+        return pieces
+
     if kind == "document":
-
-        def from_documents(records: Sequence[dict[str, Any]]) -> list[Piece]:
-            return [document_piece(ids, encoding.bos_id) for ids in encoding.encode_batch([r["text"] for r in records])]
-
         return from_documents, encoding.bos_id, encoding.pad_id
     if kind != "chat":
         raise SourceError(f"Batches are of kind document or chat; found {kind!r}.")
     renderer = load_renderer(tokenizer_path)
 
-    def from_conversations(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        return [conversation_piece(*found) for found in renderer.render_batch([r["messages"] for r in records])]
+    def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
+        chats = iter(renderer.render_batch([r["messages"] for r in records if "messages" in r]))
+        documents = iter(from_documents([r for r in records if "text" in r]))
+        return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 
-    return from_conversations, encoding.bos_id, encoding.pad_id
+    return from_both, encoding.bos_id, encoding.pad_id

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.data.adapters import open_adapter
+from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.records import Kind, held_out_score, record_bytes
+from nanodag.data.records import Wanted, held_out_score, record_bytes
 from nanodag.data.shuffle import RowOrder
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
@@ -30,7 +30,7 @@ class Drawn:
 
 
 class Mixture:
-    """Iterator over records of one kind.
+    """Iterator over records of one kind, or of `chat`: conversations, and documents of sources that have no others.
 
     With weights it is endless, and shares count UTF-8 bytes of text (rows for prompts). With epochs it ends when each
     source has had its passes, spread evenly over the whole; repeat=True begins again, in another order, without end.
@@ -45,7 +45,7 @@ class Mixture:
         self,
         sources: Sequence[SourceConfig],
         *,
-        kind: Kind,
+        kind: Wanted,
         seed: int,
         rank: int = 0,
         world: int = 1,
@@ -171,11 +171,13 @@ class Mixture:
 class _Stream:
     """Records of one source that belong to the wanted part."""
 
-    def __init__(self, config: SourceConfig, *, kind: Kind, part: Part, order: RowOrder) -> None:
+    def __init__(self, config: SourceConfig, *, kind: Wanted, part: Part, order: RowOrder) -> None:
         self.config = config
         self.order = order
         self._part = part
-        self._adapt = open_adapter(config.adapter, config.url, kind, config.options)
+        self._adapt = open_adapter(
+            config.adapter, config.url, kind_of(config.adapter, config.url, kind), config.options
+        )
         self._kept_in_pass = True  # after a resume in the middle of a pass it is not known, so no complaint at its end
 
     def next_record(self, *, endless: bool) -> tuple[int, int, dict[str, Any]] | None:

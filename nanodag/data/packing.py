@@ -6,54 +6,61 @@ is learned; a conversation ends with its last token as a label. As the label lie
 brim loses no prediction at its end.
 
 For each row the largest piece that fits is taken from a buffer again and again (the idea of nanochat's data loader).
-Where nothing fits, a document is cut; a conversation never is, and the rest of the row is padding.
+Where nothing fits, a document is cut; a conversation never is, and where there are only such the rest of the row is
+padding.
 """
 
 import base64
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-Cut = Literal["keep", "drop", "never"]
+Cut = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool, by slot."""
+    """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool, by slot. is_document: it
+    may be cut. surplus_bytes: that its tokens stand for beyond those of its text, as a SentencePiece's blank in
+    front."""
 
     tokens: np.ndarray
     trained: np.ndarray
+    is_document: bool
+    surplus_bytes: int = 0
 
     @property
     def num_slots(self) -> int:
         return len(self.trained)
 
 
-def document_piece(ids: Sequence[int], bos_id: int) -> Piece:
+def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
     """A whole document, from the prediction of its first token to that of its end. An empty one trains nothing."""
     tokens = np.empty(len(ids) + 2, dtype=np.int32)
     tokens[0] = tokens[-1] = bos_id
     tokens[1:-1] = ids
-    return Piece(tokens, np.full(len(ids) + 1, len(ids) > 0))
+    return Piece(tokens, np.full(len(ids) + 1, len(ids) > 0), is_document=True, surplus_bytes=surplus_bytes)
 
 
 def conversation_piece(ids: np.ndarray, mask: np.ndarray) -> Piece:
     """A whole conversation. ids: (n,) int32. mask: (n,) bool, True for tokens to be learned."""
-    return Piece(ids, mask[1:])
+    return Piece(ids, mask[1:], is_document=False)
 
 
 def split_piece(piece: Piece, num_slots: int, bos_id: int) -> tuple[Piece, Piece]:
-    """The first slots of a piece, and the rest as a piece that begins with bos again.
+    """The first slots of a document, and the rest as a piece that begins with bos again.
 
     What bos is followed by in the rest is not trained: documents do not begin there. Every prediction of the piece is
     in one of the two.
     """
-    head = Piece(piece.tokens[: num_slots + 1], piece.trained[:num_slots])
+    assert piece.is_document
+    head = replace(piece, tokens=piece.tokens[: num_slots + 1], trained=piece.trained[:num_slots])
     tokens = np.concatenate([np.array([bos_id], dtype=np.int32), piece.tokens[num_slots:]])
-    return head, Piece(tokens, np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_slots:]]))
+    trained = np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_slots:]])
+    return head, Piece(tokens, trained, is_document=True)
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,8 @@ class PackerState:
 class Packer:
     """Best-fit packer for rows of row_slots.
 
-    cut: what becomes of a piece that must be cut. "keep": the rest is packed later. "drop": the rest is lost and
-    counted, as nanochat does. "never": pieces are not cut, a row that nothing fits is left short; add none above
-    row_slots.
+    cut: what becomes of a document that must be cut. "keep": the rest is packed later. "drop": the rest is lost and
+    counted, as nanochat does. A conversation is never cut; add none above row_slots.
     num_cut: cuts so far; num_dropped_slots: predictions lost by them.
     """
 
@@ -107,7 +113,7 @@ class Packer:
         while room:
             refill()
             piece = self._take_largest(room)
-            if piece is None and self._cut != "never" and self._keys:
+            if piece is None:
                 piece = self._cut_shortest(room)
             if piece is None:
                 break
@@ -135,16 +141,23 @@ class Packer:
         place = bisect_left(self._keys, (room + 1,)) - 1
         return self._pop(place) if place >= 0 else None
 
-    def _cut_shortest(self, room: int) -> Piece:
+    def _cut_shortest(self, room: int) -> Piece | None:
+        """The first slots of the shortest document, the oldest of equals; None without a document."""
         # The shortest one: fewest tokens are lost, or left without what stood before them.
-        shortest = bisect_left(self._keys, (self._keys[0][0] + 1,)) - 1
+        shortest = None
+        for place, (num_slots, negative) in enumerate(self._keys):
+            if shortest is not None and num_slots > self._keys[shortest][0]:
+                break
+            if self._pieces[-negative].is_document:
+                shortest = place
+        if shortest is None:
+            return None
         head, rest = self._split(self._pop(shortest), room)
         if rest is not None:
             self._insert(rest)
         return head
 
     def _split(self, piece: Piece, num_slots: int) -> tuple[Piece, Piece | None]:
-        assert self._cut != "never"
         self.num_cut += 1
         head, rest = split_piece(piece, num_slots, self._bos_id)
         if self._cut == "keep":
@@ -167,6 +180,8 @@ def packer_state_to_json(state: PackerState) -> dict[str, Any]:
         "num_dropped_slots": state.num_dropped_slots,
         "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode(),
         "trained": base64.b64encode(np.packbits(trained).tobytes()).decode(),
+        "documents": [int(piece.is_document) for piece in state.pieces],
+        "surplus_bytes": [piece.surplus_bytes for piece in state.pieces],
     }
 
 
@@ -175,11 +190,15 @@ def packer_state_from_json(saved: dict[str, Any]) -> PackerState:
     keys = tuple((num_slots, negative) for num_slots, negative in saved["keys"])
     tokens = np.frombuffer(base64.b64decode(saved["tokens"]), dtype="<i4").astype(np.int32)
     trained = np.unpackbits(np.frombuffer(base64.b64decode(saved["trained"]), dtype=np.uint8)).astype(bool)
+    # Checkpoints of pretraining from before there was a choice have neither.
+    documents = saved.get("documents", [True] * len(keys))
+    surplus = saved.get("surplus_bytes", [0] * len(keys))
     pieces = []
     first = 0
     for number, (num_slots, _) in enumerate(keys):
         start = first + number  # a piece has one token more than slots
-        pieces.append(Piece(tokens[start : start + num_slots + 1], trained[first : first + num_slots]))
+        of_piece = tokens[start : start + num_slots + 1], trained[first : first + num_slots]
+        pieces.append(Piece(*of_piece, is_document=bool(documents[number]), surplus_bytes=surplus[number]))
         first += num_slots
     return PackerState(keys, tuple(pieces), saved["serial"], saved["num_cut"], saved["num_dropped_slots"])
 
@@ -190,13 +209,14 @@ class Batch:
 
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. position_ids: int64,
     from 0 in each document. document_ids: int32, 0 and up within a row, -1 for padding, whose positions count from 0
-    too.
+    too. surplus_bytes: of its pieces.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
     document_ids: np.ndarray
+    surplus_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +247,8 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_slots: int
             documents[number, start:end] = document
             start = end
         positions[number, start:] = counting[: row_slots - start]
-    return Batch(input_ids, labels, positions, documents)
+    surplus_bytes = sum(piece.surplus_bytes for row in rows for piece in row)
+    return Batch(input_ids, labels, positions, documents, surplus_bytes)
 
 
 def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:

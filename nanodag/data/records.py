@@ -14,6 +14,7 @@ from nanodag.errors import SourceError
 from nanodag.words import listed
 
 Kind = Literal["document", "conversation", "prompt"]
+Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
 KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt")
 ROLES = ("system", "user", "assistant", "tool")
 PART_TYPES = ("text", "tool_call", "tool_result")

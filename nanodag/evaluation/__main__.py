@@ -49,6 +49,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
         device=config.resources.device,
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
+        bos=config.bos,
         on_progress=progress,
     )
     forms, samples_folder, finished_folder = job.workspace / "forms", job.output / "samples", job.workspace / "finished"

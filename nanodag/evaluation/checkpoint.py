@@ -1,8 +1,8 @@
 """A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with the embedded sampler.
 
 Either is loaded when a benchmark first needs it; the model classes of transformers, which take seconds to import, are
-not. What differs from lm-eval's own HFLM: plain text begins with the tokenizer's start-of-document token where it has
-one, as pretraining documents do; a chat prompt is taken as its template renders it.
+not. Plain text becomes the tokens that lm-eval's own HFLM makes of it: with the start-of-document token where the
+tokenizer puts it there itself, unless the config says otherwise. A chat prompt is taken as its template renders it.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lm_eval.api.instance import Instance
@@ -31,13 +31,15 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Progress = Callable[[int, int], None]
+Bos = Literal["auto", "always", "never"]
 
 
 class Checkpoint(TemplateLM):
     """A Hugging Face folder for lm-eval.
 
-    is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. on_progress gets (done,
-    total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from the start.
+    is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. bos: as EvalStage's.
+    on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
+    the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Checkpoint(TemplateLM):
         device: str,
         batch_size: int,
         max_new_tokens: int,
+        bos: Bos = "auto",
         on_progress: Progress = lambda done, total: None,
     ) -> None:
         super().__init__()
@@ -64,6 +67,9 @@ class Checkpoint(TemplateLM):
         self._on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.max_positions = read_checkpoint(folder).architecture.max_positions
+        self._bos = bos
+        if bos == "always" and self.tokenizer.bos_token_id is None:
+            raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
 
     @cached_property
     def model(self) -> Decoder:
@@ -94,12 +100,18 @@ class Checkpoint(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids. Plain text gets the start-of-document token in front unless add_special_tokens is False."""
+        """Token ids. Plain text gets what `bos` says in front, unless add_special_tokens is False or it is there."""
         ids = self.tokenizer.encode(string, add_special_tokens=False)
-        start = self.tokenizer.bos_token_id
-        if self.is_chat or add_special_tokens is False or start is None or ids[:1] == [start]:
+        has_start = ids[:1] == [self.tokenizer.bos_token_id]
+        if self.is_chat or add_special_tokens is False or self._bos == "never" or has_start:
             return ids
-        return [start, *ids]
+        return self.document(string) if self._bos == "always" else self.tokenizer.encode(string)
+
+    def document(self, text: str) -> list[int]:
+        """Token ids with the start-of-document token in front, where the tokenizer has one: as CORE is scored."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        start = self.tokenizer.bos_token_id
+        return ids if start is None or ids[:1] == [start] else [start, *ids]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt up to where the assistant speaks. Raises ConfigError for a tokenizer without a template."""

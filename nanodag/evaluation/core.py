@@ -149,7 +149,7 @@ def score_task(checkpoint: Checkpoint, task: Task, data: Sequence[Item]) -> list
 
 def _questions(checkpoint: Checkpoint, task: Task, data: Sequence[Item], number: int) -> list[Question]:
     """What is scored for one item: one question with all choices, or one for each context, or one answer."""
-    tokens = [tuple(checkpoint.tok_encode(prompt)) for prompt in prompts_of(task, data, number)]
+    tokens = [tuple(checkpoint.document(prompt)) for prompt in prompts_of(task, data, number)]
     if task.kind == "schema":
         shared = _common([ids[::-1] for ids in tokens])
         split = [(ids[: len(ids) - shared], ids[len(ids) - shared :]) for ids in tokens]

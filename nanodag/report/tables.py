@@ -141,7 +141,7 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
         Cell(text=words.duration(seconds) if seconds else "", detail=tries_of(cost)),
         Cell(text=words.duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
-        Cell(text=_count(tokens)),
+        Cell(text=_count(tokens), detail=_documents(stage)),
         Cell(text=_count(read_tokens(stage))),
         Cell(text=words.count(speed) if speed else ""),
         Cell(text=words.count(cost["flops"]) if number(cost, "flops") else ""),
@@ -149,6 +149,11 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
         Cell(text=words.num_bytes(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
     ]
     return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
+
+
+def _documents(stage: Stage) -> str:
+    share = number(stage.metrics, "document_share")
+    return f"{100 * share:.0f} % documents" if share else ""
 
 
 def _price(stage: Stage, price_per_hour: float) -> float:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,14 @@ class TemplateRenderer(ChatRenderer):
 
     Templates with generation markers tell the mask themselves. For others (Qwen2.5's), what the assistant says is what
     the template adds between the prompt for a turn and the conversation with that turn, less white space behind its
-    last special token. Raises SourceError when a template rewrites earlier turns, so that this cannot be told.
+    last special token. Raises SourceError when a template rewrites earlier turns, so that this cannot be told; for tool
+    parts, where the template knows nothing of them; and for what the template itself refuses.
     """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self._folder = folder
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._marks = "{% generation %}" in self._template() or "{%- generation" in self._template()
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
@@ -146,6 +149,8 @@ class TemplateRenderer(ChatRenderer):
         self.stop_ids = () if eos is None else (eos,)
 
     def render_batch(self, conversations: Sequence[Messages]) -> list[Rendered]:
+        for messages in conversations:
+            self._check_parts(messages)
         return [self._marked(messages) if self._marks else self._compared(messages) for messages in conversations]
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -156,15 +161,45 @@ class TemplateRenderer(ChatRenderer):
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else str(template)
 
-    def _text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        return self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+    def _check_parts(self, messages: Messages) -> None:
+        if self._takes_parts or all(isinstance(message["content"], str) for message in messages):
+            return
+        raise SourceError(
+            f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has no "
+            "place for them; it takes text alone. Leave out the option `tools` of the source's adapter, write calls "
+            "and results as text, or train a model with a tokenizer of nanodag's, whose template has them."
         )
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template renders parts as parts. Another one fails, leaves them out, or prints Python's list."""
+        content = [{"type": "text", "text": "one"}, {"type": "tool_call", "text": "two"}]
+        try:
+            text = self._text(
+                [{"role": "user", "content": "zero"}, {"role": "assistant", "content": content}],
+                add_generation_prompt=False,
+            )
+        except SourceError:
+            return False
+        return "one" in text and "two" in text and "'type'" not in text and '"type"' not in text
+
+    def _text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Messages, **how: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **how)
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise SourceError(
+                f"The chat template of {self._folder} cannot render a conversation of {roles}: {error}. Take what it "
+                "refuses out of the data, or begin at a model whose template has it."
+            ) from error
+
     def _marked(self, messages: Messages) -> Rendered:
-        found = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return np.array(found["input_ids"], dtype=np.int32), np.array(found["assistant_masks"], dtype=bool)
 
     def _compared(self, messages: Messages) -> Rendered:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from typing import Any
 
-from nanodag.config.schema import SupervisedStage
+from nanodag.config.schema import ChatStage, SupervisedStage
 from nanodag.train.engine import Engine, leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import Stage, prepare
@@ -78,8 +78,10 @@ def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
         "steps": progress.step,
         "planned_steps": loop.plan.num_steps,
         "stopped_early": progress.stopped_early,
-        **{name: int(value) for name, value in stats.items() if name != "batches"},
+        **{name: int(value) for name, value in stats.items() if name not in ("batches", "document_tokens")},
     }
+    if isinstance(loop.config, ChatStage):
+        found["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)
     if progress.best_loss is not None:
         found["best_validation_loss"] = progress.best_loss
         found["best_validation_bits_per_byte"] = progress.best_bits_per_byte

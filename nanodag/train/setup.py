@@ -12,6 +12,7 @@ import torch
 from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.schema import ChatStage, PretrainStage, SupervisedStage
+from nanodag.data.adapters import kind_of
 from nanodag.data.batches import TokenBatches
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
@@ -88,7 +89,7 @@ def prepare(job: Job) -> Stage:
     config = job.config
     assert isinstance(config, SupervisedStage)
     torch.set_num_threads(int(config.resources.threads))
-    tokenizer_path = job.inputs["tokenizer" if isinstance(config, PretrainStage) else "model"]
+    tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
     model = _model(job, tokenizer_path)
     engine = Engine(
         model,
@@ -130,8 +131,9 @@ def prepare(job: Job) -> Stage:
 def _model(job: Job, tokenizer_path: Path) -> Decoder:
     config = job.config
     options = {"compiled": config.compile, "activation_checkpointing": config.activation_checkpointing}
-    if not isinstance(config, PretrainStage):
+    if "model" in job.inputs:
         return load(job.inputs["model"], **options)
+    assert isinstance(config, PretrainStage)
     architecture = qwen3_architecture(
         shape_from(config.shape),
         vocabulary=Encoding(tokenizer_path).size,
@@ -195,10 +197,14 @@ class _Data:
         return int(self._engine.highest(TokenBatches(sources, **self._arguments).count()))
 
     def validation(self, vocabulary: int) -> Validation | None:
-        """The held-out part, None when the config asks for none. Raises ConfigError when patience has nothing to
-        watch."""
+        """The held-out part, None when the config asks for none: conversations, or documents where there are no others.
+        Raises ConfigError when patience has nothing to watch."""
         config = self._config
         sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out > 0]
+        if self._is_chat:
+            # One mean over both would be that of the documents: they have a label at every token.
+            chats = [s for s in sources if kind_of(s.adapter, s.url, "chat") == "conversation"]
+            sources = chats or sources
         if not sources or not config.validation_tokens:
             if config.patience:
                 raise ConfigError(

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """loss: nats a label. bits_per_byte: of the labels that stand for bytes, over those bytes; special tokens stand for
-    none, so vocabularies can be compared."""
+    none, so vocabularies can be compared. Of documents these are the text's own bytes, whatever the tokenizer puts
+    before it."""
 
     loss: float
     bits_per_byte: float
@@ -49,7 +50,12 @@ class Validation:
             num_bytes = self._token_bytes[found.labels[found.labels >= 0]]
             nats = -logprobs.double()
             totals += torch.stack(
-                [nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), num_bytes.sum().double()]
+                [
+                    nats.sum(),
+                    nats.new_tensor(nats.numel()),
+                    nats[num_bytes > 0].sum(),
+                    num_bytes.sum().double() - batch.surplus_bytes,
+                ]
             ).cpu()
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
         return Score(loss=nats_sum / max(labels, 1.0), bits_per_byte=byte_nats / math.log(2) / max(byte_count, 1.0))

@@ -53,6 +53,7 @@ def test_every_shipped_preset_loads_with_an_origin_for_every_value(preset):
             or name in ("store.local", "rl.reward", "rl.sampler.python")
             or ".adapter" in name
             or ".form" in name
+            or name.endswith(".bos")
         ), name
     assert set(order_of(resolved.pipeline)) == set(resolved.pipeline.stages)
 
@@ -91,6 +92,52 @@ def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, m
     with pytest.raises(ConfigError, match=r"stages\.rl\.sync_check_every 20: SGLang .* on a GPU"):
         resolve(file, "one", ["rl.sampler.engine=sglang"])
     assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
+
+
+MORE = {
+    "kind": "pretrain",
+    "inputs": {"model": "base"},
+    "data": ["file:text.txt"],
+    "sequence_length": 8,
+    "batch_tokens": 64,
+    "horizon_tokens": 6400,
+}
+
+
+def with_more(file, **changes):
+    """The preset with a stage `more` that goes on pretraining `base`."""
+    document = yaml.safe_load(file.read_text())
+    more = {name: value for name, value in {**MORE, **changes}.items() if value is not None}
+    document["presets"]["one"]["stages"]["more"] = more
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    return file
+
+
+def test_pretraining_that_goes_on_takes_its_rates_from_the_stage_where_the_model_began(file):
+    stages = resolve(with_more(file), "one").pipeline.stages
+    base, more = stages["base"], stages["more"]
+    assert (base.continues, more.continues, more.horizon_tokens) == (False, True, 6400)
+    assert more.optimizer.matrix_lr == pytest.approx(0.02 * (64 / 2**19) ** 0.5, abs=1e-6)  # rule 6 of the dial
+    assert more.optimizer == base.optimizer
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"inputs": {}}, "stages.more.inputs: found none; name either a tokenizer, .* or a model"),
+        ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "stages.more.inputs: found model, tokenizer; name"),
+        ({"inputs": {"tokenizer": "tokenizer"}}, "stages.more.shape.depth is missing: random weights need one"),
+        ({"shape": {"depth": 2}}, "stages.more.shape is that of inputs.model; leave it out"),
+        (
+            {"horizon_tokens": None},
+            "stages.more.horizon_tokens auto: the dial's is for random weights; say for how many",
+        ),
+        ({"tokens_per_parameter": 8}, "stages.more.tokens_per_parameter means nothing to a model that goes on"),
+    ],
+)
+def test_pretraining_begins_at_one_thing_and_says_what_that_needs(file, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(with_more(file, **changes), "one")
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest(file):

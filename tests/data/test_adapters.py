@@ -1,6 +1,6 @@
 import pytest
 
-from nanodag.data.adapters import open_adapter
+from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.records import held_out_score, record_bytes
 from nanodag.errors import SourceError
 
@@ -130,6 +130,28 @@ def test_a_document_of_a_chat_source_is_its_texts():
     row = {"instruction": "Do", "output": "Done"}
     assert adapt(row, "document", "alpaca") == {"text": "Do\nDone"}
     assert adapt(GSM8K, "document", "gsm8k", tools=True)["text"].startswith("How many?\nHalf is 48/2 = 48/224")
+
+
+def test_a_chat_stage_takes_documents_from_adapters_that_make_nothing_else():
+    found = {
+        name: kind_of(name, url, "chat")
+        for name, url in {
+            "text": "file:a.txt",
+            "auto": "hub:HuggingFaceFW/fineweb-edu",
+            "gsm8k": "file:a.jsonl",
+            "messages": "file:b.jsonl",
+            "module:function": "file:c.jsonl",
+        }.items()
+    }
+    assert found == {
+        "text": "document",
+        "auto": "document",
+        "gsm8k": "conversation",
+        "messages": "conversation",
+        "module:function": "conversation",
+    }
+    assert kind_of("auto", "file:a.txt", "chat") == "conversation"
+    assert kind_of("gsm8k", "file:a.jsonl", "document") == "document"
 
 
 def own_adapter(row, kind, loud=False):

@@ -1,11 +1,13 @@
 import json
 import random
 import time
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from nanodag.data.batches import TokenBatches
 from nanodag.data.config import SourceConfig
@@ -92,6 +94,58 @@ def test_conversations_are_whole_isolated_and_trained_on_the_answers_only(chats,
     assert batches.stats()["dropped_tokens"] == batches.stats()["truncated_tokens"] == 0
 
 
+@pytest.fixture
+def mixed(documents, chats):
+    return [documents.model_copy(update={"adapter": "text"}), chats]
+
+
+def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(mixed, documents, chats, tokenizer_path):
+    batches = make(mixed, tokenizer_path, "chat")
+    trained = []
+    for batch in batches:
+        for row in range(2):
+            positions, owners = batch.position_ids[row], batch.document_ids[row]
+            for owner in range(owners.max(initial=-1) + 1):
+                assert positions[owners == owner].tolist() == list(range((owners == owner).sum()))
+        trained += [tuple(pair) for i, labels in unpack(batch) for pair in zip(i.tolist(), labels.tolist())]
+    alone = [make(mixed[0], tokenizer_path), make(chats, tokenizer_path, "chat")]
+    expected = [
+        tuple(pair)
+        for of_kind in alone
+        for batch in of_kind
+        for i, labels in unpack(batch)
+        for pair in zip(i.tolist(), labels.tolist())
+    ]
+    with_loss = [Counter(pair for pair in found if pair[1] != -100) for found in (trained, expected)]
+    assert with_loss[0] == with_loss[1]  # every prediction of the documents, and of the answers, and no other
+    stats = batches.stats()
+    encoding = Encoding(tokenizer_path)
+    num_slots = sum(len(ids) + 1 for ids in encoding.encode_batch([row["text"] for row in read(documents)]))
+    assert stats["document_tokens"] == num_slots + stats["cut_documents"]  # a rest begins with bos again
+    assert stats["tokens"] - stats["document_tokens"] == alone[1].stats()["tokens"]
+    assert stats["padding"] < alone[1].stats()["padding"]
+    assert alone[1].stats()["document_tokens"] == 0
+
+
+def test_bytes_of_labels_are_those_of_the_text_whatever_the_tokenizer_puts_before_it(tmp_path):
+    # As Llama's: a blank in front of each text, byte tokens for what it does not know.
+    known = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123)), "▁a", "at"]
+    vocabulary = {token: number for number, token in enumerate(known)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("a", "t")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    texts = ["a cat at sea", " begins with a blank", "é 日 🙂", "", "the end " * 12]
+    source = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    token_bytes = Encoding(tmp_path).token_bytes
+    for length in (16, 64, 256):
+        batches = list(make(source, tmp_path, sequence_length=length))
+        counted = sum(int(token_bytes[b.labels[b.labels >= 0]].sum()) - b.surplus_bytes for b in batches)
+        assert counted == sum(len(text.encode()) for text in texts), length
+
+
 CASES = {
     "documents": ("document", {}),
     "documents dropped": ("document", {"cut": "drop", "sequence_length": 32}),
@@ -99,13 +153,15 @@ CASES = {
     "chats": ("chat", {}),
     "chats prefetched": ("chat", {"prefetch": True}),
     "documents prefetched": ("document", {"prefetch": True}),
+    "documents beside chats": ("mixed", {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_go_on_from_any_point_to_the_byte(documents, chats, tokenizer_path, case):
+def test_batches_go_on_from_any_point_to_the_byte(documents, chats, mixed, tokenizer_path, case):
     kind, options = CASES[case]
-    source = documents if kind == "document" else chats
+    source = {"document": documents, "chat": chats, "mixed": mixed}[kind]
+    kind = "document" if kind == "document" else "chat"
     plain = {**options, "prefetch": False}
     whole = [flat(batch) for batch in islice(make(source, tokenizer_path, kind, **plain), 40)]
     end = make(source, tokenizer_path, kind, **plain)

@@ -25,6 +25,11 @@ def pairs(piece):
     return [(i, label if trained else None) for i, (label, trained) in zip(piece.tokens[:-1].tolist(), labels)]
 
 
+def conversation(ids):
+    """All of it trained; as many slots as a document of these ids."""
+    return conversation_piece(np.array([BOS, *ids, BOS], dtype=np.int32), np.full(len(ids) + 2, True))
+
+
 def feed(packer, pieces, at_once=3):
     waiting = list(pieces)
 
@@ -63,9 +68,9 @@ def test_a_cut_document_keeps_every_prediction_once_and_begins_again_with_bos():
 
 
 def test_the_largest_piece_that_fits_goes_first_and_of_equals_the_oldest():
-    packer = Packer(8, cut="never", bos_id=BOS)
+    packer = Packer(8, cut="keep", bos_id=BOS)
     for ids in ([2, 2], [3, 3, 3, 3], [4, 4], [5] * 6):  # 3, 5, 3 and 7 slots
-        packer.add(document_piece(ids, BOS))
+        packer.add(conversation(ids))
     rows = rows_of(packer, lambda: None)
     assert [[int(piece.tokens[1]) for piece in row] for row in rows] == [[5], [3, 2], [4]]
 
@@ -109,18 +114,34 @@ def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_s
 @settings(max_examples=100, deadline=None)
 @given(documents, st.integers(31, 60), st.integers(1, 8))
 def test_packing_never_changes_a_conversation(texts, row_slots, at_once):
-    pieces = [document_piece(ids, BOS) for ids in texts]
-    packer = Packer(row_slots, cut="never", bos_id=BOS)
+    pieces = [conversation(ids) for ids in texts]
+    packer = Packer(row_slots, cut="keep", bos_id=BOS)
     rows = rows_of(packer, feed(packer, pieces, at_once))
     batch = make_batch(rows, num_rows=len(rows), row_slots=row_slots, pad_id=0)
     found = Counter((tuple(i.tolist()), tuple(labels.tolist())) for i, labels in unpack(batch))
     assert found == Counter((tuple(p.tokens[:-1].tolist()), tuple(p.tokens[1:].tolist())) for p in pieces)
 
 
+@settings(max_examples=100, deadline=None)
+@given(documents, documents, st.integers(31, 60))
+def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(chats, texts, row_slots):
+    packer = Packer(row_slots, cut="keep", bos_id=BOS)
+    pieces = [conversation(ids) for ids in chats]
+    rows = rows_of(packer, feed(packer, [*pieces, *(document_piece(ids, BOS) for ids in texts)], at_once=50))
+    found = [piece for row in rows for piece in row]
+    kept = Counter(tuple(piece.tokens.tolist()) for piece in found if not piece.is_document)
+    assert kept == Counter((BOS, *ids, BOS) for ids in chats)
+    trained = Counter(p for piece in found if piece.is_document for p in pairs(piece) if p[1] is not None)
+    assert trained == Counter(pair for ids in texts for pair in pairs(document_piece(ids, BOS)))
+    last = max(number for number, row in enumerate(rows) if any(piece.is_document for piece in row))
+    assert all(sum(piece.num_slots for piece in row) == row_slots for row in rows[:last])
+
+
 @settings(max_examples=60, deadline=None)
 @given(documents, st.integers(2, 20), st.data())
 def test_a_packer_restored_from_json_gives_the_same_rows(texts, row_slots, data):
-    pieces = [document_piece(ids, BOS) for ids in texts]
+    chats = [conversation(ids[: row_slots - 1]) for ids in texts[::3]]
+    pieces = [document_piece(ids, BOS) for ids in texts] + chats
     packer = Packer(row_slots, cut="keep", bos_id=BOS)
     for piece in pieces:
         packer.add(piece)

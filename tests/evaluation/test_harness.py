@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -215,14 +216,49 @@ def checkpoint_of(folder, **more) -> Checkpoint:
     return Checkpoint(folder, precision="fp32", device="cpu", batch_size=4, max_new_tokens=12, **more)
 
 
+def without_bos_in_front(folder, target):
+    """The same model with a tokenizer that has a bos token and does not put it there, as SmolLM2's."""
+    shutil.copytree(folder, target)
+    layout = json.loads((target / "tokenizer.json").read_text())
+    (target / "tokenizer.json").write_text(json.dumps({**layout, "post_processor": None}))
+    return target
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_text_begins_with_bos_where_the_tokenizer_puts_it_as_in_lm_eval(model_folder, tmp_path, adds_bos, bos):
+    folder = model_folder if adds_bos else without_bos_in_front(model_folder, tmp_path / "model")
+    checkpoint = checkpoint_of(folder, bos=bos)
+    start = checkpoint.tokenizer.bos_token_id
+    assert start is not None
+    ids = checkpoint.tok_encode("the cat")
+    assert (ids[0] == start) == (adds_bos if bos == "auto" else bos == "always")
+    assert ids.count(start) <= 1
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    add_bos_token = {"auto": None, "always": True, "never": False}[bos]
+    if adds_bos or bos != "always":  # there lm-eval cannot
+        hflm = HFLM(pretrained=model, tokenizer=checkpoint.tokenizer, add_bos_token=add_bos_token)
+        assert hflm.tok_encode("the cat") == ids
+        assert hflm.tok_encode("<|bos|>the cat") == checkpoint.tok_encode("<|bos|>the cat")
+    assert checkpoint.tok_encode("the cat", add_special_tokens=False) == [i for i in ids if i != start]
+    assert checkpoint.document("the cat")[0] == start
+
+
+def test_bos_always_is_refused_where_the_tokenizer_has_none(model_folder, tmp_path):
+    folder = without_bos_in_front(model_folder, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": None}))
+    with pytest.raises(ConfigError, match=r"bos: always, and the tokenizer in .* names no bos_token; set bos: auto"):
+        checkpoint_of(folder, bos="always")
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_results_equal_lm_evals_own_model_class_and_a_computation_by_hand(run, models, tmp_path, kind):
     checkpoint = checkpoint_of(models[kind])
     result = run(checkpoint, "arc_easy", ARC)
-    # lm-eval's HFLM on the same task, given the same tokens
+    # lm-eval's HFLM on the same task
     model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).eval()
     hflm = HFLM(pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=3)
-    hflm.tok_encode = lambda text, add_special_tokens=None, **rest: checkpoint.tok_encode(text, add_special_tokens)
     task = TaskManager(include_path=str(tmp_path / "forms"), include_defaults=False).load(["arc_easy"])
     theirs = evaluate(hflm, task, bootstrap_iters=10)["results"]["arc_easy"]
     for metric in ("acc", "acc_norm"):

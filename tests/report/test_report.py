@@ -84,6 +84,12 @@ def test_time_tokens_and_cost_add_up(run):
     assert rows["all"][9] == "4.04"  # and 80 s on one rank: .0444
 
 
+def test_the_share_of_documents_stands_below_a_stages_tokens(run):
+    run["stages"]["sft"]["metrics"]["document_share"] = 0.254
+    details = {row[0].text: row[3].detail for row in stages_table(stages_of(run), 0.0).rows}
+    assert (details["sft"], details["pretrain"]) == ("25 % documents", "")
+
+
 def test_config_says_where_values_come_from_and_what_the_dial_would_have_said(run):
     table = config_table(stages_of(run)["sft"], run["origins"])
     first = table.rows[0]

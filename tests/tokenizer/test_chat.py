@@ -225,6 +225,30 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(folder, tmp_path):
         foreign(folder, tmp_path, forgetful).render(CHAT)
 
 
+ADDS = CHATML.replace("{{ m['content'] }}", "{{ '' + m['content'] }}")  # fails at a list, where CHATML prints it
+
+
+@pytest.mark.parametrize("template", [CHATML, ADDS, CHATML.replace("{{ m['content'] }}", "")])
+def test_tool_parts_that_a_foreign_template_has_no_place_for_are_refused_by_name(folder, tmp_path, template):
+    renderer = foreign(folder, tmp_path, template)
+    with pytest.raises(SourceError, match=r"tool parts .*chat template of .* no place for them.*option `tools`"):
+        renderer.render(CONVERSATION)
+
+
+def test_a_foreign_template_that_has_a_place_for_tool_parts_renders_them(folder, tmp_path):
+    parts = "{% for p in m['content'] %}{{ p if p is string else p['text'] }}{% endfor %}"
+    renderer = foreign(folder, tmp_path, CHATML.replace("{{ m['content'] }}", parts))
+    ids, mask = renderer.render(CONVERSATION)
+    assert spoken(Encoding(tmp_path), ids, mask) == ["I count: 12*34408It is 408.<|im_end|>", "Done.<|im_end|>"]
+
+
+def test_what_a_template_refuses_is_said_with_its_folder(folder, tmp_path):
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system here') }}{% endif %}" + CHATML
+    renderer = foreign(folder, tmp_path, strict)
+    with pytest.raises(SourceError, match=r"template of .* cannot render .*system, user, .*: No system here\. Take"):
+        renderer.render(CONVERSATION[:2] + CHAT[1:2])
+
+
 def test_a_folder_without_template_or_tokenizer_is_refused(folder, tmp_path):
     with pytest.raises(SourceError, match=r"has no tokenizer\.json"):
         load_renderer(tmp_path)

@@ -91,6 +91,34 @@ def test_a_killed_sft_run_resumes_to_the_same_weights(folder, pretrained):
     assert result["dropped_tokens"] == 0
 
 
+def test_pretraining_goes_on_from_a_models_weights(folder, pretrained):
+    more = stages.pretrain(folder, inputs={"model": "pretrain"}, horizon_tokens=512 * 4, seed=4)
+    del more["shape"]
+    workspace = stages.make_job(folder / "more", more, {"model": pretrained / "output"})
+    found = stages.finish(workspace)["metrics"]
+    before = json.loads((pretrained / "result.json").read_text())["metrics"]
+    losses = [line["loss"] for line in stages.metrics(workspace) if line["event"] == "step"]
+    assert losses[0] < before["loss"] + 0.5  # random weights begin 2 above
+    assert found["validation_bits_per_byte"] < before["validation_bits_per_byte"]
+    for name in ("config.json", "tokenizer.json"):
+        assert (workspace / "output" / name).read_bytes() == (pretrained / "output" / name).read_bytes()
+
+
+def test_sft_trains_documents_beside_conversations_and_validates_on_the_conversations(folder, pretrained):
+    plain = stages.sft(folder, max_steps=10, validation_every=1000, compile=False)
+    prose = {"url": f"file:{folder / 'prose.jsonl'}[0:20]", "adapter": "text", "held_out": 0.1}
+    both = {**plain, "data": [*plain["data"], prose]}
+    found = {}
+    for name, config in (("plain", plain), ("both", both)):
+        workspace = stages.make_job(folder / f"documents_{name}", config, {"model": pretrained / "output"})
+        metrics = stages.finish(workspace)["metrics"]
+        evals = [line["validation_loss"] for line in stages.metrics(workspace) if line["event"] == "eval"]
+        found[name] = metrics["document_share"], evals[0]
+    assert found["plain"][0] == 0
+    assert 0.1 < found["both"][0] < 0.9
+    assert found["plain"][1] == found["both"][1]  # of the untrained model: the same held-out conversations
+
+
 def test_the_best_weights_are_kept_when_validation_gets_worse(folder, pretrained):
     # A rate far too high from the second half on: validation soon stops improving.
     config = stages.sft(
