@@ -101,7 +101,8 @@ def make_job(workspace: Path, config: dict[str, Any], inputs: dict[str, Path]) -
 
 def start(workspace: Path, *, num_ranks: int = 1) -> subprocess.Popen:
     """The worker as the launcher would start it."""
-    launcher = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
+    torchrun = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+    launcher = torchrun if num_ranks > 1 else []
     environment = dict(
         os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES=""
     )

@@ -15,7 +15,8 @@ from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY
 
 
 def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
-    launcher = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
+    torchrun = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+    launcher = torchrun if num_ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "tests.train.ranks", str(out), json.dumps(cases)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR="cpu")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
