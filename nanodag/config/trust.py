@@ -18,6 +18,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
+from nanodag.own_code import file_of
 from nanodag.provenance import PROJECT
 from nanodag.rl import entries
 
@@ -33,6 +34,13 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
         module = name.partition(":")[0]
         if _is_below(module, pipeline.trusted_modules) or is_beside(module, file.parent):
             continue
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
+        if file_of(module, [file.parent]) is None:
+            raise ConfigError(
+                f"{where}: {name!r} cannot be had: there is no module {module} beside {file}, on PYTHONPATH or among "
+                "the installed packages."
+            )
         raise ConfigError(
             f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
             f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "

@@ -21,7 +21,7 @@ from tests.rl.stages import metrics, start
 def listening(pid: int) -> set[tuple[str, str]]:
     """Every address that a process or what it started listens on, with what it is."""
     found = set()
-    for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         try:
             name = " ".join(process.cmdline()[1:4])
             for connection in process.net_connections("inet"):

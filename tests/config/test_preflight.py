@@ -101,11 +101,19 @@ def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rl.reward=nomodule_pf:f", "rl.reward: there is no module nomodule_pf beside the pipeline file, on PYTHONPATH "
-         "or among the installed packages"),
-        ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "rl.reward: there is no module nomodule_pf beside the pipeline "
-         "file, on PYTHONPATH or among the installed packages"),
-        ("rl.reward=os:system", "rl.reward: os is a module of Python's own, and no function of yours"),
+        ("rl.reward=nomodule_pf:f", "stage rl: 'nomodule_pf:f' cannot be had: there is no module nomodule_pf beside "),
+        ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "there is no module nomodule_pf beside "),
+        ("rl.reward=os:system", "stage rl: 'os:system' names os, a module of Python's own, and no function of yours"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, override, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(folder / "pipeline.yaml", "one", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
         ("rl.reward=mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
         ("rl.reward=mine_pf:NUMBER", "rl.reward: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
         ("rl.reward=mine_pf:reward_of_one",

@@ -124,15 +124,15 @@ def test_pretraining_that_goes_on_takes_its_rates_from_the_stage_where_the_model
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"inputs": {}}, "stages.more.inputs: found none; name either a tokenizer, .* or a model"),
-        ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "stages.more.inputs: found model, tokenizer; name"),
-        ({"inputs": {"tokenizer": "tokenizer"}}, "stages.more.shape.depth is missing: random weights need one"),
-        ({"shape": {"depth": 2}}, "stages.more.shape is that of inputs.model; leave it out"),
+        ({"inputs": {}}, "more.inputs: found none; name either a tokenizer, .* or a model"),
+        ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "more.inputs: found model, tokenizer; name"),
+        ({"inputs": {"tokenizer": "tokenizer"}}, "more.shape.depth is missing: random weights need one"),
+        ({"shape": {"depth": 2}}, "more.shape is that of inputs.model; leave it out"),
         (
             {"horizon_tokens": None},
-            "stages.more.horizon_tokens auto: the dial's is for random weights; say for how many",
+            "more.horizon_tokens auto: the dial's is for random weights; say for how many",
         ),
-        ({"tokens_per_parameter": 8}, "stages.more.tokens_per_parameter means nothing to a model that goes on"),
+        ({"tokens_per_parameter": 8}, "more.tokens_per_parameter means nothing to a model that goes on"),
     ],
 )
 def test_pretraining_begins_at_one_thing_and_says_what_that_needs(file, changes, said):

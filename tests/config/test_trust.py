@@ -49,7 +49,8 @@ def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline,
 )
 def test_any_other_module_is_refused_wherever_its_name_stands(pipeline, url):
     module = url.split(":")[1]
-    with pytest.raises(ConfigError, match=f"the module {module} neither stands beside"):
+    reasons = f"names {module}, a module of Python|module {module} (neither stands )?beside"
+    with pytest.raises(ConfigError, match=reasons):
         pipeline(f'tokenizer.data=["{url}"]')
     function = url.partition("?")[0].removeprefix("python:")
     with pytest.raises(ConfigError, match="adapter of file"):
@@ -75,14 +76,14 @@ def rl(**fields):
     ],
 )
 def test_every_place_where_rl_names_a_function_is_looked_at(pipeline, fields):
-    with pytest.raises(ConfigError, match="the module os neither stands beside"):
+    with pytest.raises(ConfigError, match="names os, a module of Python"):
         pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}))
     pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}), trusted_modules=["os"])
 
 
 def test_trust_covers_a_package_and_nothing_that_only_begins_alike(pipeline):
     pipeline('tokenizer.data=["python:yaml.loader:f"]', trusted_modules=["yaml"])
-    with pytest.raises(ConfigError, match="the module yamlish"):
+    with pytest.raises(ConfigError, match="there is no module yamlish beside"):
         pipeline('tokenizer.data=["python:yamlish:f"]', trusted_modules=["yaml"])
 
 
