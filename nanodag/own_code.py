@@ -4,11 +4,14 @@ A worker looks where Python does: on the PYTHONPATH of whoever called `nanodag r
 last in the pipeline file's folder, so that a file there hides no installed package.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+
+from nanodag.store.files import write_bytes, writing
 
 
 def file_of(module: str, folders: Sequence[Path | str] = ()) -> Path | None:
@@ -37,15 +40,16 @@ def note_python_path(local: Path, run: str) -> None:
     local: the store's folder on this machine.
     """
     path = _noted(local, run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(os.environ.get("PYTHONPATH", ""), encoding="utf-8")
+    with writing(f"Writing {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, os.environ.get("PYTHONPATH", "").encode("utf-8", "surrogateescape"))
 
 
 def take_python_path(local: Path, run: str) -> None:
     """Let this process, and those that it starts, find modules by what was noted for a run in the place of its own
     PYTHONPATH, which is that of whoever started the server. Nothing noted: it stays."""
     try:
-        noted = _noted(local, run).read_text(encoding="utf-8")
+        noted = _noted(local, run).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
     replaced = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -54,7 +58,8 @@ def take_python_path(local: Path, run: str) -> None:
 
 
 def _noted(local: Path, run: str) -> Path:
-    return local / "prefect" / "python_path" / run
+    name = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:32]  # a run's may be no file's
+    return local / "prefect" / "python_path" / name
 
 
 def _outermost(name: str, folders: Sequence[Path | str]) -> ModuleSpec | None:

@@ -234,7 +234,8 @@ def recorded_run(
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.{near}")
     else:
         stages = (stage,) if stage else following(record, begin_at)
-    foreign = [text for text in overrides if text.partition(".")[0] not in stages]
+    own = (*stages, "unchecked")
+    foreign = [text for text in overrides if text.partition("=")[0].partition(".")[0] not in own]
     if foreign:
         raise ConfigError(
             f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."

@@ -24,7 +24,7 @@ def imported_by(statement, names):
         *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),
         *("nanodag.cli", "nanodag.cli.run", "nanodag.cli.show", "nanodag.cli.use"),
         *("nanodag.config", "nanodag.store", "nanodag.launch", "nanodag.worker", "nanodag.stage", "nanodag.server"),
-        *("nanodag.data.sources", "nanodag.import_model", "nanodag.errors"),
+        *("nanodag.data.sources", "nanodag.import_model", "nanodag.errors", "nanodag.preflight_checks"),
         *("nanodag.rl.controller", "nanodag.sampler.client"),
     ],
 )

@@ -15,7 +15,7 @@ from nanodag.store import canonical_json
 
 MAX_POINTS = 1000
 # What belongs to the sweep as a whole: its points share a store, a server and where data come from.
-SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly")
+SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly", "unchecked")
 
 
 @dataclass(frozen=True, kw_only=True)
