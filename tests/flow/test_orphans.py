@@ -28,7 +28,9 @@ def deployment():
 
 def in_state(client, deployment, state):
     run = client.create_flow_run_from_deployment(deployment, parameters={"name": "x"})
+    client.set_flow_run_state(run.id, Running(), force=True)  # from Scheduled, Prefect makes Cancelled of Cancelling
     client.set_flow_run_state(run.id, state, force=True)
+    assert client.read_flow_run(run.id).state.type == state.type
     return run.id
 
 
