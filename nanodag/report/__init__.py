@@ -8,6 +8,7 @@ What the job gives (nanodag.worker.Job):
         {
           "preset": "pocket", "description": "...",
           "origins": {"rl.learning_rate": "override", ...},     dotted name -> where the value came from
+          "stale": {"rl": "sft was built since"},               stage -> why (nanodag.stale)
           "mirror": "none",                                     as in the pipeline, for the contamination count
           "stages": {
             "rl": {
@@ -21,8 +22,8 @@ What the job gives (nanodag.worker.Job):
           }
         }
 
-`cost` keys that are shown where present: seconds, cpu_seconds, tokens, flops, peak_bytes, device, mfu,
-tokens_per_second.
+`cost` keys that are shown where present: seconds (of all tries), earlier_seconds (of all but the last), num_attempts,
+cpu_seconds, tokens (trained), forward_tokens (read only), flops, peak_bytes, device, mfu, tokens_per_second.
 Metrics that are drawn where metrics.jsonl has them, over `step`:
     pretrain, midtrain, sft    loss, validation_bits_per_byte, tokens_per_second
     rl                         reward, eval_reward, response_tokens, entropy, clipped_share, zero_spread_share,
