@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Progress = Callable[[int, int], None]
-Bos = Literal["auto", "always", "never"]
 
 
 class Checkpoint(TemplateLM):
@@ -50,7 +49,7 @@ class Checkpoint(TemplateLM):
         device: str,
         batch_size: int,
         max_new_tokens: int,
-        bos: Bos = "auto",
+        bos: str = "auto",
         on_progress: Progress = lambda done, total: None,
     ) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ class TemplateRenderer(ChatRenderer):
         return template if isinstance(template, str) else str(template)
 
     def _check_parts(self, messages: Messages) -> None:
-        if self._takes_parts or all(isinstance(message["content"], str) for message in messages):
+        if all(isinstance(message["content"], str) for message in messages) or self._takes_parts:
             return
         raise SourceError(
             f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has no "
