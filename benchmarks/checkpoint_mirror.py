@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from nanodag.ports import free_port
-from nanodag.runs import open_run
-from nanodag.stage import carry_out
+from nanodag.host.ports import free_port
+from nanodag.run.record import open_run
+from nanodag.run.stage import carry_out
 
 STAGE = "pretrain"
 

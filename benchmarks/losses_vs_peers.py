@@ -98,10 +98,10 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     import torch
 
     from nanodag.config.schema import RLStage
-    from nanodag.rl import entries
+    from nanodag import registry as entries
     from nanodag.rl.losses.aggregation import Totals
-    from nanodag.rl.shaping import with_overlong_penalty
-    from nanodag.rl.update import Objective, Scored
+    from nanodag.rl.rollouts.shaping import with_overlong_penalty
+    from nanodag.rl.trainer.update import Objective, Scored
 
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
     real, mask = tensors["real"], tensors["mask"]
@@ -144,7 +144,7 @@ def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.nda
     import torch
 
     from nanodag.rl.advantages.gae import gae, reward_of_last
-    from nanodag.rl.critic import whitened
+    from nanodag.rl.trainer.critic import whitened
     from nanodag.rl.losses.value_loss import value_loss
 
     rewards = reward_of_last(tensors["rewards"].double(), row.mask, row.sequence_ids)
@@ -173,7 +173,7 @@ def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.nda
 
 
 def _rollout(length: int, reward: float) -> Any:
-    from nanodag.rl.rollout import Rollout, prompt_span, sampled_span
+    from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
 
     spans = (prompt_span([1]), sampled_span([2] * length, [-1.0] * length, 0))
     return Rollout(group_id="g", prompt_id="g", sample_index=0, spans=spans, finish_reason="stop", reward=reward)

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanodag.launch import worker_environment
+from nanodag.worker.launch import worker_environment
 
 SIDES = ("plain", "zero0", "zero1", "zero2", "zero3")
 

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from nanodag.config import resolve
-from nanodag.runs import pipeline_file, store_of
-from nanodag.server import FINAL_STATES, Api, Running, server_of
+from nanodag.run.record import pipeline_file, store_of
+from nanodag.server.local_server import FINAL_STATES, Api, Running, server_of
 from nanodag.store import Store
 
 STAGE = "pretrain"

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nanodag.launch import worker_environment
+from nanodag.worker.launch import worker_environment
 
 REFERENCE = "transformers"
 SIDES = (REFERENCE, "sampler", "sampler, deterministic", "sampler over HTTP", "bare matmuls")
@@ -192,7 +192,7 @@ def transformers_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side
 
 
 def requests_of(args: argparse.Namespace, prompts: "torch.Tensor") -> list:  # noqa: F821
-    from nanodag.sampler.protocol import Request, SamplingParams
+    from nanodag.inference.protocol import Request, SamplingParams
 
     params = SamplingParams(max_new_tokens=args.new, ignore_eos=True)
     return [Request(input_ids=prompt, params=params) for prompt in prompts.tolist()]
@@ -215,8 +215,8 @@ def sampler_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # 
 def http_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noqa: F821
     import atexit
 
-    from nanodag.sampler.client import SamplerClient
-    from nanodag.sampler.process import SamplerProcess
+    from nanodag.inference.client import SamplerClient
+    from nanodag.inference.sampler_process import SamplerProcess
 
     log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (lives as long as the process)
     process = SamplerProcess.start(

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanodag.provenance import PROJECT
-from nanodag.runs import Run, StageResult, result_of
-from nanodag.stage import key_of
+from nanodag.store.provenance import PROJECT
+from nanodag.run.record import Run, StageResult, result_of
+from nanodag.run.stage import key_of
 from nanodag.sweep.run import begin_sweep, find_built
 
 FACTS: dict[str, Any] = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}

@@ -30,20 +30,20 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nanodag.rl.broadcast import Broadcaster
-from nanodag.rl.broadcast_sync import DistributedSync
-from nanodag.rl.export import write_model
-from nanodag.rl.router import Router
-from nanodag.rl.samplers import Samplers
-from nanodag.rl.sync import DiskSync, WeightSync
-from nanodag.rl.watch import Server
-from nanodag.sampler.client import SamplerClient
+from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.trainer.export import write_model
+from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.samplers import Samplers
+from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.fleet.watch import Server
+from nanodag.inference.client import SamplerClient
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams
-from nanodag.sampler.router_process import RouterClient, RouterProcess
-from nanodag.sampler.sglang_install import find_python
-from nanodag.sampler.sglang_process import SGLangProcess
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.router_process import RouterClient, RouterProcess
+from nanodag.inference.sglang_install import find_python
+from nanodag.inference.sglang_process import SGLangProcess
 
 CONTEXT = 128
 BUCKET_BYTES = 4000

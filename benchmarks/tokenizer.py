@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from nanodag.data.batches import TokenBatches
+from nanodag.train.batches import TokenBatches
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.tokenizer.bpe import merges_of, save_tokenizer, train_bpe

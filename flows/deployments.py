@@ -10,7 +10,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
 from nanodag.errors import StoreError
-from nanodag.runs import stage_names
+from nanodag.run.record import stage_names
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)

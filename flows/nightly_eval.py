@@ -22,7 +22,7 @@ from nanodag.config import resolve
 from nanodag.nightly.findings import Findings
 from nanodag.nightly.nights import Skipped, begin_night
 from nanodag.nightly.switch import cron_of
-from nanodag.runs import pipeline_file
+from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend, webhook
 from tasks.stage import ending, outcome, own_flow_run
 

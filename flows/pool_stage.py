@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from nanodag.runs import Run, StageResult, join_run
+from nanodag.run.record import Run, StageResult, join_run
 from nanodag.store import Store
 from tasks import TASKS
 from tasks.stage import outcome, own_flow_run

@@ -27,10 +27,10 @@ from flows import crashed, deployments, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from flows.sweep import sweep
-from nanodag.keeper import SERVING
-from nanodag.runs import served_store
+from nanodag.worker.respawn import SERVING
+from nanodag.run.record import served_store
 
-START_TIMEOUT_S = 1800.0  # nanodag.server ends it when that server does not get on
+START_TIMEOUT_S = 1800.0  # nanodag.server.local_server ends it when that server does not get on
 
 
 def main() -> None:

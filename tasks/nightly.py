@@ -13,7 +13,7 @@ from prefect.tasks import exponential_backoff
 
 from nanodag.nightly.findings import Findings, conclude, post
 from nanodag.nightly.nights import Night
-from nanodag.runs import StageResult
+from nanodag.run.record import StageResult
 from tasks import TASKS
 from tasks.stage import may_pass
 

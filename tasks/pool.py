@@ -19,7 +19,7 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling
 
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
-from nanodag.runs import Run, StageResult
+from nanodag.run.record import Run, StageResult
 
 FLOW = "pool_stage"
 ENTRYPOINT = "flows.pool_stage.pool_stage"

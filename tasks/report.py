@@ -4,7 +4,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import State
 
-from nanodag.runs import Run, StageResult
+from nanodag.run.record import Run, StageResult
 from tasks.stage import OPTIONS, stage_task
 
 

@@ -7,8 +7,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import State
 
 from nanodag.errors import NanodagError
-from nanodag.runs import Run
-from nanodag.stale import advice, stale_stages
+from nanodag.run.record import Run
+from nanodag.run.stale import advice, stale_stages
 
 
 def concluded(run: Run, state: State[Any]) -> State[Any]:

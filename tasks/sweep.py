@@ -7,8 +7,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 
-from nanodag.kinds import KINDS
-from nanodag.runs import Run, StageResult
+from nanodag.run.kinds import KINDS
+from nanodag.run.record import Run, StageResult
 from nanodag.sweep.findings import Findings, conclude
 from nanodag.sweep.points import Sweep
 from tasks import TASKS

@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from nanodag.logs import LINE, ForPeople
+from nanodag.worker.logs import LINE, ForPeople
 
 LIBRARY = httpx.__file__  # any installed one
 

@@ -14,10 +14,10 @@ from rich.tree import Tree
 from nanodag.cli.keep import open_store
 from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
-from nanodag.compare import SECTIONS, Row, compare
+from nanodag.run.diff import SECTIONS, Row, compare
 from nanodag.errors import StoreError
-from nanodag.lineage import Origin, origin_of, picture_of
-from nanodag.progress import duration, size
+from nanodag.report.ancestry import Origin, origin_of, picture_of
+from nanodag.run.progress import duration, size
 from nanodag.store.export import export
 from nanodag.store.files import write_bytes
 
@@ -112,7 +112,7 @@ def export_artifact(key: str, folder: str, *, file: str) -> None:
 
 def reproduce_artifact(key: str, *, file: str) -> int:
     """Run an artifact's stage again and compare; returns the exit code: 0 for the same bytes."""
-    from nanodag.reproduce import reproduce
+    from nanodag.run.reproduce import reproduce
 
     console, store = make_console(), open_store(file)
     artifact = store.get(key)

@@ -53,7 +53,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
     from nanodag.nightly.switch import cron_of, turn
-    from nanodag.runs import pipeline_file
+    from nanodag.run.record import pipeline_file
 
     _, running, parameters = asked(overrides or [], preset=preset, file=file)
     cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
@@ -96,7 +96,7 @@ def show_night(
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
     from nanodag.nightly.nights import nights_of
-    from nanodag.runs import pipeline_file, store_of
+    from nanodag.run.record import pipeline_file, store_of
 
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
@@ -115,8 +115,8 @@ def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, di
     from nanodag.cli.watch import make_console
     from nanodag.config import resolve
     from nanodag.config.resolve import portable
-    from nanodag.runs import pipeline_file, places_of, store_of
-    from nanodag.server import server_of
+    from nanodag.run.record import pipeline_file, places_of, store_of
+    from nanodag.server.local_server import server_of
 
     console = make_console()
     path = pipeline_file(file)
@@ -133,7 +133,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
 
     from nanodag.cli.watch import Watch, make_console
     from nanodag.errors import ArtifactNotFound
-    from nanodag.server import FINAL_STATES
+    from nanodag.server.local_server import FINAL_STATES
 
     console = make_console()
 

@@ -9,10 +9,10 @@ from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
-from nanodag.own_code import note_python_path
-from nanodag.preflight import check_before_start
-from nanodag.runs import pipeline_file, recorded_run, store_of
-from nanodag.server import server_of
+from nanodag.own_code.find import note_python_path
+from nanodag.run.preflight import check_before_start
+from nanodag.run.record import pipeline_file, recorded_run, store_of
+from nanodag.server.local_server import server_of
 
 
 def rerun(

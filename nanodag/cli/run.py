@@ -15,14 +15,14 @@ from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
-from nanodag.own_code import note_python_path
-from nanodag.preflight import check_before_start
-from nanodag.progress import duration, progress_of
-from nanodag.runs import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
-from nanodag.server import FINAL_STATES, Api, Running, Server, server_of
-from nanodag.stale import advice, left_alone
+from nanodag.own_code.find import note_python_path
+from nanodag.run.preflight import check_before_start
+from nanodag.run.progress import duration, progress_of
+from nanodag.run.record import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
+from nanodag.server.local_server import FINAL_STATES, Api, Running, Server, server_of
+from nanodag.run.stale import advice, left_alone
 from nanodag.store import Store
-from nanodag.words import counted
+from nanodag.errors.words import counted
 
 STOP_TIMEOUT_S = 90.0
 LOST_AFTER_S = 10.0
@@ -97,7 +97,7 @@ def _is_ending(server: Server, record: Mapping[str, Any]) -> bool:
 
 
 def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
-    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.stale). Says which
+    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.run.stale). Says which
     these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
 
     record: the run's, empty for a new one. build: that was asked for already.

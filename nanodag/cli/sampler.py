@@ -33,8 +33,8 @@ def install(
     from pathlib import Path
 
     from nanodag.cli.shown import Shown
-    from nanodag.sampler.sglang_install import PYTHON_VARIABLE, default_folder
-    from nanodag.sampler.sglang_install import install as install_sglang
+    from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder
+    from nanodag.inference.sglang_install import install as install_sglang
 
     has_gpu = shutil.which("nvidia-smi") is not None
     device: Literal["cpu", "cuda"] = "cpu" if cpu or (cpu is None and not has_gpu) else "cuda"

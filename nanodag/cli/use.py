@@ -15,12 +15,12 @@ from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors import ArtifactNotFound, MissingTool
-from nanodag.launch import worker_environment
-from nanodag.provenance import PROJECT, usable_cores
-from nanodag.runs import pipeline_file, store_of
-from nanodag.server import Server, server_of
+from nanodag.worker.launch import worker_environment
+from nanodag.store.provenance import PROJECT, usable_cores
+from nanodag.run.record import pipeline_file, store_of
+from nanodag.server.local_server import Server, server_of
 from nanodag.store import Store
-from nanodag.words import listed, nearest
+from nanodag.errors.words import listed, nearest
 
 MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
 
@@ -39,7 +39,7 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     folder = _files_of(store, record, stage or models[-1])
     print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
     environment = worker_environment(usable_cores(), device="cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
-    command = [sys.executable, "-m", "nanodag.serve", str(folder)]
+    command = [sys.executable, "-m", "nanodag.chat", str(folder)]
     # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
     os.execve(sys.executable, command, environment)
 
@@ -63,8 +63,8 @@ def show_report(name: str, *, file: str) -> None:
 
 def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     """Serve the page of a run's rollouts until Ctrl-C."""
-    from nanodag.rollouts.app import serve
-    from nanodag.rollouts.shelf import shelf_of
+    from nanodag.viewer.app import serve
+    from nanodag.viewer.shelf import shelf_of
 
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)

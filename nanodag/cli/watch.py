@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanodag.progress import StageProgress, duration, progress_of
+from nanodag.run.progress import StageProgress, duration, progress_of
 from nanodag.store import Store
 
 STYLES = {

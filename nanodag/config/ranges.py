@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from nanodag.config.schema import Pipeline, RLStage
 from nanodag.errors import ConfigError
-from nanodag.words import nearest
+from nanodag.errors.words import nearest
 
 YEAR_S = 366 * 24 * 3600.0
 # Name of a field -> lowest and highest. Names are unique enough: a field called alike means alike.

@@ -17,7 +17,7 @@ from nanodag.config.ranges import check_ranges
 from nanodag.config.schema import Pipeline
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
-from nanodag.words import nearest, said
+from nanodag.errors.words import nearest, said
 
 KeyPath = tuple[str, ...]
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
-from nanodag.rl import entries
-from nanodag.sampler.options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
-from nanodag.words import listed, nearest, said
+from nanodag import registry as entries
+from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
+from nanodag.errors.words import listed, nearest, said
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
@@ -321,7 +321,7 @@ class SamplerConfig(Section):
 
 
 class FilterConfig(Section):
-    """A filter of groups: a name of nanodag.rl.entries or a function of one's own. A bare name means no options."""
+    """A filter of groups: a name of nanodag.registry or a function of one's own. A bare name means no options."""
 
     name: str
     options: dict[str, float] = {}
@@ -345,7 +345,7 @@ class FilterConfig(Section):
 
 
 class GenerateConfig(Section):
-    """How a response comes about. name: `one_turn`, a name of nanodag.rl.entries (`calculator`, `python`) or a function
+    """How a response comes about. name: `one_turn`, a name of nanodag.registry (`calculator`, `python`) or a function
     of one's own; a bare name means no options. timeout_s: how long it may take without asking the sampler."""
 
     name: str = "one_turn"
@@ -399,7 +399,7 @@ class CriticConfig(Section):
 
 class TeacherConfig(Section):
     """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
-    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.teacher_server), or `none`.
+    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.trainer.teacher_server), or `none`.
     coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
 
     model: str = "none"
@@ -424,7 +424,7 @@ class TeacherConfig(Section):
 # Advantages that compare the samples of a prompt with one another.
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 BY_STEP = ("grpo", "gae")  # advantages that are defined where a reward scores the steps of a response
-CODE_REWARD_S = 7.0  # nanodag.rl.rewards.code gives up after 6
+CODE_REWARD_S = 7.0  # nanodag.rewards.code gives up after 6
 LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
 LOSS_OPTIONS: dict[str, set[str]] = {
     "ppo_clip": {"clip_low", "clip_high", "dual_clip"},
@@ -443,23 +443,23 @@ class RLStage(StageBase):
     `num_rollout`). updates_per_step: optimizer steps over one step's rollouts, each on a part of them; epochs_per_step:
     passes over all of them. bad_gradient: `stop` or `skip` at a gradient that is not finite, or whose norm before
     clipping is above gradient_limit, 0 for any.
-    max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.schedule).
+    max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.control.schedule).
     partial_rollout_tokens: responses are written in segments of so many tokens; when a step has enough groups of those
     under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
     that older weights sampled than the newest of their step's rollouts are masked, whatever max_staleness is, or
     trained while it allows that, with rollouts then generated one step less ahead.
     curriculum_skip: share of the prompts that were always or never solved when they were tried last, and are passed
     over in a later pass.
-    generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.turns).
+    generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.rollouts.turns).
     micro_batch_tokens: what one rank holds at once, or sequence_parallel ranks together, which share each row
-    (nanodag.rl.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
+    (nanodag.rl.trainer.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
     trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
     sync_mode: what becomes of requests under way: `finish`, they are waited for, whole harvests at a time; `in_place`,
     they go on with the new weights; `retract`, and are computed anew up to there; `abort`, they end, and what they have
     is asked to be gone on with. sync_check_every: the first sync and
     every one of that number is verified tensor by tensor, 0 for none.
-    reward, advantage, policy_loss: names of nanodag.rl.entries, or functions of one's own as package.module:function;
+    reward, advantage, policy_loss: names of nanodag.registry, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
     most_failed_rewards: share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end
     their process. Above it the stage ends; below it these samples are left out, and above 1 % the log says so.
@@ -655,7 +655,7 @@ class RLStage(StageBase):
 
     def _check_unused(self) -> None:
         """Refuse values, other than the defaults, that nothing would look at. What a loss of one's own looks at is seen
-        when it is loaded (nanodag.rl.update)."""
+        when it is loaded (nanodag.rl.trainer.update)."""
         named = LOSS_OPTIONS.get(self.policy_loss, LOSS_SETTINGS)
         rules = [
             (LOSS_SETTINGS - named, f"policy_loss {self.policy_loss}"),

@@ -18,9 +18,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
-from nanodag.own_code import file_of
-from nanodag.provenance import PROJECT
-from nanodag.rl import entries
+from nanodag.own_code.find import file_of
+from nanodag.store.provenance import PROJECT
+from nanodag import registry as entries
 
 SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
 OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from nanodag.errors import SourceError
-from nanodag.words import listed
+from nanodag.errors.words import listed
 
 Kind = Literal["document", "conversation", "prompt"]
 Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others

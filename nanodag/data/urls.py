@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from nanodag.errors import SourceError
-from nanodag.words import listed, nearest
+from nanodag.errors.words import listed, nearest
 
 KINDS = ("hub", "file", "package", "reasoning_gym", "python")
 

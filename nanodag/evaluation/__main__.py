@@ -16,7 +16,7 @@ from nanodag.evaluation.core import run_core
 from nanodag.evaluation.harness import BenchmarkResult, run_benchmark
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.files import write_bytes, write_json
-from nanodag.worker import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
+from nanodag.worker.job import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger("nanodag.evaluation")
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanodag.rl.entries import load
-from nanodag.rl.rewards.gsm8k import gsm8k as gsm8k_reward
-from nanodag.rl.rewards.reward import plain_number
+from nanodag.registry import load
+from nanodag.rewards.gsm8k import gsm8k as gsm8k_reward
+from nanodag.rewards.reward import plain_number
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from nanodag.errors import ConfigError
 from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
-from nanodag.sampler.architecture import read_checkpoint
+from nanodag.model.architecture import read_checkpoint
 
 if TYPE_CHECKING:
     from nanodag.evaluation.generation import Generator

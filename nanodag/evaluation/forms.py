@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanodag.config.schema import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.words import nearest
+from nanodag.errors.words import nearest
 
 FORMS = Path(__file__).parent / "benchmarks"
 _LM_EVAL = Path(getattr(importlib.util.find_spec("lm_eval"), "origin", None) or "lm_eval/__init__.py").parent

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.protocol import Completion, Request, SamplingParams
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanodag.config.dial import Shape
 from nanodag.errors import ConfigError
 from nanodag.model.decoder import Decoder
-from nanodag.sampler.architecture import Architecture, Rope, read_checkpoint
+from nanodag.model.architecture import Architecture, Rope, read_checkpoint
 from nanodag.store.files import write_json
 
 TOKENIZER_FILES = (

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
-from nanodag.sampler.architecture import Architecture
+from nanodag.model.architecture import Architecture
 
 IGNORED = -100
 Want = Literal["loss", "logprobs", "logits", "hidden"]

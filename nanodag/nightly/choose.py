@@ -14,8 +14,8 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.schema import EvalStage, ImportStage, Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
-from nanodag.runs import StageResult, result_of
-from nanodag.stale import ENDED_WELL, advice, stale_stages
+from nanodag.run.record import StageResult, result_of
+from nanodag.run.stale import ENDED_WELL, advice, stale_stages
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanodag.nightly.nights import Night
-from nanodag.runs import StageResult
+from nanodag.run.record import StageResult
 
 KEPT = ("metric", "higher_is_better", "form", "chat", "num_fewshot", "value", "stderr", "low", "high", "num_items")
 

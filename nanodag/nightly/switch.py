@@ -9,7 +9,7 @@ from typing import Any
 from nanodag.config.cron import zone_of
 from nanodag.config.nightly import NightlyConfig
 from nanodag.errors import ServerError
-from nanodag.server import Api
+from nanodag.server.local_server import Api
 
 
 def cron_of(config: NightlyConfig) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """The report of a run: `python -m nanodag.report job.json` writes output/report.md and output/report.html, which needs
 nothing beside it.
 
-What the job gives (nanodag.worker.Job):
+What the job gives (nanodag.worker.job.Job):
     inputs     input name -> local folder of a stage's files
     context    what the store knows, for every stage that the report's inputs come from, directly or not:
 
         {
           "preset": "pocket", "description": "...",
           "origins": {"rl.learning_rate": "override", ...},     dotted name -> where the value came from
-          "stale": {"rl": "sft was built since"},               stage -> why (nanodag.stale)
+          "stale": {"rl": "sft was built since"},               stage -> why (nanodag.run.stale)
           "mirror": "none",                                     as in the pipeline, for the contamination count
           "stages": {
             "rl": {

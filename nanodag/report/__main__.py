@@ -6,7 +6,7 @@ from nanodag.report.contamination import contamination_table
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.tables import Table
 from nanodag.store.files import write_bytes
-from nanodag.worker import Job, MetricsLog, finish, load_job
+from nanodag.worker.job import Job, MetricsLog, finish, load_job
 
 
 def main() -> None:

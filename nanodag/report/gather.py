@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
-from nanodag.rl.learning import why_nothing_was_learned
+from nanodag.rl.rollouts.learning import why_nothing_was_learned
 
 KIND_ORDER = ("tokenizer", "import", "pretrain", "midtrain", "sft", "rl", "eval", "report")
 LABELS = {"import": "START", "pretrain": "BASE", "midtrain": "MID", "sft": "SFT", "rl": "RL"}

@@ -10,7 +10,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from nanodag.sampler.architecture import Architecture
+from nanodag.model.architecture import Architecture
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 
 NORM_COLUMNS = 16  # one is used; 16 keep the rows aligned

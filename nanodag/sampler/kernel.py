@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanodag.data.digests import cache_folder
-from nanodag.sampler.architecture import Architecture
+from nanodag.model.architecture import Architecture
 from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from nanodag.errors import SamplerError
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.protocol import PauseMode
+from nanodag.inference.protocol import PauseMode
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanodag.sampler.architecture import Architecture, Rope
+from nanodag.model.architecture import Architecture, Rope
 from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK

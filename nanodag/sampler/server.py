@@ -21,10 +21,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.sampler.doors import TooLarge
+from nanodag.inference.doors import TooLarge
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.loop import EngineLoop
-from nanodag.sampler.protocol import (
+from nanodag.inference.protocol import (
     AbortBody,
     Completion,
     ContinueBody,

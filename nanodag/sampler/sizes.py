@@ -1,7 +1,7 @@
 """How much of what fits where: the cache's slots and their length, the shapes that a decode step may have."""
 
 from nanodag.errors import BadRequest
-from nanodag.sampler.architecture import Architecture
+from nanodag.model.architecture import Architecture
 
 ATTENTION_CHUNK = 64
 """Tokens of the cache that deterministic attention takes at a time; slots are whole multiples of it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanodag.sampler.drawing import DrawSettings, sample_key
-from nanodag.sampler.protocol import GREEDY_BELOW, Completion, FinishReason, Request, VersionSpan
+from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, Request, VersionSpan
 
 MAX_TOP_K = 1 << 31  # more than any vocabulary
 

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from nanodag.errors import BadRequest
 from nanodag.sampler.loop import EngineLoop
-from nanodag.sampler.protocol import Body, parse_body
+from nanodag.inference.protocol import Body, parse_body
 
 Result = TypeVar("Result")
 

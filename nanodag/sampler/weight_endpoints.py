@@ -20,7 +20,7 @@ from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import fingerprints_of, overall
 from nanodag.sampler.traffic import Traffic, body_of
-from nanodag.sampler.weight_bodies import (
+from nanodag.inference.weight_bodies import (
     BeginUpdateBody,
     DestroyGroupBody,
     EndUpdateBody,

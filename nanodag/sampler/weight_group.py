@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from nanodag.sampler.bound_store import BoundStore
+from nanodag.inference.bound_store import BoundStore
 
 LOOPBACK = "127.0.0.1"
 

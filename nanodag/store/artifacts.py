@@ -201,7 +201,7 @@ class Store(RunRecords):
         """Keys whose checkpoints are mirrored."""
         return sorted(n for n in self._place.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
-    # ---- taking away (what decides what goes: nanodag.retention)
+    # ---- taking away (what decides what goes: nanodag.run.retention)
 
     def hide(self, key: str, attempt: str) -> str:
         """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.composed import note_page, page_key, publish_page
-from nanodag.runs import Run, StageResult
+from nanodag.run.composed import note_page, page_key, publish_page
+from nanodag.run.record import Run, StageResult
 from nanodag.sweep.points import Sweep
 
 PAGE_STAGE = "comparison"

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanodag.errors import SourceError
 from nanodag.evaluation.paired import PairedDifference, holm, paired
-from nanodag.runs import Run, StageResult
+from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.sweep.points import Point, Sweep
 

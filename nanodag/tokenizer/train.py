@@ -16,7 +16,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
-from nanodag.worker import MetricsLog, finish, leave_stopped, load_job, stop_requested
+from nanodag.worker.job import MetricsLog, finish, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger("nanodag.tokenizer")
 

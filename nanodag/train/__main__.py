@@ -16,7 +16,7 @@ from nanodag.config.schema import ChatStage, SupervisedStage
 from nanodag.train.engine import Engine, leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import Stage, prepare
-from nanodag.worker import STOPPED_EXIT_CODE, Job, MetricsLog, finish, load_job
+from nanodag.worker.job import STOPPED_EXIT_CODE, Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.train")
 

@@ -30,7 +30,7 @@ from torch import distributed as dist
 
 from nanodag.config.schema import OptimizerConfig, Precision, Resources
 from nanodag.errors import TrainingDiverged
-from nanodag.sampler.bound_store import BoundStore
+from nanodag.inference.bound_store import BoundStore
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
 from nanodag.train.state import Common, SavedState, key, write_state

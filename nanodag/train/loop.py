@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanodag.config.schema import SupervisedStage
-from nanodag.data.packing import Batch
+from nanodag.train.packing import Batch
 from nanodag.errors import TrainingDiverged
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -23,7 +23,7 @@ from nanodag.train.engine import Engine
 from nanodag.train.objective import Objective, to_device
 from nanodag.train.schedule import rate_factor
 from nanodag.train.validation import Score
-from nanodag.worker import stop_requested
+from nanodag.worker.job import stop_requested
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanodag.data.packing import Batch
+from nanodag.train.packing import Batch
 
 Model = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A micro-batch on the device: (B, T) each, as in nanodag.data.packing.Batch. num_labels: predictions with loss."""
+    """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. num_labels: predictions with loss."""
 
     input_ids: Tensor
     labels: Tensor

@@ -13,12 +13,12 @@ from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.schema import ChatStage, PretrainStage, SupervisedStage
 from nanodag.data.adapters import kind_of
-from nanodag.data.batches import TokenBatches
+from nanodag.train.batches import TokenBatches
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
 from nanodag.model.build import initialise, load, qwen3_architecture, save
 from nanodag.model.decoder import Decoder, Layer
-from nanodag.sampler.architecture import Architecture
+from nanodag.model.architecture import Architecture
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.checkpoint import newest_of_all, planned_steps
@@ -28,7 +28,7 @@ from nanodag.train.objective import NextToken, Objective
 from nanodag.train.peak import matmul_peak
 from nanodag.train.samples import Uncompiled, greedy
 from nanodag.train.validation import Score, Validation, held_out_batches
-from nanodag.worker import Job
+from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ torch.distributed.run makes its TCPStore listen on every address of the machine,
 
 import torch.distributed
 
-from nanodag.sampler.bound_store import BoundStore
+from nanodag.inference.bound_store import BoundStore
 
 
 def main() -> None:

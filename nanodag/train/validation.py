@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.data.packing import Batch
+from nanodag.train.packing import Batch
 from nanodag.train.engine import Engine
 from nanodag.train.objective import to_device
 

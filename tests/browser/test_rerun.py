@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from nanodag.server import Api
+from nanodag.server.local_server import Api
 from tests.fault.processes import alive, pids_in, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli.watch import StageTable
-from nanodag.progress import progress_of
+from nanodag.run.progress import progress_of
 from nanodag.store import Store
 
 KEY = "a" * 40

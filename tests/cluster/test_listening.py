@@ -11,9 +11,9 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nanodag.launch import worker_command
-from nanodag.ports import network_environment
-from nanodag.sampler.bound_store import BoundStore
+from nanodag.worker.launch import worker_command
+from nanodag.host.ports import network_environment
+from nanodag.inference.bound_store import BoundStore
 from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
 
@@ -60,7 +60,7 @@ def test_an_rl_stage_of_two_ranks_that_broadcasts_listens_on_loopback_only(tmp_p
     found = seen_until_end(process)
     assert process.returncode == 0, (job.workspace / "worker.log").read_text()[-4000:]
     assert len(metrics(job)) == 2
-    assert_loopback_only(found, "nanodag.rl.trainer", "nanodag.sampler", "nanodag.rl")
+    assert_loopback_only(found, "nanodag.rl.trainer.trainer", "nanodag.sampler", "nanodag.rl")
 
 
 def test_a_store_listens_on_its_address_only_and_is_found_there():

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from nanodag import nodes
+from nanodag.worker.job import nodes
 from nanodag.config.derive import derive
 from nanodag.config.schema import ClusterConfig, Pipeline, Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
-from nanodag.failure import Ended, cause_of
-from nanodag.nodes import Host, Nodes, chosen, read_hostfile
+from nanodag.worker.failure import Ended, cause_of
+from nanodag.worker.nodes import Host, Nodes, chosen, read_hostfile
 
 HOSTFILE = """
 # the first rack

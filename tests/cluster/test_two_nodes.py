@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from nanodag.config.schema import AnyStage
-from nanodag.worker import Job, read_job, write_job
+from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.namespaces import REACH, two_nodes
 from tests.rl import stages as rl_stages
 from tests.train import stages
@@ -26,8 +26,8 @@ TWICE = """
 import sys
 from pathlib import Path
 from nanodag.errors import StageInterrupted
-from nanodag.launch import run_worker
-from nanodag.worker import read_job
+from nanodag.worker.launch import run_worker
+from nanodag.worker.job import read_job
 
 job = read_job(Path(sys.argv[1]))
 for attempt in (1, 2):

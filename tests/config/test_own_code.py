@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanodag.own_code import file_of
+from nanodag.own_code.find import file_of
 
 
 @pytest.fixture

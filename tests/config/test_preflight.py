@@ -12,9 +12,9 @@ import yaml
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from nanodag.own_code import note_python_path
-from nanodag.preflight import check_before_start
-from nanodag.preflight_checks import Checks
+from nanodag.own_code.find import note_python_path
+from nanodag.run.preflight import check_before_start
+from nanodag.run.preflight_checks import Checks
 from tests.config.test_resolve import STAGES
 
 MODULE = """
@@ -185,7 +185,7 @@ def test_what_passed_is_looked_at_again_only_when_it_has_changed(folder, monkeyp
     monkeypatch.chdir(folder)
     check(folder, "rl.reward=mine_pf:reward")
     with monkeypatch.context() as patched:
-        patched.setattr("nanodag.preflight.subprocess.run", None)  # no process is started
+        patched.setattr("nanodag.run.preflight.subprocess.run", None)  # no process is started
         check(folder, "rl.reward=mine_pf:reward")
     (folder / "mine_pf.py").write_text("")
     with pytest.raises(ConfigError, match=r"mine_pf.py has no function reward"):
@@ -203,7 +203,7 @@ def test_a_run_has_the_pythonpath_of_who_asked_for_it_and_not_the_servers(tmp_pa
     code = """
         import os, subprocess, sys
         from pathlib import Path
-        from nanodag.own_code import file_of, take_python_path
+        from nanodag.own_code.find import file_of, take_python_path
         take_python_path(Path(sys.argv[1]), sys.argv[2])
         import of_whom_pf
         child = subprocess.run([sys.executable, "-c", "import of_whom_pf; print(of_whom_pf.WHO)"], stdout=-1, text=True)

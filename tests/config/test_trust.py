@@ -7,7 +7,7 @@ import yaml
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from nanodag.functions import function_at
+from nanodag.own_code.functions import function_at
 
 TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}
 
@@ -43,7 +43,7 @@ def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline,
         "python:os:system?command=id",
         "python:yaml:unsafe_load",
         "python:nanodag.data.lists:_share_of",
-        "python:nanodag.launch:run_worker",
+        "python:nanodag.worker.launch:run_worker",
         "python:nowhere:rows",
     ],
 )

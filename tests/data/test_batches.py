@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from nanodag.data.batches import TokenBatches
+from nanodag.train.batches import TokenBatches
 from nanodag.data.config import SourceConfig
-from nanodag.data.packing import unpack
+from nanodag.train.packing import unpack
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
 

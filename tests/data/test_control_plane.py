@@ -19,6 +19,6 @@ def test_urls_adapters_and_identities_import_nothing_heavy(tmp_path):
 
 
 def test_batches_import_no_torch():
-    imports = "import sys, nanodag.data.batches, nanodag.tokenizer.chat"
+    imports = "import sys, nanodag.train.batches, nanodag.tokenizer.chat"
     code = f"{imports}; print(sorted(({HEAVY} - {{'tokenizers'}}) & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

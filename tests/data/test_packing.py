@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodag.data.packing import (
+from nanodag.train.packing import (
     Packer,
     conversation_piece,
     document_piece,

@@ -8,7 +8,7 @@ import pytest
 from nanodag.config.schema import EvalStage
 from nanodag.evaluation import __main__ as worker
 from nanodag.store.files import sha256_of
-from nanodag.worker import Job, MetricsLog, write_job
+from nanodag.worker.job import Job, MetricsLog, write_job
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from nanodag.worker import MetricsLog, finish, load_job
+from nanodag.worker.job import MetricsLog, finish, load_job
 
 NUM_ITEMS = 100
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from nanodag.store import Checkpoints
-from nanodag.worker import MetricsLog, finish, leave_stopped, load_job, stop_requested
+from nanodag.worker.job import MetricsLog, finish, leave_stopped, load_job, stop_requested
 
 NUM_STEPS = 4
 

@@ -24,19 +24,19 @@ from pathlib import Path
 
 import psutil
 
-from nanodag.server import FINAL_STATES, Api
+from nanodag.server.local_server import FINAL_STATES, Api
 from tests.fault.project import FAKES, STAGES, Project
 
 LIGHT = Path(__file__).parent / "light"
 STEPS = {False: 26, True: 40}  # of a start; a number beyond its last step kills nothing
 MOMENTS_S = {False: 4.0, True: 50.0}  # after the first process is there
-VICTIMS = ("flows.server", "nanodag.keeper", "flows.serve", "all")
+VICTIMS = ("flows.server", "nanodag.worker.respawn", "flows.serve", "all")
 TIMEOUT_S = 600.0
 
 # The command, killed by itself at step KILL_AT.
 COMMAND = """
 import os, signal, sys
-import nanodag.cli.run, nanodag.server as server
+import nanodag.cli.run, nanodag.server.local_server as server
 left = [int(os.environ["KILL_AT"])]
 def step():
     left[0] -= 1
@@ -113,7 +113,7 @@ class Trial:
         took_s = time.monotonic() - began
         found = project.server()
         assert set(found["deployments"]) >= {"speedrun", "run_stage"}
-        firsts = [p.pid for p in _below(self.folder) if {*_cmdline(p)} & {"flows.server", "nanodag.keeper"}]
+        firsts = [p.pid for p in _below(self.folder) if {*_cmdline(p)} & {"flows.server", "nanodag.worker.respawn"}]
         assert sorted(firsts) == sorted([found["server"]["pid"], found["serve"]["pid"]])
         if self.is_real:
             self._wait_for_ends(Api(f"http://127.0.0.1:{found['port']}"))

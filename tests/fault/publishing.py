@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanodag.errors import ArtifactNotFound, NanodagError
 from nanodag.store import Checkpoints, Store
-from nanodag.watchdog import end_with_parent_process
+from nanodag.worker.watchdog import end_with_parent_process
 
 KEY = "a" * 40
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}

@@ -12,7 +12,7 @@ from tests.fault.processes import is_running, wait_until
 COMMAND = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-code = "import os, time; from nanodag.keeper import end_with_parent; end_with_parent(os.getppid())"
+code = "import os, time; from nanodag.worker.respawn import end_with_parent; end_with_parent(os.getppid())"
 code += "; print(os.getpid(), flush=True)"
 subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"])
 time.sleep(600)
@@ -39,7 +39,7 @@ def keep():
 
 
 def test_a_killed_command_is_started_again(keep):
-    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", COMMAND)
+    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
     first = int(keeper.stdout.readline())
     os.kill(first, signal.SIGKILL)
     assert "keeper: the process ended (-9)" in keeper.stdout.readline()
@@ -51,13 +51,13 @@ def test_a_killed_command_is_started_again(keep):
 
 
 def test_a_command_that_cannot_start_is_not_started_again(keep):
-    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", "raise SystemExit(7)")
+    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", "raise SystemExit(7)")
     assert keeper.wait(60) == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_killed_keeper_takes_its_command_along(keep):
-    keeper = keep("-m", "nanodag.keeper", sys.executable, "-c", COMMAND)
+    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
     pid = int(keeper.stdout.readline())
     keeper.kill()
     wait_until(lambda: not is_running(pid))

@@ -25,7 +25,7 @@ time.sleep(600)
 ASKER = """
 import subprocess, sys, os, time
 read_end, write_end = os.pipe()
-process = subprocess.Popen([sys.executable, "-m", "nanodag.watchdog", str(read_end), sys.argv[1] + ".usage", "0",
+process = subprocess.Popen([sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), sys.argv[1] + ".usage", "0",
                             *sys.argv[2:]], pass_fds=(read_end,), start_new_session=True)
 os.close(read_end)
 print(process.pid, flush=True)
@@ -87,7 +87,7 @@ def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_period(asked):
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -KILL $$", 137), ("true", 0)])
 def test_the_watchdog_passes_on_how_the_command_ended(tmp_path, command, code):
     read_end, write_end = os.pipe()
-    watchdog = [sys.executable, "-m", "nanodag.watchdog", str(read_end), str(tmp_path / "usage"), "0"]
+    watchdog = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(tmp_path / "usage"), "0"]
     done = subprocess.run([*watchdog, "sh", "-c", command], pass_fds=(read_end,), check=False)
     os.close(read_end)
     os.close(write_end)

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.provenance import PROJECT, process_started
-from nanodag.runs import is_alive
+from nanodag.store.provenance import PROJECT, process_started
+from nanodag.run.record import is_alive
 from nanodag.store import Checkpoints, Store
 from tests.store.making import KEY, forge, product_in, publish
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanodag.kinds import KINDS
+from nanodag.run.kinds import KINDS
 
 FAKES = Path(__file__).parent.parent / "fakes"
 SOURCE = "file:text.txt"

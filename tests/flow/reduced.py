@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from nanodag.config import resolve
-from nanodag.provenance import PROJECT
+from nanodag.store.provenance import PROJECT
 
 SUPERVISED = {
     "sequence_length": 128,

@@ -6,7 +6,7 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from flows import crashed
-from nanodag.server import HEARTBEAT_S
+from nanodag.server.local_server import HEARTBEAT_S
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

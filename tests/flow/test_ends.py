@@ -7,7 +7,7 @@ from flows.nightly_eval import nightly_eval
 from flows.speedrun import speedrun
 from flows.sweep import sweep
 from nanodag.errors import NanodagError
-from nanodag.keeper import SERVING
+from nanodag.worker.respawn import SERVING
 
 
 @pytest.mark.parametrize("flow", [speedrun, sweep, nightly_eval])

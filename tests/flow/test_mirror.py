@@ -8,8 +8,8 @@ import pytest
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed
-from nanodag.runs import open_run
-from nanodag.stage import carry_out
+from nanodag.run.record import open_run
+from nanodag.run.stage import carry_out
 from tests.flow.test_stage import wait_for_step
 
 

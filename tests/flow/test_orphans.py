@@ -9,7 +9,7 @@ from prefect.states import Cancelling, Pending, Running
 
 from flows.serve import end_orphans
 from flows.speedrun import speedrun
-from nanodag.runs import open_run
+from nanodag.run.record import open_run
 from tasks.stage import settle
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

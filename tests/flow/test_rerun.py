@@ -5,10 +5,10 @@ import pytest
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
-from nanodag.composed import open_composed
+from nanodag.run.composed import open_composed
 from nanodag.errors import ConfigError
-from nanodag.runs import merged, open_run, recorded_run
-from nanodag.stale import following
+from nanodag.run.record import merged, open_run, recorded_run
+from nanodag.run.stale import following
 from nanodag.store import Store
 
 RECORD = {
@@ -90,8 +90,8 @@ def test_from_a_stage_on_what_follows_is_carried_out_and_what_comes_before_is_as
 def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(store):
     for _ in range(2):  # the same flow run twice, as Retry in the UI has it
         run = open_run("r", file="", preset="tiny", overrides=[], only=("sft",), flow_run="one flow run")
-        from nanodag.runs import recorded_inputs
-        from nanodag.stage import carry_out
+        from nanodag.run.record import recorded_inputs
+        from nanodag.run.stage import carry_out
 
         carry_out(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
         run.close()

@@ -7,7 +7,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
-from nanodag.runs import state_of
+from nanodag.run.record import state_of
 from nanodag.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -14,7 +14,7 @@ from nanodag.cli.run import run_pipeline, take_over
 from nanodag.cli.watch import make_console
 from nanodag.config.resolve import environment_overrides
 from nanodag.errors import StoreBusy
-from nanodag.runs import open_run
+from nanodag.run.record import open_run
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanodag import slots
+from nanodag.worker.job import devices as slots
 from nanodag.errors import ConfigError, StageStopped
-from nanodag.slots import Places, hold, named_gpus, num_gpus_of, places_for
+from nanodag.worker.devices import Places, hold, named_gpus, num_gpus_of, places_for
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from nanodag.slots import Places, hold
+from nanodag.worker.devices import Places, hold
 with hold(Path(sys.argv[1]), Places(name="gpu", capacity=2, wanted=2)):
     print("held", flush=True)
     time.sleep(600)

@@ -13,11 +13,11 @@ import pytest
 
 from nanodag.cli.show import _took
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
-from nanodag.launch import begin_try, usage_of
-from nanodag.progress import progress_of
-from nanodag.retention import Policy, plan
-from nanodag.runs import open_run
-from nanodag.stage import carry_out
+from nanodag.worker.launch import begin_try, usage_of
+from nanodag.run.progress import progress_of
+from nanodag.run.retention import Policy, plan
+from nanodag.run.record import open_run
+from nanodag.run.stage import carry_out
 from tests.fault.processes import pids_in, wait_until
 
 
@@ -146,7 +146,7 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     """The lock is the watchdog's too: it goes when the killed builder's worker is gone, and the other goes on from
     the checkpoint it left."""
     tell("tokenizer", "wait")
-    code = "from nanodag.runs import open_run; from nanodag.stage import carry_out; import sys\n"
+    code = "from nanodag.run.record import open_run; from nanodag.run.stage import carry_out; import sys\n"
     code += "carry_out(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
     builder = subprocess.Popen([sys.executable, "-c", code])
     run = open_run("r", file="", preset="tiny", overrides=[])

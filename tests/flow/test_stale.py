@@ -8,12 +8,12 @@ from rich.console import Console
 
 from nanodag.cli.run import choose_stale
 from nanodag.cli.show import show_stages, show_status
-from nanodag.compare import compare
+from nanodag.run.diff import compare
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from nanodag.runs import open_run, recorded_inputs, recorded_run, state_of
-from nanodag.stage import _report_context, carry_out
-from nanodag.stale import left_alone, stale_stages
+from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
+from nanodag.run.stage import _report_context, carry_out
+from nanodag.run.stale import left_alone, stale_stages
 from nanodag.store import Store
 
 STAGES = ("tokenizer", "pretrain", "eval_base", "sft", "eval_sft", "report")

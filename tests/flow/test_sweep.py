@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flows.sweep import sweep
-from nanodag.kinds import KINDS
+from nanodag.run.kinds import KINDS
 from nanodag.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -9,7 +9,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude
 from nanodag.nightly.nights import Skipped, begin_night
-from nanodag.runs import StageResult
+from nanodag.run.record import StageResult
 from nanodag.store import Store
 from tests.nightly.nights import EVAL, publish_eval, write_run
 

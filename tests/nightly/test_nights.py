@@ -8,7 +8,7 @@ import pytest
 
 from nanodag.errors import StoreBusy
 from nanodag.nightly.nights import Skipped, decide
-from nanodag.provenance import process_started
+from nanodag.store.provenance import process_started
 from tests.nightly.nights import night_record
 
 DUE = datetime(2026, 11, 27, 3, tzinfo=UTC)

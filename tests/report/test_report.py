@@ -17,7 +17,7 @@ from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.plots import Panel, panels_svg, rl_panels, running_mean, supervised_panels
 from nanodag.report.tables import config_table, examples_of, reached_table, scores_table, stages_table
-from nanodag.worker import Job, write_job
+from nanodag.worker.job import Job, write_job
 
 
 def texts(table):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nanodag.rl.rollout import Rollout, prompt_span, sampled_span
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 

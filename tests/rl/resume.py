@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanodag.rl.prompts import read_ledger
-from nanodag.worker import STOPPED_EXIT_CODE, Job, write_job
+from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.worker.job import STOPPED_EXIT_CODE, Job, write_job
 from tests.rl.stages import make_job, metrics, run, start
 from tests.rl.test_stage import same_in_the_end, wait_for_step
 

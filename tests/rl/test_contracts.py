@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanodag.errors import ConfigError
-from nanodag.rl import entries
+from nanodag import registry as entries
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
 

@@ -15,8 +15,8 @@ from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.losses.value_loss import value_loss
-from nanodag.rl.metrics import Sums, critic_metrics
-from nanodag.rl.policy import check_beside
+from nanodag.rl.rollouts.metrics import Sums, critic_metrics
+from nanodag.rl.trainer.policy import check_beside
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run, start
@@ -125,7 +125,7 @@ import sys
 from pathlib import Path
 import torch
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",

@@ -33,7 +33,7 @@ TRAINED = """
 import json, sys
 from pathlib import Path
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 from tests.rl.test_distillation import RESPONSES
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", temperature=0.8, gradient_clipping=0, filters=[],

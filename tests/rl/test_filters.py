@@ -4,10 +4,10 @@ import pytest
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag.rl import entries
-from nanodag.rl.generation import Generator, Harvest
-from nanodag.rl.metrics import drop_counts
-from nanodag.rl.prompts import Prompt
+from nanodag import registry as entries
+from nanodag.rl.control.generation import Generator, Harvest
+from nanodag.rl.rollouts.metrics import drop_counts
+from nanodag.rl.rollouts.prompts import Prompt
 from tests.rl.models import rollout
 
 PROMPT = Prompt(epoch=0, record={"prompt_id": "a"}, token_ids=(1,))

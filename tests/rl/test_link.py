@@ -11,13 +11,13 @@ import time
 import pytest
 
 from nanodag.errors import StageFailed, TrainingDiverged
-from nanodag.rl.children import Children
-from nanodag.rl.link import ADDRESS_VARIABLE, RankLink
+from nanodag.worker.children import Children
+from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 
 RANK = """
 import os, sys, time
 from nanodag.errors import TrainingDiverged
-from nanodag.rl.link import ControllerLink
+from nanodag.rl.trainer.link import ControllerLink
 rank = int(sys.argv[1])
 link = ControllerLink(rank)
 while (message := link.next())["do"] != "end":

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from nanodag.rl.metrics import pass_at, repetition, rollout_metrics, speeds
+from nanodag.rl.rollouts.metrics import pass_at, repetition, rollout_metrics, speeds
 from tests.rl.models import rollout
 
 

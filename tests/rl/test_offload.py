@@ -11,7 +11,7 @@ STEPS = """
 import json, sys
 from pathlib import Path
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 part = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float((g + s) % 2))
         for g in range(2) for s in range(3)]

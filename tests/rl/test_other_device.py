@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.func import functional_call
 
 from nanodag.config.schema import RLStage
-from nanodag.rl import entries
+from nanodag import registry as entries
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.advantages.process import step_rewards
-from nanodag.rl.critic import ValueModel, whitened
+from nanodag.rl.trainer.critic import ValueModel, whitened
 from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.packing import pack
-from nanodag.rl.policy import load_policy, to_row
-from nanodag.rl.update import Objective, Scored
+from nanodag.rl.trainer.rows import pack
+from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.update import Objective, Scored
 from tests.rl.models import save_tiny_model
 from tests.rl.test_packing import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice

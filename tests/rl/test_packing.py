@@ -9,9 +9,9 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.errors import ConfigError
-from nanodag.rl.packing import pack
-from nanodag.rl.policy import load_policy, to_row
-from nanodag.rl.rollout import Rollout, Span, prompt_span, sampled_span
+from nanodag.rl.trainer.rows import pack
+from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 
 CPU = torch.device("cpu")
 
@@ -212,6 +212,6 @@ def test_kept_and_fused_attention_agree(monkeypatch, tmp_path):
     policy = load_policy(tmp_path, temperature=1.0)
     row = to_row(pack(RAGGED, budget_tokens=100)[0][0], CPU)
     kept = torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters()))
-    monkeypatch.setattr("nanodag.rl.group_attention.MOST_KEPT_PROBABILITIES", 0)
+    monkeypatch.setattr("nanodag.rl.trainer.group_attention.MOST_KEPT_PROBABILITIES", 0)
     fused = torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters()))
     torch.testing.assert_close(kept, fused, rtol=1e-4, atol=1e-5)

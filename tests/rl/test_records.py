@@ -3,11 +3,11 @@
 import json
 
 from nanodag.config.schema import RLStage
-from nanodag.rl.harvest import Harvest
-from nanodag.rl.prompts import Prompt
-from nanodag.rl.records import Records
-from nanodag.rl.stopwatch import Stopwatch
-from nanodag.worker import Job
+from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.control.step_records import Records
+from nanodag.rl.rollouts.stopwatch import Stopwatch
+from nanodag.worker.job import Job
 from tests.rl.test_staleness import rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}

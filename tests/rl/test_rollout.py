@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nanodag.errors import SourceError
-from nanodag.rl.rollout import (
+from nanodag.rl.rollouts.rollout import (
     Rollout,
     Span,
     flatten_response,

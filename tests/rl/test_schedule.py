@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 
 from nanodag.errors import SamplerError, StageFailed
-from nanodag.rl.harvest import Harvest
-from nanodag.rl.schedule import Position, Schedule, Stopped
+from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.control.schedule import Position, Schedule, Stopped
 
 STEPS = 5
 

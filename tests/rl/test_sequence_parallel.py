@@ -5,8 +5,8 @@ import torch
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag.rl.policy import load_policy
-from nanodag.rl.sequence_parallel import SequenceGroup
+from nanodag.rl.trainer.policy import load_policy
+from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run
 

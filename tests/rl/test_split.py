@@ -20,7 +20,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 from safetensors.torch import save_file
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from nanodag.train.engine import leave
 from tests.rl.models import rollout, save_tiny_model
 

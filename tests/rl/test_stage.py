@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanodag.rl.prompts import read_ledger
-from nanodag.rl.rollout import groups_of, read_rollouts
-from nanodag.rollouts.shelf import Shelf
-from nanodag.worker import STOPPED_EXIT_CODE
+from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
+from nanodag.viewer.shelf import Shelf
+from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl.stages import make_job, metrics, run, start
 
 TWO_RANKS = {"num_ranks": 2, "threads": 1, "device": "cpu"}
@@ -191,7 +191,7 @@ def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tm
     job = make_job(tmp_path, num_steps=10_000, eval_prompts=0, checkpoint_every=10_000)
     process = start(job)
     wait_for_step(job, process, 1)
-    pid = next(pid for pid in members(process.pid) if "nanodag.rl.trainer" in command(pid))
+    pid = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
     os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=15) == 128 + signal.SIGKILL
     last = (job.workspace / "worker.log").read_text().splitlines()[-1]

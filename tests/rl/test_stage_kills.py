@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.controller import check_ranks
-from nanodag.rl.prompts import read_ledger
+from nanodag.rl.control.controller import check_ranks
+from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl import resume
 from tests.rl.stages import make_job, run, start
 from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step

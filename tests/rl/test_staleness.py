@@ -5,10 +5,10 @@ import json
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.harvest import Dropped, Harvest, read_harvest, write_harvest
-from nanodag.rl.prompts import Prompt
-from nanodag.rl.rollout import Rollout, Span, prompt_span
-from nanodag.rl.staleness import staleness_metrics, staleness_of, without_carried, without_stale
+from nanodag.rl.rollouts.batch import Dropped, Harvest, read_harvest, write_harvest
+from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
+from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_carried, without_stale
 
 
 def prompt(name: str) -> Prompt:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanodag.rl.prompts import read_ledger
-from nanodag.rl.rollout import read_rollouts
+from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.rl.rollouts.rollout import read_rollouts
 from tests.rl.stages import make_job, metrics, run
 
 SETTINGS = {

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
-from nanodag.rl import teacher_server
-from nanodag.rl.packing import pack
-from nanodag.rl.policy import load_policy, to_row
-from nanodag.rl.teacher_server import TeacherServer
-from nanodag.sampler.process import SamplerProcess
-from nanodag.stage import server_identity
+from nanodag.rl.trainer.trainer import teacher_server
+from nanodag.rl.trainer.rows import pack
+from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.teacher_server import TeacherServer
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.run.stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
 from tests.rl.models import rollout, save_tiny_model
@@ -62,7 +62,7 @@ TRAINED = """
 import json, sys
 from pathlib import Path
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.test_teacher_server import rollouts
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[], sampler={"context": 64},
                  teacher={sys.argv[2]: sys.argv[3], "coefficient": 0.5}, max_new_tokens=16, updates_per_step=2)

@@ -14,13 +14,13 @@ from nanodag.config import result_config
 from nanodag.config.schema import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
-from nanodag.rl.generation import Generator
-from nanodag.rl.prompts import Prompt
-from nanodag.rl.rollout import flatten_response
-from nanodag.rl.turns.calculator import calculated
-from nanodag.rl.turns.runner import THREAD_NAME, Turns
-from nanodag.sampler.protocol import Completion, FinishReason, VersionSpan
-from nanodag.stage import code_identity, with_identities
+from nanodag.rl.control.generation import Generator
+from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import flatten_response
+from nanodag.rl.rollouts.turns.calculator import calculated
+from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
+from nanodag.run.stage import code_identity, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer

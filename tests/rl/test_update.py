@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.metrics import Sums, rollout_metrics, trainer_metrics
-from nanodag.rl.rollout import groups_of, read_rollouts
-from nanodag.rl.shaping import with_overlong_penalty
-from nanodag.rl.update import Objective, Scored
+from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
+from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
+from nanodag.rl.rollouts.shaping import with_overlong_penalty
+from nanodag.rl.trainer.update import Objective, Scored
 from tests.rl.models import rollout
 from tests.rl.stages import make_job, metrics, run
 
@@ -135,7 +135,7 @@ def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(monk
     def own(trainer, old, advantages, mask, sequence_ids, *, clip_low):
         raise AssertionError
 
-    monkeypatch.setattr("nanodag.rl.update.entries.load", lambda kind, name: own)
+    monkeypatch.setattr("nanodag.rl.trainer.update.entries.load", lambda kind, name: own)
     assert Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
     with pytest.raises(ConfigError, match=r"my\.losses:own does not name dual_clip 3\.0"):
         Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
@@ -241,7 +241,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
@@ -269,7 +269,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
 model = save_tiny_model(Path(sys.argv[1]))
@@ -311,7 +311,7 @@ warnings.simplefilter("ignore")
 import torch
 from transformers import AutoModelForCausalLM
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
 folder = save_tiny_model(Path(sys.argv[1]))
@@ -361,7 +361,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import torch
 from nanodag.config.schema import RLStage
-from nanodag.rl.trainer import Trainer
+from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
 folder = Path(sys.argv[1])

@@ -6,8 +6,8 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.sampler.client import SamplerClient
-from nanodag.sampler.weight_bodies import Bucket
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.weight_bodies import Bucket
 from nanodag.sampler.weight_group import WeightGroup, open_store
 
 

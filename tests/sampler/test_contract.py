@@ -16,12 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.errors import BadRequest, MissingTool
-from nanodag.sampler.client import SamplerClient
+from nanodag.inference.client import SamplerClient
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams, completion_from_wire
-from nanodag.sampler.sglang_install import find_python
-from nanodag.sampler.sglang_process import SGLangProcess
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
+from nanodag.inference.sglang_install import find_python
+from nanodag.inference.sglang_process import SGLangProcess
 from tests.sampler.group import Trainer
 
 CONTEXT = 1024

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.inference.protocol import Request, SamplingParams
 
 EOS = 7
 

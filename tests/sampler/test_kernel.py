@@ -9,7 +9,7 @@ import torch
 from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.slots import SlotTable
 from nanodag.sampler.steps import CompiledSteps
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.inference.protocol import Request, SamplingParams
 from tests.sampler.other_device import NAME, OtherDevice
 
 DRAWN = (

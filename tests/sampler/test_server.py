@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
-from nanodag.sampler.client import SamplerClient
+from nanodag.inference.client import SamplerClient
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.protocol import Request, SamplingParams
 
 LONG = SamplingParams(max_new_tokens=250, ignore_eos=True)
 
@@ -500,7 +500,7 @@ def test_a_port_in_use_is_reported(server, text_folder, tmp_path):
 
 def test_a_server_ends_with_its_parent(text_folder, tmp_path):
     code = (
-        "import os, sys; from nanodag.sampler.process import SamplerProcess; "
+        "import os, sys; from nanodag.inference.sampler_process import SamplerProcess; "
         "process = SamplerProcess.start(sys.argv[1], log_path=sys.argv[2]); print(process.pid, flush=True); os._exit(9)"
     )
     command = [sys.executable, "-c", code, str(text_folder), str(tmp_path / "log")]
@@ -513,7 +513,7 @@ def test_a_server_ends_with_its_parent(text_folder, tmp_path):
 
 def test_client_protocol_and_process_need_no_torch():
     code = (
-        "import sys; import nanodag.sampler.client, nanodag.sampler.process, nanodag.sampler.protocol; "
+        "import sys; import nanodag.inference.client, nanodag.inference.sampler_process, nanodag.inference.protocol; "
         "print(sorted({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from nanodag.config.schema import SamplerConfig
 from nanodag.errors import MissingTool
-from nanodag.sampler.options import OWN_OPTIONS, arguments, check_options
-from nanodag.sampler.sglang_install import (
+from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options
+from nanodag.inference.sglang_install import (
     default_folder,
     find_python,
     install,
@@ -19,7 +19,7 @@ from nanodag.sampler.sglang_install import (
     progress_of,
     requirements,
 )
-from nanodag.sampler.sglang_process import SHIM
+from nanodag.inference.sglang_process import SHIM
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
 

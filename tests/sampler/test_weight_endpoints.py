@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanodag.errors import BadRequest
-from nanodag.sampler.client import SamplerClient
-from nanodag.sampler.process import SamplerProcess
-from nanodag.sampler.protocol import Request, SamplingParams
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.protocol import Request, SamplingParams
 from tests.sampler.group import Trainer
 
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from nanodag.errors import StoreError
-from nanodag.retention import Policy, free, plan
+from nanodag.run.retention import Policy, free, plan
 from nanodag.store import Checkpoints, Store
 from tests.store.making import KEY
 

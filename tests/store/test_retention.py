@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nanodag.errors import ConfigError, StoreError
-from nanodag.retention import Best, Policy, best_of, free, plan
+from nanodag.run.retention import Best, Policy, best_of, free, plan
 from nanodag.store import Store
 from tests.store.making import forge, product_in, publish
 

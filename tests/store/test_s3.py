@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
-from nanodag.provenance import PROJECT
-from nanodag.retention import Policy, free, plan
+from nanodag.store.provenance import PROJECT
+from nanodag.run.retention import Policy, free, plan
 from nanodag.store import Store
 from tests.store.making import KEY, product_in, publish
 

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.provenance import PROJECT
+from nanodag.store.provenance import PROJECT
 from nanodag.store import Store
 from tests.store.making import KEY, forge, product_in, publish
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # What runs a model's answers does so in a sandbox; what is run there is no file of the store.
-RUNS_ANSWERS = {"nanodag/rl/rewards/code.py", "nanodag/rl/sandbox.py"}
+RUNS_ANSWERS = {"nanodag/rewards/code.py", "nanodag/rewards/sandbox.py"}
 
 
 def calls():

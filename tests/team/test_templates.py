@@ -6,7 +6,7 @@ import subprocess
 
 import yaml
 
-from nanodag.provenance import PROJECT
+from nanodag.store.provenance import PROJECT
 
 TEMPLATES = PROJECT / "docs" / "templates"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
-from nanodag.worker import read_job, write_job
+from nanodag.worker.job import read_job, write_job
 from tests.train import forks, stages
 
 STEPS, CHECKPOINT_EVERY = 9, 2

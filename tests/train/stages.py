@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from nanodag.config.schema import AnyStage
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
-from nanodag.worker import Job, write_job
+from nanodag.worker.job import Job, write_job
 
 WORDS = ("river", "stone", "light", "winter", "house", "garden", "train", "letter", "music", "paper", "green", "silent")
 RESOURCES = {"num_ranks": 1, "threads": 1, "device": "cpu"}

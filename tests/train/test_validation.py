@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanodag.data.packing import document_piece, make_batch
+from nanodag.train.packing import document_piece, make_batch
 from nanodag.train.validation import Validation
 
 

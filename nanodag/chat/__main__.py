@@ -1,0 +1,30 @@
+"""`python -m nanodag.chat FOLDER [--temperature X] [--max-new-tokens N] [--device cuda]`: talk to a checkpoint."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from nanodag.errors import NanodagError
+from nanodag.chat.chat import chat
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanodag.chat", description="Talk to a checkpoint in the terminal."
+    )
+    parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="the longest answer")
+    device = "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
+    parser.add_argument("--device", default=device, help=f"cpu or cuda; here {device}")
+    args = parser.parse_args()
+    try:
+        return chat(args.folder, temperature=args.temperature, max_new_tokens=args.max_new_tokens, device=args.device)
+    except NanodagError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

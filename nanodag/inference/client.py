@@ -1,0 +1,273 @@
+"""Asynchronous client of a sampler over HTTP: the embedded one or SGLang.
+
+    async with SamplerClient(url) as sampler:
+        (completions,) = await sampler.generate([Request(input_ids=[1, 2, 3], params=SamplingParams(n=8))])
+
+Errors: BadRequest (the sampler refuses, and will refuse again), SamplerLost (it died, hung or cannot be reached; the
+same request may succeed after a restart), SamplerError (it failed at this request and lives).
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, NoReturn
+
+import aiohttp
+from pydantic_core import from_json
+
+from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.inference.protocol import (
+    Completion,
+    PauseMode,
+    Request,
+    SamplingParams,
+    check_request,
+    completion_from_wire,
+)
+from nanodag.inference.weight_bodies import Bucket
+
+# Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
+KEEPALIVE_EXPIRY_S = 2.0
+OK = HTTPStatus.OK
+LOST = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class SamplerClient:
+    """One sampler. Any number of its coroutines may run at once in one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        connect_timeout_s: float = 5.0,
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+        token: str = "",
+    ) -> None:
+        """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
+
+        vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
+        that: an id outside the vocabulary ends its server.
+        """
+        self.url = url.rstrip("/")
+        self._limits = None if vocab_size is None or context_length is None else (vocab_size, context_length)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=request_timeout_s)
+        self.token = token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+        self.is_closed = False
+
+    async def __aenter__(self) -> "SamplerClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what is under way. Whoever still asks gets SamplerLost: the server that it knew has been replaced."""
+        self.is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
+        if self.is_closed:
+            raise SamplerLost(f"the connection to {self.url} was closed")
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
+        return self._session
+
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """For each request its n completions. All are sent at once, and answered when the last is done."""
+        if not requests:
+            return []
+        for request in requests:
+            self._check(request)
+        answers = from_json(await self._call("POST", "/generate", _body_of(requests)))
+        if isinstance(answers, dict):  # of one sample
+            answers = [answers]
+        completions = [completion_from_wire(answer) for answer in answers]
+        for completion in completions:
+            _raise_failure(completion)
+        expected = sum(request.params.n for request in requests)
+        if len(completions) != expected:
+            raise SamplerError(f"{self.url} answered {len(completions)} samples where {expected} were asked for")
+        remaining = iter(completions)
+        return [[next(remaining) for _ in range(request.params.n)] for request in requests]
+
+    async def prompt_ids(self, text: str) -> list[int]:
+        """What the sampler's own tokenizer makes of a text."""
+        params = params_to_wire(SamplingParams(max_new_tokens=1))
+        body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        return list(completion_from_wire(from_json(await self._call("POST", "/generate", body))).prompt_ids)
+
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """One sample, as it grows: each item holds all of it so far, the last has a finish reason. n must be 1."""
+        if request.params.n != 1:
+            raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
+        self._check(request)
+        body = {**_body_of([request]), "stream": True}
+        try:
+            async with self._http.post(f"{self.url}/generate", json=body) as response:
+                if response.status != OK:
+                    self._raise_for("/generate", response.status, await response.read())
+                async for line in _lines(response.content):
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        event = from_json(line.removeprefix(b"data: "))
+                        if "error" in event:
+                            raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
+                        completion = completion_from_wire(event)
+                        _raise_failure(completion)
+                        yield completion
+        except LOST as error:
+            raise self._lost("/generate", error) from error
+
+    async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
+        """Sample with the checkpoint in the folder ``path`` from now on. BadRequest: the old weights are kept."""
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        await self._call("POST", "/update_weights_from_disk", body)
+
+    async def join_weight_group(
+        self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1"
+    ) -> None:
+        """Become a member, from `rank` on, of the group whose rank 0 waits at the port; answered when all are there."""
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": rank, "world_size": size}
+        await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": "gloo"})
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+    async def begin_weight_update(self) -> None:
+        """Get ready to receive weights; `end_weight_update` makes them those that it samples with."""
+        await self._call("POST", "/begin_weight_update", {})
+
+    async def receive_weights(
+        self, bucket: Bucket, *, group: str, version: str | int | None = None, flush_cache: bool = True
+    ) -> None:
+        """Take part in one broadcast of the group's rank 0. version: of the whole, with its last bucket; flush_cache:
+        forget then what is cached of prompts."""
+        body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group}
+        body |= {"load_format": "flattened_bucket", "flush_cache": flush_cache and version is not None}
+        body |= {"weight_version": str(version)} if version is not None else {}
+        await self._call("POST", "/update_weights_from_distributed", body)
+
+    async def end_weight_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {})
+
+    async def fingerprints(self) -> list[dict[str, str]]:
+        """Of the weights that it holds, by tensor name; one dict for each of its ranks. See ``fingerprints.py``."""
+        answer = from_json(await self._call("POST", "/weights_checker", {"action": "checksum"}))
+        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+    async def flush_cache(self) -> None:
+        """Forget what is cached of prompts. Raises BadRequest while samples run."""
+        await self._call("POST", "/flush_cache", {})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two tokens. ``abort`` ends what runs; ``retract`` and ``in_place`` go on after ``resume``."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End the request of that name with what it has; all of them without a name."""
+        await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    async def health(self) -> bool:
+        """True: it serves. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
+        return await self._is_well("/health")
+
+    async def model_info(self) -> dict[str, Any]:
+        """What the sampler says of its model: model_path, weight_version and more."""
+        return from_json(await self._call("GET", "/model_info"))
+
+    async def _is_well(self, path: str) -> bool:
+        try:
+            async with self._http.get(self.url + path) as response:
+                return response.status == OK
+        except LOST as error:
+            raise self._lost(path, error) from error
+
+    def _check(self, request: Request) -> None:
+        if self._limits is not None:
+            check_request(request, vocab_size=self._limits[0], context_length=self._limits[1])
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        try:
+            async with self._http.request(method, self.url + path, json=body) as response:
+                content = await response.read()
+        except LOST as error:
+            raise self._lost(path, error) from error
+        if response.status != OK:
+            self._raise_for(path, response.status, content)
+        return content
+
+    def _raise_for(self, path: str, status: int, content: bytes) -> NoReturn:
+        message = f"{path} of {self.url} answered {status}: {_reason(content)}"
+        raise BadRequest(message) if status in (400, 422) else SamplerError(message)
+
+    def _lost(self, path: str, error: BaseException) -> SamplerLost:
+        return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+
+
+def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
+    """One prompt stands by itself, several as lists: a router takes no lists."""
+    wanted = [request.return_logprob for request in requests]
+    body: dict[str, Any] = {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [params_to_wire(request.params) for request in requests],
+        "return_logprob": wanted,
+    }
+    if any(request.score_prompt for request in requests):
+        body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
+    if any(request.rid is not None for request in requests):
+        body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
+    if len(requests) == 1:
+        return {name: values[0] for name, values in body.items()}
+    # SGLang takes no list of return_logprob where n > 1.
+    return body | {"return_logprob": wanted[0]} if len(set(wanted)) == 1 else body
+
+
+def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Every setting, also those at their default: the defaults of the other side may differ."""
+    wire = params.model_dump(mode="json", exclude={"sampling_seed", "stop"})
+    if params.sampling_seed is not None:
+        wire["sampling_seed"] = params.sampling_seed
+    if params.stop is not None:
+        wire["stop"] = list(params.stop)
+    return wire
+
+
+def _raise_failure(completion: Completion) -> None:
+    reason = completion.finish_reason
+    if reason is None or reason.status_code is None:
+        return
+    message = f"the sampler failed at {completion.rid}: {reason.message}"
+    raise BadRequest(message) if reason.status_code == HTTPStatus.BAD_REQUEST else SamplerError(message)
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The stream's own lines may not be longer than its buffer."""
+    rest = b""
+    async for block in stream.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        content = from_json(answer)
+    except ValueError:
+        return answer.decode(errors="replace")[:500]
+    if isinstance(content, dict):
+        error = content.get("error", content.get("message", content))
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return str(content)

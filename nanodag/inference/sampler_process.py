@@ -1,0 +1,149 @@
+"""Start and stop an embedded sampler as a child process.
+
+The child ends with its parent: it watches who its parent is, and it stays in the parent's process group, so a signal to
+the group reaches both.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from nanodag.errors import SamplerLost
+from nanodag.host.patience import Patience
+from nanodag.inference.doors import TOKEN_VARIABLE
+
+POLL_S = 0.02
+
+
+class ServerProcess:
+    """A server that runs as a child. Use as a context manager, or call ``stop``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log_path: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log_path = log_path
+
+    @classmethod
+    def spawn(cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], url: str = "") -> Self:
+        """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        return cls(process, url, log_path)
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends, or does not get on
+        for ``timeout_s``."""
+        patience = Patience([self.process.pid], [self.log_path], timeout_s)
+        while not is_ready():
+            if self.process.poll() is not None:
+                raise SamplerLost(
+                    f"the sampler ended with code {self.process.returncode} before it was ready; the end of its log "
+                    f"({self.log_path}):\n{self.last_log_lines()}"
+                )
+            if patience.is_over():
+                raise SamplerLost(
+                    f"the sampler was not ready: {patience} (sampler.start_timeout_s is {timeout_s:g}); the end of its "
+                    f"log ({self.log_path}):\n{self.last_log_lines()}"
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def last_log_lines(self, num_lines: int = 20) -> str:
+        """The end of the log, for an error message."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def kill(self) -> None:
+        """Make it end at once. No error if it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ask it to end, and after ``timeout_s`` make it. No error if it has ended."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class SamplerProcess(ServerProcess):
+    """A running embedded sampler."""
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str | Path,
+        *,
+        log_path: str | Path,
+        dtype: str = "auto",
+        device: str = "cpu",
+        max_batch: int = 64,
+        context_length: int | None = None,
+        cache_bytes: int | None = None,
+        deterministic: bool = False,
+        threads: int = 1,
+        seed: int = 0,
+        weight_version: str | int = "default",
+        port: int = 0,
+        token: str = "",
+        start_timeout_s: float = 120.0,
+    ) -> "SamplerProcess":
+        """Start a server and wait until it answers. Its output is appended to ``log_path``.
+
+        token: that requests must bear, "" for none. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
+        the last lines of the log, if it ends or does not answer in time.
+        """
+        log_path = Path(log_path)
+        with tempfile.TemporaryDirectory(prefix="nanodag-sampler-") as folder:
+            ready_file = Path(folder) / "ready.json"
+            options: dict[str, object] = {
+                "model-path": model_path, "dtype": dtype, "device": device, "max-running-requests": max_batch,
+                "threads": threads, "random-seed": seed, "weight-version": weight_version, "port": port,
+                "ready-file": ready_file, "parent-pid": os.getpid(),
+            }  # fmt: skip
+            if context_length is not None:
+                options["context-length"] = context_length
+            if cache_bytes is not None:
+                options["cache-bytes"] = cache_bytes
+            command = [sys.executable, "-m", "nanodag.sampler"]
+            command += [f"--{name}={value}" for name, value in options.items()]
+            command += ["--deterministic"] if deterministic else []
+            # Spinning OpenMP threads starve the other process on a small machine.
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            environment[TOKEN_VARIABLE] = token
+            sampler = cls.spawn(command, log_path=log_path, env=environment)
+            try:
+                sampler.wait_until(ready_file.exists, start_timeout_s)
+                port = int(json.loads(ready_file.read_text())["port"])
+            except BaseException:
+                sampler.stop()
+                raise
+        sampler.url = f"http://127.0.0.1:{port}"
+        return sampler

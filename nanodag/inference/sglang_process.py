@@ -1,0 +1,122 @@
+"""Starts and stops an SGLang server as a child process: the embedded sampler's `SamplerProcess` for the other engine.
+
+It runs in an environment of its own (`sglang_install.py`), by way of `sglang_shim.py`, which says what it changes.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from nanodag.host.ports import free_port, network_environment
+from nanodag.inference.doors import TOKEN_VARIABLE
+from nanodag.inference.sglang_options import Option, arguments
+from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.sglang_install import Device
+
+SHIM = Path(__file__).with_name("sglang_shim.py")
+
+# Given on a CPU. sleep-on-idle: its scheduler would take a whole core while it waits.
+CPU_OPTIONS: dict[str, Option] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-overlap-schedule": True,
+    "sleep-on-idle": True,
+}
+# SGLang gives a request less than the context: it keeps a few tokens back. Requests are checked before they are sent.
+CONTEXT_RESERVE = 8
+
+
+class SGLangProcess(ServerProcess):
+    """A running SGLang server."""
+
+    @classmethod
+    def start(
+        cls,
+        python: Path,
+        model_path: str | Path,
+        *,
+        log_path: str | Path,
+        device: Device,
+        dtype: str,
+        max_batch: int,
+        context_length: int,
+        weight_version: str | int,
+        memory_fraction: float,
+        tensor_parallel: int = 1,
+        first_gpu: int = 0,
+        threads: int = 1,
+        seed: int = 0,
+        options: Mapping[str, Option] | None = None,
+        token: str = "",
+        start_timeout_s: float = 600.0,
+    ) -> "SGLangProcess":
+        """Start a server and wait until it answers. Its output is appended to ``log_path``.
+
+        python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
+        and answer together. memory_fraction: of the device's memory, for weights and cache. options: further ones of
+        SGLang's, by name; they go before those given here. token: that requests must bear, "" for none.
+
+        Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
+        """
+        port = free_port()
+        settings: dict[str, Option] = {
+            "model-path": str(model_path),
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": dtype,
+            "context-length": context_length + CONTEXT_RESERVE,
+            "max-running-requests": max_batch,
+            "max-total-tokens": max_batch * (context_length + CONTEXT_RESERVE),
+            "mem-fraction-static": memory_fraction,
+            "tp-size": tensor_parallel,
+            "base-gpu-id": first_gpu,
+            "random-seed": seed,
+            "weight-version": str(weight_version),
+            "skip-tokenizer-init": True,
+            "log-level-http": "warning",
+            **(CPU_OPTIONS if device == "cpu" else {}),
+            **{name.replace("_", "-"): value for name, value in (options or {}).items()},
+        }
+        command = [str(python), str(SHIM), str(os.getpid()), "--", *arguments(settings)]
+        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads) | {TOKEN_VARIABLE: token}
+        server = cls.spawn(command, log_path=Path(log_path), env=environment, url=url)
+        try:
+            server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a server on this machine answers there that it serves."""
+    try:  # a client costs far more than a connection, which is refused for a minute
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=1.0).close()
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
+    except (OSError, httpx.TransportError):
+        return False
+    return answer.status_code == httpx.codes.OK
+
+
+def foreign_environment() -> dict[str, str]:
+    """This process's, without what belongs to its own Python."""
+    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in foreign}
+
+
+def _environment(device: Device, threads: int) -> dict[str, str]:
+    environment = foreign_environment() | network_environment()
+    # Spinning OpenMP threads starve the other processes on a small machine.
+    environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
+    environment.update(HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
+    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        environment.setdefault(dump, "false")
+    if device == "cpu":
+        environment.update(SGLANG_USE_CPU_ENGINE="1", NANODAG_SGLANG_CPU="1", CUDA_VISIBLE_DEVICES="")
+    return environment

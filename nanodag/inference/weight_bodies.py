@@ -1,0 +1,110 @@
+"""What goes over the wire about weights: the bodies of SGLang's endpoints, as far as the embedded sampler honours them.
+
+Source: sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and srt/weight_sync/tensor_bucket.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from nanodag.inference.protocol import Wire
+
+GROUP_NAME = "weight_update_group"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_BROADCAST_BYTES = 16 << 30
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are broadcast in one piece: their names, the names of their dtypes, their shapes."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class UpdateWeightsBody(Wire):
+    """POST /update_weights_from_disk."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    load_format: Literal["auto", "safetensors"] | None = None
+
+
+class WeightsCheckerBody(Wire):
+    """POST /weights_checker. ``checksum``: a fingerprint of every tensor (``fingerprints.py``)."""
+
+    action: Literal["checksum"] = "checksum"
+
+
+class InitGroupBody(Wire):
+    """POST /init_weights_update_group: become rank ``rank_offset`` of a group whose rank 0 waits at the address."""
+
+    master_address: Annotated[str, Field(min_length=1)]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2)]
+    group_name: Annotated[str, Field(min_length=1)] = GROUP_NAME
+    backend: str = "nccl"
+
+    @model_validator(mode="after")
+    def _can_be_joined(self) -> "InitGroupBody":
+        if self.rank_offset >= self.world_size:
+            raise ValueError(f"rank_offset {self.rank_offset} is not below world_size {self.world_size}")
+        if self.backend != "gloo":
+            raise ValueError(f"backend {self.backend!r} is not built into the embedded sampler: use gloo")
+        return self
+
+
+class DestroyGroupBody(Wire):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = GROUP_NAME
+
+
+class BeginUpdateBody(Wire):
+    """POST /begin_weight_update."""
+
+    selector: Literal["target", "all"] = "all"
+
+
+class EndUpdateBody(Wire):
+    """POST /end_weight_update."""
+
+
+class ReceiveWeightsBody(Wire):
+    """POST /update_weights_from_distributed: these tensors are what rank 0 broadcasts next. ``flattened_bucket``: in
+    one piece, their bytes one after the other; else each by itself."""
+
+    names: Annotated[list[str], Field(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    group_name: str = GROUP_NAME
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+    selector: Literal["target", "all"] = "all"
+    torch_empty_cache: bool = False
+
+    @model_validator(mode="after")
+    def _describes_tensors(self) -> "ReceiveWeightsBody":
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes do not go together"
+            )
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("a name is given twice")
+        if unknown := sorted(set(self.dtypes) - DTYPE_BYTES.keys()):
+            raise ValueError(f"dtype {unknown[0]!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.num_bytes > MAX_BROADCAST_BYTES:
+            raise ValueError(f"{self.num_bytes} bytes at once are above {MAX_BROADCAST_BYTES}; send them in parts")
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))

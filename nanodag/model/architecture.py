@@ -1,0 +1,189 @@
+"""What a checkpoint's config.json says about its shape, for the model types that the sampler can run.
+
+Everything that would change the result and is not built here (another activation, sliding windows, other kinds of
+rotary scaling ...) is refused by name: a checkpoint that loads is a checkpoint that is computed as transformers does.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanodag.errors import BadRequest
+from nanodag.host.regular import exists, read_text, shortened
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding. ``factor`` is 1.0 for the default type; the other four belong to llama3."""
+
+    theta: float
+    kind: str
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Shapes and constants of one decoder. Two checkpoints with equal architectures can take each other's weights."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    tied: bool
+    qk_norm: bool
+    rope: Rope
+    max_positions: int
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused projection: for each key/value head its query heads, the key, the value."""
+        return self.num_kv_heads * (self.heads_per_kv + 2) * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A Hugging Face folder as its JSON files describe it; tensors are read later."""
+
+    path: Path
+    architecture: Architecture
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    class_names: tuple[str, ...]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The architecture, stored dtype and end-of-sequence ids of the Hugging Face folder at ``path``.
+
+    End-of-sequence ids come from generation_config.json where it names some, else from config.json.
+
+    Raises BadRequest: no such folder, no readable config.json, or an architecture that is not built here.
+    """
+    config_path = path / "config.json"
+    if not exists(config_path):
+        raise BadRequest(
+            f"no config.json in {shortened(path)!r}: model_path must be the folder of a Hugging Face checkpoint"
+        )
+    config = read_json(config_path)
+    try:
+        architecture = _architecture(config, config_path)
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, BadRequest):
+            raise
+        raise BadRequest(f"{config_path} does not describe a model: {error}") from error
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if exists(generation_path) else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(token) is int for token in eos_ids):
+        raise BadRequest(f"eos_token_id in {path} is {str(eos)[:80]}, which is neither a token id nor a list of them")
+    return Checkpoint(
+        path=path,
+        architecture=architecture,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        eos_token_ids=eos_ids,
+        class_names=_names(config.get("architectures")),
+    )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint. Raises BadRequest where there is none."""
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadRequest):
+            raise
+        raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadRequest(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _architecture(config: dict[str, Any], source: Path) -> Architecture:
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise BadRequest(f"model_type {model_type!r} in {source} is not built into the sampler; it runs {MODEL_TYPES}")
+    _refuse_unbuilt(config, source)
+    try:
+        num_heads = int(config["num_attention_heads"])
+        hidden_size = int(config["hidden_size"])
+        architecture = Architecture(
+            model_type=model_type,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=hidden_size,
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            # Qwen3's own default is 128, whatever hidden_size / num_heads says.
+            head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
+            intermediate_size=int(config["intermediate_size"]),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=model_type == "qwen3",
+            rope=_rope(config, source),
+            max_positions=int(config["max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise BadRequest(f"{source} lacks {error.args[0]!r}") from error
+    sizes = {"vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"}
+    for name in sorted({*sizes, "max_positions"}):
+        if getattr(architecture, name) < 1:
+            raise BadRequest(f"{source}: {name} is {getattr(architecture, name)}")
+    if architecture.num_heads % architecture.num_kv_heads:
+        raise BadRequest(f"{source}: {num_heads} heads cannot share {architecture.num_kv_heads} key/value heads evenly")
+    return architecture
+
+
+def _refuse_unbuilt(config: dict[str, Any], source: Path) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise BadRequest(f"hidden_act {activation!r} in {source} is not built into the sampler; only 'silu' is")
+    windowed = config.get("use_sliding_window") or any(
+        kind != "full_attention" for kind in config.get("layer_types") or ()
+    )
+    if windowed:
+        raise BadRequest(f"{source} asks for sliding-window attention, which is not built into the sampler")
+    for key in ("mlp_bias", "quantization_config"):
+        if config.get(key):
+            raise BadRequest(f"{key} in {source} is not built into the sampler")
+
+
+def _rope(config: dict[str, Any], source: Path) -> Rope:
+    # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
+    settings = config.get("rope_parameters") or {**(config.get("rope_scaling") or {})}
+    theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise BadRequest(f"rope_type {kind!r} in {source} is not built into the sampler; it knows {ROPE_TYPES}")
+    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise BadRequest(f"partial_rotary_factor {partial} in {source} is not built into the sampler; only 1.0 is")
+    llama3 = kind == "llama3"
+    return Rope(
+        theta=float(theta),
+        kind=kind,
+        factor=float(settings["factor"]) if kind != "default" else 1.0,
+        low_freq_factor=float(settings["low_freq_factor"]) if llama3 else 1.0,
+        high_freq_factor=float(settings["high_freq_factor"]) if llama3 else 1.0,
+        original_positions=int(settings["original_max_position_embeddings"]) if llama3 else 0,
+    )

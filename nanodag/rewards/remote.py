@@ -1,0 +1,71 @@
+"""`remote:URL`: rewards from a server, several samples a request.
+
+    POST URL  {"samples": [{"prompt": {...}, "completion": "..."}, ...]}
+    200       {"rewards": [1.0, {"value": 0.5, "components": {"style": 0.2}}, {"error": "why"}, ...]}
+
+`prompt` is the prompt's whole record. One reward a sample, in order. A connection that fails, 429 and 5xx are tried
+again, ATTEMPTS times in all with growing pauses, within the sample's time limit; anything else fails the samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+
+from nanodag.rewards.reward import Reward
+
+ATTEMPTS = 4
+REQUEST_TIMEOUT_S = 60.0
+
+
+class Remote:
+    """A client of one URL, kept as long as its process."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S)
+
+    def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
+        """The reward of one sample. Raises ValueError with the server's reason."""
+        (found,) = self.score_batch([(prompt, completion)])
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
+        """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
+        that failed as a whole."""
+        reply = self._post({"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]})
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != len(samples):
+            raise ValueError(f"{self._url} answered {len(samples)} samples with {str(reply)[:120]!r}")
+        return [_reward_of(one) for one in rewards]
+
+    @retry(
+        retry=retry_if_exception(lambda error: _may_pass(error)),
+        wait=wait_exponential_jitter(initial=0.2, max=3.0),
+        stop=stop_after_attempt(ATTEMPTS),
+        reraise=True,
+    )
+    def _post(self, body: dict[str, Any]) -> Any:
+        response = self._client.post(self._url, json=body)
+        response.raise_for_status()
+        return response.json()
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, httpx.TransportError)
+
+
+def _reward_of(one: Any) -> Reward | str:
+    try:
+        if isinstance(one, Mapping):
+            if "error" in one:
+                return str(one["error"]) or "the server gave no reason"
+            return Reward(float(one["value"]), {str(k): float(v) for k, v in one.get("components", {}).items()})
+        return Reward(float(one))
+    except (KeyError, TypeError, ValueError) as error:
+        return f"the server's reward {str(one)[:80]!r} is none: {error}"

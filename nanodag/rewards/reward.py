@@ -1,0 +1,46 @@
+"""What a reward function returns, and the parsing that several of them share."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
+MAX_NUMBER_CHARACTERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """value: what is trained on. components: named parts, each logged by itself. steps: of a process reward
+    (nanodag.rewards.steps): the end of each step, in characters of the completion, and its score."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    steps: Sequence[tuple[int, float]] | None = None
+
+    def __post_init__(self) -> None:
+        of_steps = {f"step that ends at {end}": score for end, score in self.steps or ()}
+        for name, number in {"value": self.value, **self.components, **of_steps}.items():
+            if not math.isfinite(number):
+                raise ValueError(f"the reward's {name} is {number}; it must be finite")
+
+
+def right_or_wrong(is_right: bool) -> Reward:
+    """1 for right, 0 for wrong."""
+    return Reward(1.0 if is_right else 0.0)
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The number that the whole text spells, or None: `1,234`, `$72`, `-3.50`, `20%`, `7.`, with blanks around it.
+
+    Only ASCII digits; no exponent, no infinity, no second number, nothing else beside it.
+    """
+    bare = text.strip().removeprefix("$").removesuffix("%").strip()
+    if len(bare) > MAX_NUMBER_CHARACTERS or not any(c in "0123456789" for c in bare) or not _NUMBER.fullmatch(bare):
+        return None
+    try:
+        return Fraction(Decimal(bare.replace(",", "")))
+    except InvalidOperation:
+        return None

@@ -1,0 +1,256 @@
+"""Runs Python that a model wrote, behind walls. No torch here. docs/reference/sandbox.md has what was tried against it.
+
+bubblewrap (`bwrap`) gives the program namespaces of its own: of users, mounts, processes, network, IPC, host name and
+cgroups. It has no capability, cannot gain one (no_new_privs), and makes at most the system calls of Podman's default
+profile (nanodag.rewards.seccomp). It sees /usr, the interpreter and itself, read-only, a small /tmp and /dev/shm, and the
+standard library, no installed package. As root it is started as ROOT_BECOMES, who owns nothing: the kernel does not
+bind root to a number of processes, in a user namespace either.
+
+Bounded are time, the address space, files and output of each process, their number, and the memory of all together: in
+a cgroup where one can be made (nanodag.rewards.cgroup), else by a look every WATCH_S seconds. A machine that has no such
+walls is refused, unless NANODAG_SANDBOX=limits says that resource limits are enough.
+"""
+
+import logging
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from nanodag.errors import MissingTool
+from nanodag.rewards import cgroup
+from nanodag.rewards import seccomp
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 512 << 20  # the address space of a process
+MAX_TOGETHER = 2  # times that: the memory of all processes of a program
+MAX_OUTPUT_BYTES = 1 << 20
+TMP_BYTES = 64 << 20
+MOST_PROCESSES = 16  # threads count, too, and the first process of the sandbox
+ROOT_BECOMES = 65534  # `nobody`
+WATCH_S = 0.2
+OPT_OUT = "NANODAG_SANDBOX"
+_PROGRAM = "/inside/program.py"
+
+# Sets limits on itself and becomes the program, in one interpreter. Arguments: program, seconds of CPU, bytes of
+# memory, bytes of a file, processes.
+_LIMITED = """
+import resource, sys
+path, seconds, memory, size, processes = sys.argv[1], *map(int, sys.argv[2:6])
+for which, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
+                     (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, processes),
+                     (resource.RLIMIT_MEMLOCK, 0), (getattr(resource, "RLIMIT_MSGQUEUE", 12), 0)):
+    resource.setrlimit(which, (limit, limit))
+sys.argv[:] = [path]
+with open(path, encoding="utf-8") as source:
+    code = compile(source.read(), path, "exec")
+del resource, which, limit, seconds, memory, size, processes, source
+exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a program left. returncode: negative for a signal. timed_out: it was ended at the time limit. stdout and
+    stderr: what they held at the end, at most MAX_OUTPUT_BYTES each."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+    timed_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """command: what comes before bubblewrap's options. becomes: the user that it is started as, None for this one.
+    prefix: where the folder of the interpreter is found then. is_sized: whether a tmpfs may have a size."""
+
+    command: tuple[str, ...]
+    becomes: int | None
+    prefix: str
+    is_sized: bool
+
+
+def run_python(program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES) -> Finished:
+    """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
+    Raises MissingTool where there are no walls."""
+    return _run(walls(), program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
+
+
+@cache
+def walls() -> Walls | None:
+    """The walls that work here; None, after a warning, where NANODAG_SANDBOX says that none are needed. Raises
+    MissingTool where there are none."""
+    asked = os.environ.get(OPT_OUT, "")
+    if asked == "limits":
+        log.warning(
+            "%s=limits: programs that the model writes run as this user, with its files and its network; only time, "
+            "memory, output and processes are limited.",
+            OPT_OUT,
+        )
+        return None
+    why = f"{OPT_OUT} is {asked!r}, and only `limits` means something" if asked else ""
+    for candidate in [] if asked else _candidates():
+        why = _why_not(candidate)
+        if not why:
+            log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
+            return candidate
+    raise MissingTool(
+        f"Programs that a model writes run in a sandbox only, and there is none: {why or 'bwrap is not installed'}. "
+        "Install bubblewrap (apt install bubblewrap), and let processes make user namespaces (sysctl "
+        "user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a container needs "
+        "--security-opt seccomp=unconfined --security-opt systempaths=unconfined). Or, where nothing of value is, set "
+        f"{OPT_OUT}=limits: programs then run as this user, with its files and its network."
+    )
+
+
+def _candidates() -> list[Walls]:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return []
+    is_sized = "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, check=False).stdout
+    mapped = Path("/proc/self/uid_map").read_text().split()
+    if os.geteuid() != 0 or mapped[1] != "0":  # root of a user namespace is an ordinary user outside of it
+        return [Walls((bwrap,), None, sys.base_prefix, is_sized)]
+    # Where the interpreter's folder is closed to others (/root), it is first shown to them at another place.
+    shown = (bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", "/tmp", "--ro-bind", sys.base_prefix)
+    user = str(ROOT_BECOMES)
+    as_user = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups", bwrap)
+    return [
+        Walls((bwrap,), ROOT_BECOMES, sys.base_prefix, is_sized),
+        Walls((*shown, "/tmp/python", "--", *as_user), None, "/tmp/python", is_sized),
+    ]
+
+
+def _why_not(candidate: Walls) -> str:
+    """Why these walls do not work; empty when they do."""
+    if seccomp.filter_path() is None:
+        return f"there is no filter of system calls for {os.uname().machine}"
+    try:
+        tried = _run(candidate, "print('up')", timeout_s=30.0)
+    except OSError as error:
+        return f"{candidate.command[0]} cannot be started: {error}"
+    return "" if tried.stdout == "up\n" else f"bubblewrap does not work here: {tried.stderr.strip()[-300:]}"
+
+
+def _run(
+    behind: Walls | None, program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES
+) -> Finished:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        given = stack.enter_context((folder / "stdin").open("rb"))
+        out, error = (stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
+        command, files = [], []
+        path = str(folder / "program.py")
+        if behind is not None:
+            source = stack.enter_context((folder / "program.py").open("rb"))
+            rules = stack.enter_context(seccomp.filter_path().open("rb"))  # there is one: _why_not
+            command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
+            files, path = [source.fileno(), rules.fileno()], _PROGRAM
+        group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MOST_PROCESSES))
+        limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MOST_PROCESSES if behind else 1]
+        # -S: no installed packages; -P: nothing of the working directory is imported first.
+        python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
+        becomes = None if behind is None else behind.becomes
+        process = subprocess.Popen(
+            [*command, *python, path, *map(str, limits)],
+            stdin=given,
+            stdout=out,  # files, not pipes: the limit of file sizes bounds them
+            stderr=error,
+            cwd=folder if behind is None else "/",
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            start_new_session=True,
+            pass_fds=files,
+            user=becomes,
+            group=becomes,
+            extra_groups=None if becomes is None else [],
+            preexec_fn=None if group is None else group.join,
+        )
+        ended = _wait(process, timeout_s, max_bytes=None if group else MAX_TOGETHER * max_bytes)
+        stdout, stderr = (_text(folder / stream) for stream in ("stdout", "stderr"))
+        if ended == "memory":
+            stderr += f"\nMemoryError: its processes together took more than {MAX_TOGETHER * max_bytes} bytes"
+        return Finished(stdout, stderr, process.returncode, ended == "time")
+
+
+def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
+    """Of bubblewrap. source, rules: open files of the program and of the filter of system calls."""
+    size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
+    # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
+    closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
+    user = str(ROOT_BECOMES)
+    return [
+        *("--unshare-all", "--unshare-user", "--uid", user, "--gid", user, "--hostname", "sandbox"),
+        *("--cap-drop", "ALL", "--die-with-parent", "--seccomp", str(rules)),
+        *(*size, "--tmpfs", "/tmp"),
+        *(part for folder in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", folder, folder)),
+        *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
+        *("--ro-bind", behind.prefix, sys.base_prefix),
+        *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
+        *(part for folder in closed for part in ("--remount-ro", folder)),
+        "--",
+    ]
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, *, max_bytes: int | None) -> str:
+    """Wait for the end; `time` or `memory` when it had to be ended for that. What it started ends with it. max_bytes:
+    of all its processes, None where a cgroup bounds them."""
+    deadline, ended = time.monotonic() + timeout_s, ""
+    while not ended:
+        left_s = max(0.0, deadline - time.monotonic())
+        if _ends_within(process, left_s if max_bytes is None else min(WATCH_S, left_s)):
+            break
+        if time.monotonic() >= deadline:
+            ended = "time"
+        elif max_bytes is not None and _memory(process.pid) > max_bytes:
+            ended = "memory"
+    with suppress(ProcessLookupError):  # nothing may be left of the session
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return ended
+
+
+def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Whether it ends in that time. Heard of at once where the kernel can say it (Linux 5.3): Popen.wait looks again
+    after pauses that double, up to 50 ms."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
+    else:
+        ends = select.poll()
+        ends.register(handle, select.POLLIN)
+        ends.poll(seconds * 1000)
+        os.close(handle)
+    return process.poll() is not None
+
+
+def _memory(pid: int) -> int:
+    """Resident bytes of a process and all below it; what they share is counted for each."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                total += one.memory_info().rss
+    return total
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as stream:
+        return stream.read(MAX_OUTPUT_BYTES).decode("utf-8", errors="replace")

@@ -1,0 +1,1 @@
+"""The loop that owns prompts, ledger and clock. No torch here."""

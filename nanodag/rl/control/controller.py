@@ -1,0 +1,388 @@
+"""The RL stage: `python -m nanodag.rl job.json`. It owns the clock, the prompts, the rollouts and the ledger. No torch.
+
+A step:
+
+    generate   groups for the next prompts, rewards computed beside it, groups chosen in prompt order
+    train      the trainer's ranks read the rollouts from a file and update the weights
+    sync       they write the weights to memory, the samplers take them
+    note       metrics, ledger; now and then evaluation and a checkpoint
+
+nanodag.rl.control.schedule says what of this runs beside what; with `max_staleness: 0` a step trains what its own weights
+sampled. A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every rank,
+position in the prompts, rollouts that wait to be trained, counts. With the embedded sampler in deterministic mode a
+stage that was killed at any instant and started again ends on the same bytes as one that was not. Not covered: samplers
+on other machines.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanodag.config.schema import RLStage
+from nanodag.data.mixture import Mixture
+from nanodag.errors import NanodagError, StageFailed
+from nanodag.rewards import sandbox
+from nanodag.rl.control.generation import Generator
+from nanodag.rl.rollouts.batch import Harvest, read_harvest, write_harvest
+from nanodag.rl.rollouts.learning import learning_of
+from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.rollouts.prompts import Prompt, PromptCursor, first_prompts
+from nanodag.rl.control.step_records import Records
+from nanodag.rl.control.schedule import Position, Schedule, Stopped
+from nanodag.rl.control.services import Services
+from nanodag.rl.rollouts.staleness import staleness_metrics, without_carried, without_stale
+from nanodag.rl.rollouts.stopwatch import Stopwatch
+from nanodag.rl.rollouts.turns.runner import Turns
+from nanodag.store.checkpoints import Checkpoints
+from nanodag.store.files import write_json
+from nanodag.tokenizer.chat import load_renderer
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.worker.job import Job, finish, leave_stopped, load_job, stop_requested
+
+log = logging.getLogger(__name__)
+
+EMPTY_STEPS_IN_A_ROW = 10
+# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the weights it says. In
+# that of stale rollouts is also what the policy learned since, so only what no step can do is refused.
+LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
+LARGEST_STALE_MISMATCH = 2.0
+
+T = TypeVar("T")
+
+
+class Controller:
+    """One RL stage. services: started, ended by who made them. It does the work that its schedule asks for."""
+
+    def __init__(self, job: Job, services: Services, runner: asyncio.Runner) -> None:
+        self._job = job
+        self._config: RLStage = job.config
+        self._services = services
+        self._runner = runner
+        self._renderer = load_renderer(job.inputs["model"])
+        longest = services.context - self._config.max_new_tokens
+        mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
+        self._cursor = PromptCursor(
+            mixture,
+            self._renderer,
+            longest=longest,
+            skip_share=self._config.curriculum_skip,
+            seed=int(self._config.seed),
+        )
+        self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
+        self._held_out = self._held_out_prompts(longest)
+        encoding = Encoding(job.inputs["model"])
+        turns = None
+        if self._config.generate.name == "python":
+            sandbox.walls()  # MissingTool now, not an error in each sample
+        if not self._config.generate.is_one_turn:
+            vocabulary = services.model.vocab_size
+            turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
+        self._generator = Generator(
+            self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
+        )
+        self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
+        totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
+        self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
+        self._published: dict[int, tuple[int, Path]] = {}  # turn -> version and folder of its weights
+        self._stopwatch = Stopwatch()
+        self._values: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Carry out the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
+        for, leaves a checkpoint and ends the process."""
+        position = self._resume()
+        self._records = Records(
+            self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
+        )
+        if self._config.max_staleness and self._config.correction == "none":
+            log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
+        schedule = Schedule(
+            self,
+            num_steps=self._config.num_steps,
+            # a token carried over once is a step older than what is generated beside it
+            lag=self._config.max_staleness - (self._config.partial_rollouts == "correct"),
+            is_exact=self._config.sampler.deterministic,
+            position=position or Position(),
+            timed=self._stopwatch.timed,
+            keeps_trainer=self._services.sync.keeps_trainer,
+            is_midway=self._config.sync_mode != "finish",
+        )
+        try:
+            self._runner.run(schedule.run())
+        except Stopped:
+            self._leave(schedule.position)
+        self._finish()
+
+    def check(self) -> None:
+        """Raise StageFailed when a child has ended."""
+        self._services.children.check()
+
+    def is_stop_requested(self) -> bool:
+        """True once a stop signal came."""
+        return stop_requested()
+
+    # The samplers' side
+
+    async def load(self, turn: int) -> None:
+        """Give the samplers the weights of a turn. Raises SamplerError when they do not have them then."""
+        version, folder = self._published[turn]
+        with self._stopwatch.timed("sync"):
+            async with self._services.samplers.standing():
+                await self._services.sync.load(folder, version)
+        for older in [found for found in self._published if found < turn]:
+            shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
+
+    async def generate(self, step: int) -> Harvest:
+        """What a step will train on."""
+        with self._stopwatch.timed("generate"):
+            harvest = await _unless_stopped(self._generator.step(self._cursor, step))
+        self._used_up = self._cursor.state_dict()
+        return harvest
+
+    def is_evaluation_due(self, turn: int) -> bool:
+        """Whether the weights of a turn are to be evaluated and have not been."""
+        is_time = turn % self._config.eval_every == 0 or turn == self._config.num_steps
+        return bool(self._held_out) and is_time and str(turn) not in self._state["evals"]
+
+    async def evaluate(self, turn: int) -> None:
+        """Answer the held-out prompts greedily."""
+        began = time.monotonic()
+        with self._stopwatch.timed("evaluate"):
+            rollouts = await _unless_stopped(self._generator.greedy(self._held_out))
+        seconds = time.monotonic() - began
+        self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, seconds, self._held_out)
+
+    # The trainer's side
+
+    async def train(self, step: int, harvest: Harvest) -> None:
+        """One step: counts, ledger and rollouts included."""
+        harvest = without_stale(harvest, self._state["versions"], largest=self._config.max_staleness)
+        if self._config.partial_rollout_tokens and self._config.partial_rollouts == "mask":
+            harvest = without_carried(harvest)
+        reasons = [drop.reason for drop in harvest.dropped] + [reason for _, reason in harvest.passed_over]
+        values = rollout_metrics(harvest.all_rollouts) | drop_counts(reasons)
+        values |= staleness_metrics(harvest.trained, self._state["versions"])
+        path = self._records.rollouts(step, harvest)
+        if harvest.kept:
+            with self._stopwatch.timed("train"):
+                values |= await self._update(step, path)
+            self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
+        self._count(harvest, values)
+        self._records.ledger(step, harvest)
+        sampled = sum(rollout.num_sampled for rollout in harvest.all_rollouts)
+        values |= {"sampled_tokens": sampled, "seconds_generate": harvest.seconds, "carried_over": harvest.num_carried}
+        self._values = values | {"version": self._state["version"]}
+
+    def note(self, step: int) -> None:
+        """Write the metrics of a step."""
+        seconds, spans = self._stopwatch.taken()
+        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_parameters)
+        self._records.step(step, seconds, self._values | rates)
+        self._records.timeline(step, spans)
+
+    async def publish(self, turn: int) -> None:
+        """Have the trainer's weights ready for the samplers."""
+        with self._stopwatch.timed("sync"):
+            folder = self._services.sync_folder / f"turn-{turn}"
+            await self._services.sync.publish(folder, self._state["version"])
+            self._published[turn] = (self._state["version"], folder)
+
+    async def _update(self, step: int, path: str) -> dict[str, float]:
+        replies = await self._services.link.exchange("train", step=step, rollouts=path)
+        first, state = replies[0], self._state
+        state["version"] += first["num_updates"]
+        if first["num_updates"]:
+            # one more than may be used, so that what is too old is seen to be
+            state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
+        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
+        if "critic" in first:
+            num_updates = first["num_parts"] * self._config.critic.epochs
+            values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
+            values["critic_gradient_norm"] = first["critic_gradient_norm"]
+        return values | {
+            "gradient_norm": first["gradient_norm"],
+            "skipped_updates": first["skipped_updates"],
+            "learning_rate": first["learning_rate"],
+            "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
+            "peak_flops": sum(reply["peak_flops"] for reply in replies),
+        }
+
+    def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
+        precision = "bf16" if "bf16" in (self._config.precision, self._config.sampler.precision) else "fp32"
+        limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
+        if found > limit:
+            raise StageFailed(
+                f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; {limit} "
+                f"is the limit for {'stale rollouts' if is_stale else precision}. The sampler does not have the "
+                "trainer's weights, or computes something else"
+                + (", or learning_rate is far too high." * is_stale or ".")
+            )
+
+    def _count(self, harvest: Harvest, values: dict[str, float]) -> None:
+        """Add up what the stage's cost is made of; end it when nothing is left to learn from."""
+        totals = self._state["totals"]
+        totals["sampled"] += sum(rollout.num_sampled for rollout in harvest.all_rollouts)
+        totals["prompt"] += sum(len(prompt.token_ids) for prompt in harvest.prompts)
+        totals["computed"] += values.get("computed_tokens", 0)
+        totals["empty_steps"] = 0 if harvest.kept or harvest.num_carried else totals["empty_steps"] + 1
+        if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
+            reasons = drop_counts([drop.reason for drop in harvest.dropped])
+            raise StageFailed(
+                f"No group passed the filters in {EMPTY_STEPS_IN_A_ROW} steps in a row; the last one: {reasons}. The "
+                "prompts are all too hard or all too easy for this model: train it on their format first, or choose "
+                "others."
+            )
+
+    # Checkpoints and the end
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        return step % self._config.checkpoint_every == 0
+
+    async def save(self, position: Position) -> None:
+        """One commit of everything that the rest of the stage depends on, as it is when this is called."""
+        weights = {t: self._published[t] for t in range(position.turn, position.step) if t in self._published}
+        saved = json.dumps(
+            {
+                "state": self._state,
+                "cursor": self._used_up,
+                "step": position.step,
+                "turn": position.turn,
+                "weights": {turn: version for turn, (version, _) in weights.items()},
+            }
+        )
+        with self._stopwatch.timed("checkpoint"):
+            began, folder = time.monotonic(), self._checkpoints.begin(position.step)
+            check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
+            for number, harvest in enumerate(position.waiting, start=position.step + 1):
+                write_harvest(folder / f"harvest-{number}.json", harvest)
+            for turn, (_, source) in weights.items():
+                await self._services.sync.write(source)
+                shutil.copytree(source, folder / f"turn-{turn}")
+            write_json(folder / "controller.json", json.loads(saved))
+            self._checkpoints.commit(position.step)
+        log.info("step %d: checkpoint (%.2f s)", position.step, time.monotonic() - began)
+
+    def _resume(self) -> Position | None:
+        """Go back to the newest valid checkpoint; None when there is none."""
+        found = self._checkpoints.newest_valid()
+        if found is None:
+            return None
+        step, folder = found
+        saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
+        self._state, self._used_up = saved["state"], saved["cursor"]
+        self._cursor.load_state_dict(self._used_up)
+        for turn, version in saved["weights"].items():
+            copy = self._services.sync_folder / f"turn-{turn}"
+            shutil.copytree(folder / f"turn-{turn}", copy)
+            self._published[int(turn)] = (version, copy)
+        check_ranks(folder, self._services.link.ask("load", folder=str(folder)), self._state["version"])
+        waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        log.info("going on after step %d; %d harvests wait", step, len(waiting))
+        return Position(step, saved["turn"], self._judged_again(step, [read_harvest(path) for path in waiting]))
+
+    def _judged_again(self, step: int, waiting: Sequence[Harvest]) -> tuple[Harvest, ...]:
+        """The harvests of a checkpoint of this step. A reward that failed is no result, so it is computed again."""
+        judged = tuple(
+            self._runner.run(self._generator.judged_again(self._cursor, number, harvest))
+            for number, harvest in enumerate(waiting, start=step + 1)
+        )
+        self._used_up = self._cursor.state_dict()
+        return judged
+
+    def _leave(self, position: Position) -> None:
+        self._runner.run(self.save(position))
+        self._records.close()
+        self._services.end()
+        leave_stopped()
+
+    def _finish(self) -> None:
+        self._job.output.parent.mkdir(parents=True, exist_ok=True)
+        self._services.link.ask("export", folder=str(self._job.output))
+        self._records.close()
+        totals, parameters = self._state["totals"], self._services.model.num_matrix_parameters
+        evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
+        metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
+        if evals:
+            metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
+        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
+        forward = totals["sampled"] + totals["prompt"]
+        flops = 6 * parameters * totals["computed"] + 2 * parameters * forward
+        finish(
+            self._job,
+            metrics=metrics,
+            cost={
+                "tokens": totals["computed"],
+                "forward_tokens": forward,
+                "sampled_tokens": totals["sampled"],
+                "flops": flops,
+            },
+        )
+
+    def _held_out_prompts(self, longest: int) -> list[Prompt]:
+        config, job = self._config, self._job
+        if config.eval_prompts == 0:
+            return []
+        if not config.validation and not any(source.held_out for source in config.data):
+            log.warning("No evaluation: there is neither `validation` nor a source with `held_out`.")
+            return []
+        mixture = Mixture(
+            config.validation or config.data,
+            kind="prompt",
+            seed=int(config.seed),
+            part="all" if config.validation else "held_out",
+            once=True,
+            mirror=job.mirror,
+        )
+        return first_prompts(mixture, self._renderer, count=config.eval_prompts, longest=longest)
+
+
+def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
+    """Raise StageFailed when a rank of the trainer that saved or loaded a checkpoint made other updates than the
+    controller counts."""
+    found = [reply["num_updates"] for reply in replies]
+    if set(found) != {version}:
+        raise StageFailed(
+            f"Checkpoint {folder}: the trainer's ranks made {found} updates, the controller counts {version}. Remove "
+            "the checkpoint to begin again from the one before."
+        )
+
+
+async def _unless_stopped(work: Awaitable[T]) -> T:
+    """What it finds. Raises Stopped when a stop was asked for meanwhile: the signal may have ended what computes
+    rewards."""
+    try:
+        found = await work
+    except StageFailed:
+        if not stop_requested():
+            raise
+        raise Stopped from None
+    if stop_requested():
+        raise Stopped
+    return found
+
+
+def main() -> None:
+    """Carry out the job named on the command line."""
+    job = load_job()
+    services = Services(job)
+    try:
+        with services, asyncio.Runner() as runner:
+            try:
+                Controller(job, services, runner).run()
+            except NanodagError as error:
+                raise services.children.cause_of(error) from error
+            finally:
+                runner.run(services.samplers.disconnect())
+    except NanodagError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        sys.stderr.flush()
+        os._exit(services.children.exit_code)

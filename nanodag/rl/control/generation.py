@@ -1,0 +1,324 @@
+"""Turns prompts into groups of rollouts with rewards, and chooses the groups that are trained. No torch here.
+
+Groups are chosen in the order of their prompts, never by who finished first, which would favour short answers and
+differ from run to run. With partial rollouts they are chosen round by round, in the order of their prompts in each: a
+group of short answers is then trained in an earlier step than one of long ones, and counts of tokens decide that, so
+it is the same in each run. The seed of a group depends on the stage's seed, the step and the prompt alone.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Protocol
+
+from nanodag.config.schema import RLStage
+from nanodag import registry as entries
+from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
+from nanodag.rl.rollouts.batch import Dropped, Harvest
+from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
+from nanodag.rewards.pool import RewardPool, Score
+from nanodag.rewards.steps import token_places
+from nanodag.rl.rollouts.rollout import Rollout, reward_spread
+from nanodag.rl.rollouts.segments import (
+    as_it_ended,
+    continued,
+    group_seed,
+    is_unfinished,
+    joined,
+    requests_for,
+    rollouts_from,
+    was_ended,
+)
+from nanodag.rl.rollouts.shaping import shaped
+from nanodag.rl.rollouts.turns.runner import ANSWER, Turns
+from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.tokenizer.encoding import Encoding
+
+WAVES_A_STEP = 16
+MOST_PARTS = 1000  # of one completion that is ended again and again
+REWARD_FAILED = "reward_failed"
+GENERATE_FAILED = "generate_failed"
+
+
+class Sampler(Protocol):
+    """What is needed of a sampler client."""
+
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """For each prompt its `params.n` completions."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End a request that is under way."""
+        ...
+
+
+class Generator:
+    """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated;
+    turns: where the config names a function that generates."""
+
+    def __init__(
+        self,
+        config: RLStage,
+        sampler: Sampler,
+        pool: RewardPool,
+        encoding: Encoding,
+        stop_ids: Sequence[int],
+        turns: Turns | None = None,
+    ) -> None:
+        self._config = config
+        self._sampler = sampler
+        self._pool = pool
+        self._encoding = encoding
+        self._stop_ids = tuple(stop_ids)
+        self._turns = turns
+        self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
+
+    async def step(self, cursor: PromptCursor, step: int) -> Harvest:
+        """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
+
+        Without over-sampling one wave of `prompts_per_step` prompts is generated, and what passes is trained. With it,
+        waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
+        a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
+        """
+        harvest, began = Harvest(), time.monotonic()
+        if self._config.partial_rollout_tokens:
+            await self._rounds(cursor, step, harvest)
+        else:
+            await self._waves(cursor, step, harvest)
+        self._conclude(cursor, step, harvest)
+        harvest.passed_over = cursor.passed_over()
+        harvest.seconds = time.monotonic() - began
+        return harvest
+
+    async def judged_again(self, cursor: PromptCursor, step: int, harvest: Harvest) -> Harvest:
+        """A harvest from a checkpoint, with the rewards that failed computed again: the function may have been mended.
+
+        Groups are chosen anew in the order of their prompts; those that are not needed any more go back to the cursor.
+        """
+        if not any(map(has_failed_reward, harvest.all_rollouts)):
+            return harvest
+        again = Harvest(passed_over=harvest.passed_over, num_carried=harvest.num_carried, seconds=harvest.seconds)
+        judged = harvest.in_order()
+        groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
+        spare = []
+        for (prompt, _), group in zip(judged, groups, strict=True):
+            if len(again.kept) < self._config.prompts_per_step:
+                self._choose(prompt, group, again)
+            else:
+                spare.append(prompt)
+        cursor.give_back(spare)
+        self._conclude(cursor, step, again)
+        return again
+
+    def _conclude(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
+        limit = self._config.most_failed_rewards
+        check_failures(harvest.all_rollouts, of=f"step {step}", most_failed_rewards=limit)
+        for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
+            if sum(rollout.reward is not None for rollout in group) > 1:
+                cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
+
+    async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training. Raises
+        StageFailed when too many of the rewards failed."""
+        params = SamplingParams(
+            max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
+        )
+        groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
+        rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
+        limit = self._config.most_failed_rewards
+        check_failures(rollouts, of="an evaluation", most_failed_rewards=limit)
+        return rollouts
+
+    async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
+        this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
+        on in the next step, but a finished one that was not needed is generated anew there."""
+        config = self._config
+        groups: list[Prompt] = []
+        num_drawn = 0
+        while len(harvest.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
+            new = cursor.take(config.over_sampling - len(groups))
+            num_drawn += len(new)
+            groups += new
+            answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
+            groups = self._finished(groups, answered, harvest)
+        cursor.give_back(groups)
+        harvest.num_carried = sum(bool(prompt.begun) for prompt in groups)
+
+    def _finished(self, prompts: Sequence[Prompt], groups: Sequence[list[Rollout]], harvest: Harvest) -> list[Prompt]:
+        """Judge the finished groups as long as more are needed; returns the prompts of the others. What is finished and
+        not needed is generated again later, with fresher weights."""
+        rest = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            if any(map(is_unfinished, group)):
+                rest.append(replace(prompt, begun=tuple(group)))
+            elif len(harvest.kept) < self._config.prompts_per_step:
+                self._judge(replace(prompt, begun=()), group, harvest)
+            else:
+                rest.append(replace(prompt, begun=()))
+        return rest
+
+    async def _waves(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+        config = self._config
+        for _ in range(WAVES_A_STEP if config.over_sampling else 1):
+            prompts = cursor.take(config.over_sampling or config.prompts_per_step)
+            num_used = await self._wave(prompts, step, harvest)
+            cursor.give_back(prompts[num_used:])
+            if len(harvest.kept) == config.prompts_per_step:
+                break
+
+    async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
+        """Generate all, judge in order until enough are kept; returns how many were judged."""
+        groups = [self._group(step, prompt) for prompt in prompts]
+        tasks = [asyncio.create_task(self._rollouts(group)) for group in groups]
+        used = 0
+        try:
+            for prompt, task in zip(prompts, tasks, strict=True):
+                if len(harvest.kept) == self._config.prompts_per_step:
+                    break
+                self._judge(prompt, await task, harvest)
+                used += 1
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for rid in [rid for group in groups for rid in group.under_way]:
+            await self._sampler.abort(rid)
+        return used
+
+    def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
+        self._choose(prompt, [shaped(rollout, self._config) for rollout in group], harvest)
+
+    def _choose(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
+        """Keep or drop a group whose rewards are those that are trained on."""
+        num_before = len(harvest.kept)
+        scored = [rollout for rollout in group if rollout.reward is not None]
+        if len(scored) < min(2, self._config.samples_per_prompt):
+            reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
+            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
+            return
+        reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
+        if reason is not None:
+            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
+            return
+        harvest.kept.append((prompt, scored))
+        harvest.failed += [rollout for rollout in group if rollout.reward is None]
+
+    def _group(self, step: int, prompt: Prompt) -> "_Group":
+        config = self._config
+        params = SamplingParams(
+            n=config.samples_per_prompt,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=self._stop_ids,
+            sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
+        )
+        rid, is_ended = f"step-{step}-{prompt.group_id}", config.sync_mode == "abort"
+        return _Group(prompt, params, rid, self._sampler, is_ended_by_syncs=is_ended)
+
+    async def _rollouts(self, group: "_Group") -> list[Rollout]:
+        """The group's rollouts, with rewards unless some are unfinished."""
+        rollouts = await self._responses(group)
+        return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
+
+    async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts of one prompt with their rewards."""
+        whole = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+        answers = [self._answer(rollout) for rollout in whole]
+        futures = self._pool.submit_group(prompt.record, answers)
+        # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
+        scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
+        scored = map(self._with_score, whole, answers, scores)
+        found = {id(before): after for before, after in zip(whole, scored, strict=True)}
+        return [found.get(id(rollout), rollout) for rollout in rollouts]
+
+    async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
+        """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
+        them."""
+        if not any(map(has_failed_reward, group)):
+            return list(group)
+        bare = [replace(one, metadata={k: v for k, v in one.metadata.items() if k != REASON}) for one in group]
+        scored = await self._scored(prompt, bare)
+        return [
+            shaped(new, self._config) if has_failed_reward(old) else old for old, new in zip(group, scored, strict=True)
+        ]
+
+    async def _responses(self, group: "_Group") -> list[Rollout]:
+        if self._turns is not None:
+            return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
+        config = self._config
+        requests = requests_for(group.prompt, group.params, group.rid, segment=config.partial_rollout_tokens)
+        return rollouts_from(group.prompt, await group.ask(requests), longest=config.max_new_tokens)
+
+    def _answer(self, rollout: Rollout) -> str:
+        """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
+        special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
+        if (said := rollout.metadata.get(ANSWER)) is not None:
+            return said
+        ids = _last_words(rollout)
+        return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
+
+    def _with_score(self, rollout: Rollout, answer: str, score: Score) -> Rollout:
+        reason = {REASON: score.error} if score.error else {}
+        if score.steps is None or not self._config.has_process_reward:
+            return rollout.with_reward(score.value, score.components, **reason)
+        if ANSWER in rollout.metadata:
+            reason = {REASON: "the steps of an answer that a function says have no place in the tokens"}
+            return rollout.with_reward(None, {}, **reason)
+        ids = _last_words(rollout)
+        before = len(rollout.response_token_ids) - len(ids)
+        places = token_places(score.steps, ids, text=answer, decode=self._encoding.decode)
+        steps = tuple((before + place, value) for place, value in places)
+        return replace(rollout.with_reward(score.value, score.components), steps=steps)
+
+
+class _Group:
+    """What is asked for one prompt. under_way: names of requests that were sent and not answered. is_ended_by_syncs:
+    new weights end what is under way, which is then asked to be gone on with."""
+
+    def __init__(
+        self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler, *, is_ended_by_syncs: bool = False
+    ) -> None:
+        self.prompt, self.params, self.rid = prompt, params, rid
+        self._sampler = sampler
+        self._is_ended_by_syncs = is_ended_by_syncs
+        self.under_way: dict[str, None] = {}
+
+    async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The sampler's answers."""
+        answers = await self._asked(requests)
+        if not self._is_ended_by_syncs:
+            return answers
+        whole = [
+            asyncio.gather(*(self._to_its_end(request, index, one) for index, one in enumerate(answer)))
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        return [list(found) for found in await asyncio.gather(*whole)]
+
+    async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
+        for _ in range(MOST_PARTS):
+            completion = as_it_ended(request, completion)
+            if not was_ended(completion):
+                break
+            ((rest,),) = await self._asked([continued(request, index, completion)])
+            completion = joined(completion, rest)
+        return completion
+
+    async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        rids = [str(request.rid) for request in requests]
+        self.under_way.update(dict.fromkeys(rids))
+        answers = await self._sampler.generate(requests)
+        for rid in rids:
+            del self.under_way[rid]
+        return answers
+
+
+def _last_words(rollout: Rollout) -> list[int]:
+    """What was sampled after the last tool tokens."""
+    last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
+    return [token for span in reversed(list(last)) for token in span.token_ids]

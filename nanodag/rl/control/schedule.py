@@ -1,0 +1,295 @@
+"""Who runs beside whom: the samplers' loop and the trainer's, tied together by weights and rollouts. No torch here.
+
+Step k trains harvest k and leaves the weights of *turn* k; those of turn 0 the stage began with. The samplers take the
+turns in order, and with lag L (`max_staleness`) the weights of turn j sample harvest j + 1 + L:
+
+    lag 0   samplers | harvest 1 |        | harvest 2 |        |         harvest 2 with turn 1
+            trainer              | step 1 |           | step 2 |
+
+    lag 1   samplers | harvest 1 | harvest 2 | harvest 3 | harvest 4     1 and 2 with turn 0, 3 with turn 1
+            trainer              | step 1    | step 2    | step 3
+
+So which weights sample what depends on the step alone, not on who was faster: with a deterministic sampler a stage ends
+on the same bytes whatever the timing. Each side goes on until it lacks something: the trainer a harvest, the samplers
+weights that are fresh enough. At most L + 1 harvests are there at once. Where bytes are not promised (`is_exact` false)
+the samplers take the newest weights before each harvest, so what they make is at most L steps behind, often less; and
+in the middle of one where they may (`is_midway`), so that a harvest has tokens of several versions.
+
+An evaluation of turn j runs while the samplers have its weights, beside their next harvest and beside training.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nanodag.errors import SamplerError
+from nanodag.rl.rollouts.batch import Harvest
+
+POLL_S = 0.2
+
+
+class Stopped(Exception):
+    """A stop was asked for; a checkpoint can be written."""
+
+
+class Work(Protocol):
+    """What the loops call. The samplers': load, generate, evaluate. The trainer's: train, publish, note, save."""
+
+    async def load(self, turn: int) -> None:
+        """Give the samplers the weights of a turn, which were published."""
+        ...
+
+    async def generate(self, step: int) -> Harvest:
+        """What a step will train on."""
+        ...
+
+    def is_evaluation_due(self, turn: int) -> bool:
+        """Whether the weights of a turn are to be evaluated and have not been."""
+        ...
+
+    async def evaluate(self, turn: int) -> None:
+        """Answer the held-out prompts."""
+        ...
+
+    async def train(self, step: int, harvest: Harvest) -> None:
+        """One step."""
+        ...
+
+    async def publish(self, turn: int) -> None:
+        """Put the trainer's weights where `load` finds them."""
+        ...
+
+    def note(self, step: int) -> None:
+        """Write down what a step was like."""
+        ...
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        ...
+
+    async def save(self, position: "Position") -> None:
+        """Write a checkpoint. What is saved is as it was when this was called, while the samplers go on."""
+        ...
+
+    def check(self) -> None:
+        """Raise when something that is needed has ended. Called often."""
+        ...
+
+    def is_stop_requested(self) -> bool:
+        """Whether to leave at the next place where that is possible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the loops are. step: steps trained; turn: whose weights the samplers work with, or wait for; waiting:
+    finished harvests, of step + 1 and on."""
+
+    step: int = 0
+    turn: int = 0
+    waiting: tuple[Harvest, ...] = ()
+
+
+class Schedule:
+    """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
+    that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
+    over. is_midway: weights may be loaded while a harvest is under way; not with is_exact."""
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        num_steps: int,
+        lag: int,
+        is_exact: bool,
+        position: Position,
+        timed: Callable[[str], AbstractContextManager[None]],
+        keeps_trainer: bool = False,
+        is_midway: bool = False,
+    ) -> None:
+        assert not (is_exact and is_midway)
+        self._work = work
+        self._num_steps = num_steps
+        self._lag = lag
+        self._is_exact = is_exact
+        self._timed = timed
+        self._step = position.step
+        self._turn = position.turn
+        self._waiting = deque(position.waiting)
+        self._published = position.step - 1
+        self._keeps_trainer = keeps_trainer
+        self._is_midway = is_midway
+        self._under_way: asyncio.Task[None] | None = None
+        self._taken = position.turn - 1  # the last turn whose weights the samplers have taken or passed over
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    @property
+    def position(self) -> Position:
+        return Position(self._step, self._turn, tuple(self._waiting))
+
+    async def run(self) -> None:
+        """To the end. Raises what a loop raised, or Stopped; then nothing of it runs any more."""
+        await self._publish()
+        training = asyncio.create_task(self._training())
+        sampling = asyncio.create_task(self._until_stopped(self._sampling()))
+        watching = asyncio.create_task(self._watch())
+        loops = asyncio.gather(training, sampling)
+        try:
+            await asyncio.wait({loops, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            await loops
+        finally:
+            await _end(loops, training, sampling, watching)
+        if self._turn <= self._num_steps:
+            raise Stopped
+
+    # The trainer's side
+
+    async def _training(self) -> None:
+        while self._step < self._num_steps:
+            with self._timed("trainer_waits"):
+                await self._until(lambda: bool(self._waiting) and self._may_change_weights)
+            await self._work.train(self._step + 1, self._waiting[0])
+            self._waiting.popleft()
+            self._step += 1
+            if not self._stop.is_set():
+                await self._publish()
+            self._work.note(self._step)
+            if self._step < self._num_steps:
+                await self._save_if_due()
+
+    async def _publish(self) -> None:
+        if self._is_wanted(self._step):
+            await self._work.publish(self._step)
+        self._published = self._step
+        self._changed.set()
+
+    async def _save_if_due(self) -> None:
+        """A checkpoint has no weights but the trainer's, so the samplers must be done with older ones."""
+        if self._work.is_checkpoint_due(self._step):
+            with self._timed("trainer_waits"):
+                await self._until(lambda: self._turn >= self._step)
+            await self._work.save(self.position)
+
+    # The samplers' side
+
+    async def _sampling(self) -> None:
+        try:
+            await self._turns()
+        finally:
+            if self._under_way is not None:
+                await _end(self._under_way)
+
+    async def _turns(self) -> None:
+        while self._turn <= self._num_steps:
+            turn = self._turn
+            if self._is_wanted(turn):
+                with self._timed("samplers_wait"):
+                    await self._until(lambda: self._published >= turn)  # noqa: B023 - awaited in this very round
+                if not self._is_outdated(turn) or self._work.is_evaluation_due(turn):
+                    await self._work.load(turn)
+                    self._now_taken(turn)
+                    await asyncio.gather(self._harvests(turn), self._evaluation(turn))
+            self._turn += 1
+            self._now_taken(turn)
+
+    def _now_taken(self, turn: int) -> None:
+        self._taken = turn
+        self._changed.set()
+
+    @property
+    def _may_change_weights(self) -> bool:
+        return not self._keeps_trainer or self._taken >= self._step
+
+    def _is_wanted(self, turn: int) -> bool:
+        return self._num_generated < self._last_harvest(turn) or self._work.is_evaluation_due(turn)
+
+    def _is_outdated(self, turn: int) -> bool:
+        return not self._is_exact and self._published > turn
+
+    def _last_harvest(self, turn: int) -> int:
+        """The last one that the weights of a turn are fresh enough for."""
+        return min(turn + 1 + self._lag, self._num_steps)
+
+    @property
+    def _num_generated(self) -> int:
+        return self._step + len(self._waiting)
+
+    async def _harvests(self, turn: int) -> None:
+        """Those that the weights of a turn are fresh enough for; with is_midway until there are fresher ones."""
+        while self._under_way is not None or (
+            self._num_generated < self._last_harvest(turn) and not self._is_outdated(turn)
+        ):
+            task = self._under_way = self._under_way or asyncio.create_task(self._harvest())
+            if self._is_midway and not await self._ends_first(task, lambda: self._is_outdated(turn)):
+                return
+            await task
+
+    async def _harvest(self) -> None:
+        """One. It waits from the moment on at which its prompts count as used: a checkpoint has both or neither."""
+        self._waiting.append(await self._work.generate(self._num_generated + 1))
+        self._under_way = None
+        self._changed.set()
+
+    async def _ends_first(self, task: "asyncio.Task[None]", is_so: Callable[[], bool]) -> bool:
+        """Wait for a task or for the other side, whichever comes first; whether the task has ended."""
+        other = asyncio.create_task(self._until(is_so))
+        try:
+            await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                other.result()
+            return task.done()
+        finally:
+            await _end(other)
+
+    async def _evaluation(self, turn: int) -> None:
+        if self._work.is_evaluation_due(turn):
+            await self._work.evaluate(turn)
+
+    # Waiting and stopping
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until the other side has brought it about. Raises Stopped when a stop was asked for."""
+        while not is_so() and not self._stop.is_set():
+            self._changed.clear()
+            await self._changed.wait()
+        if self._stop.is_set():
+            raise Stopped
+
+    async def _watch(self) -> None:
+        while True:
+            self._work.check()
+            if self._work.is_stop_requested():
+                self._ask_to_stop()
+            await asyncio.sleep(POLL_S)
+
+    def _ask_to_stop(self) -> None:
+        self._stop.set()
+        self._changed.set()
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Carry out the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        except Stopped:
+            self._ask_to_stop()
+        except SamplerError:
+            if not self._work.is_stop_requested():
+                raise
+            self._ask_to_stop()  # the signal reached the samplers too
+        finally:
+            await _end(task, stop)
+
+
+async def _end(*work: "asyncio.Future[Any]") -> None:
+    for one in work:
+        one.cancel()
+    await asyncio.gather(*work, return_exceptions=True)

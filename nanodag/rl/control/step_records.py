@@ -1,0 +1,121 @@
+"""What a stage leaves behind as it goes: metrics, ledger, rollouts. Each is there once, however often it was killed."""
+
+import json
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanodag.config.schema import RLStage
+from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.rollouts.metrics import rollout_metrics
+from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.rollout import Rollout, write_rollouts
+from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.worker.job import Job, MetricsLog
+
+log = logging.getLogger(__name__)
+
+
+class Records:
+    """resume_step: what was noted after this step, by a process that was killed, is removed; -1 removes everything.
+    evaluated: steps whose evaluation the checkpoint has; it does not wait for that of its own step."""
+
+    def __init__(self, job: Job, *, resume_step: int, evaluated: Container[str] = ()) -> None:
+        self._config: RLStage = job.config
+        self._folder = job.records / "rollouts"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.iterdir():
+            if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
+                path.unlink()
+        _drop_evaluations(job.metrics_path, evaluated)
+        self._metrics = MetricsLog(job, resume_step=resume_step)
+        self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
+        self._ledger = Ledger(job.records / "ledger.jsonl", resume_step=resume_step)
+
+    def rollouts(self, step: int, harvest: Harvest) -> str:
+        """Write the rollouts of a step; returns the file of those that are trained."""
+        path = self._folder / f"step-{step:08d}.jsonl"
+        write_rollouts(path, harvest.trained)
+        write_rollouts(path.with_suffix(".dropped.jsonl"), harvest.untrained)
+        _write_answers(path.with_suffix(".answers.jsonl"), harvest.prompts)
+        return str(path)
+
+    def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
+        """One line of metrics. seconds: by part, since the line before; `step` is the wall time, and what ran beside
+        something else is counted in full. values: `seconds_generate` among them, which the rollouts took, whenever that
+        was."""
+        self._metrics.write(
+            step,
+            total=self._config.num_steps,
+            **{f"seconds_{name}": value for name, value in seconds.items()} | dict(values),
+        )
+        names = ("reward", "pass_rate", "response_tokens", "entropy")
+        shown = {name: round(values[name], 4) for name in names if name in values}
+        log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, seconds["step"])
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """What ended between the step before and this one, and when it began: a line of timeline.jsonl."""
+        self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
+        self._timeline.flush()
+
+    def evaluation(
+        self, step: int, rollouts: Sequence[Rollout], seconds: float, prompts: Sequence[Prompt] = ()
+    ) -> float | None:
+        """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
+        found = rollout_metrics(rollouts)
+        names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
+        values = {f"eval_{name}": found[name] for name in names if name in found}
+        path = self._folder / f"eval-{step:08d}.jsonl"
+        write_rollouts(path, rollouts)
+        _write_answers(path.with_suffix(".answers.jsonl"), prompts)
+        self._metrics.write(
+            step,
+            total=self._config.num_steps,
+            event="eval",
+            prompts=len(rollouts),
+            seconds_evaluate=seconds,
+            **values,
+        )
+        log.info("step %d: held out, greedy: %s", step, {name: round(value, 4) for name, value in values.items()})
+        return values.get("eval_reward")
+
+    def ledger(self, step: int, harvest: Harvest) -> None:
+        """What became of the prompts that a step used up."""
+        for prompt, _ in harvest.kept:
+            self._ledger.record(step, prompt, "trained")
+        for drop in harvest.dropped:
+            self._ledger.record(step, drop.prompt, "dropped", drop.reason)
+        for prompt, reason in harvest.passed_over:
+            self._ledger.record(step, prompt, "dropped", reason)
+        self._ledger.flush()
+
+    def close(self) -> None:
+        """Close every file."""
+        self._metrics.close()
+        self._ledger.close()
+        self._timeline.close()
+
+
+def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
+    """The right answers, for those who read the rollouts: no rollout holds its own."""
+    lines = [{"prompt_id": p.prompt_id, "answer": p.record.get("answer", "")} for p in prompts]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _drop_evaluations(path: Path, evaluated: Container[str]) -> None:
+    """Remove the lines of evaluations that are done again from metrics.jsonl."""
+    _filter_lines(path, lambda line: line["event"] != "eval" or str(line["step"]) in evaluated)
+
+
+def _kept_lines(path: Path, step: int) -> Path:
+    """The file, without lines of later steps."""
+    _filter_lines(path, lambda line: line["step"] <= step)
+    return path
+
+
+def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
+        kept = [line + "\n" for line in lines if is_kept(json.loads(line))]
+        path.write_text("".join(kept), encoding="utf-8")

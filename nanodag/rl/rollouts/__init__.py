@@ -1,0 +1,1 @@
+"""The data between samplers and trainer: records, prompts, segments, turns, filters, staleness."""

@@ -1,0 +1,53 @@
+"""Functions that fail for a part of the samples: what is said of it, and when it is too much. No torch here."""
+
+import logging
+from collections.abc import Sequence
+
+from nanodag.errors import StageFailed
+from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.turns.runner import FAILED
+
+log = logging.getLogger(__name__)
+
+WARNED_ABOVE = 0.01
+REASON = "reward_error"  # the metadata that says why there is no reward
+
+
+def has_failed_reward(rollout: Rollout) -> bool:
+    """Whether there is a response, and no reward of it."""
+    return rollout.reward is None and rollout.finish_reason != "error"
+
+
+def check_failures(rollouts: Sequence[Rollout], *, of: str, most_failed_rewards: float) -> None:
+    """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
+
+    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than most_failed_rewards of the rewards
+    failed, or all of them, or when the function that generates failed for all.
+    """
+    broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
+    answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+    failed = [rollout for rollout in answered if has_failed_reward(rollout)]
+    if broken:
+        said = _said("function that generates", broken, rollouts, of=of, reason=str(broken[0].metadata[FAILED]))
+        if not answered:
+            raise StageFailed(f"{said} Repair it, or raise generate.timeout_s.")
+        _warn(said, len(broken) / len(rollouts))
+    if failed:
+        share = len(failed) / len(answered)
+        said = _said("reward", failed, answered, of=of, reason=str(failed[0].metadata.get(REASON)))
+        if share > most_failed_rewards or share == 1.0:
+            raise StageFailed(
+                f"{said} The limit is most_failed_rewards {most_failed_rewards:g}, and all is always too many. Repair "
+                "the reward function and start the stage again, raise reward_timeout_s, or raise most_failed_rewards."
+            )
+        _warn(said, share)
+
+
+def _said(what: str, failed: Sequence[Rollout], tried: Sequence[Rollout], *, of: str, reason: str) -> str:
+    share = f"{len(failed)} of {len(tried)} samples of {of} ({len(failed) / len(tried):.1%})"
+    return f"The {what} failed for {share}. The first reason: {reason.rstrip('.')}."
+
+
+def _warn(said: str, share: float) -> None:
+    if share > WARNED_ABOVE:
+        log.warning("%s These samples are left out.", said)

@@ -1,0 +1,47 @@
+"""Filters: which groups are trained on. No torch here.
+
+Contract: `fn(group, **options) -> reason | None`: None keeps the group, a short word drops it, and drops are counted by
+that word. group: the members whose reward is known, at least two unless `samples_per_prompt` is 1. Options are numbers
+from the config, keyword only.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from nanodag.rl.rollouts.rollout import Rollout, reward_spread
+
+
+def nonzero_spread(group: Sequence[Rollout]) -> str | None:
+    """Drops a group whose rewards are all equal: every advantage is 0, so it teaches nothing (DAPO's dynamic sampling,
+    arXiv:2503.14476, eq. 11)."""
+    return None if reward_spread(group) > 0.0 else "zero_spread"
+
+
+def mean_reward(group: Sequence[Rollout], *, lowest: float = -math.inf, highest: float = math.inf) -> str | None:
+    """Drops a group whose mean reward is below lowest or above highest: too hard, or too easy, to learn from."""
+    found = fmean(member.reward for member in group if member.reward is not None)
+    if found < lowest:
+        return "reward_too_low"
+    return "reward_too_high" if found > highest else None
+
+
+def length(
+    group: Sequence[Rollout], *, lowest: float = 0, highest: float = math.inf, truncated: float = 1.0
+) -> str | None:
+    """Drops a group whose mean response has fewer than lowest or more than highest tokens, or of which more than the
+    share `truncated` was cut off."""
+    found = fmean(member.num_sampled for member in group)
+    if found < lowest:
+        return "too_short"
+    if found > highest:
+        return "too_long"
+    share = fmean(member.finish_reason == "length" for member in group)
+    return "truncated" if share > truncated else None
+
+
+def diversity(group: Sequence[Rollout], *, lowest: float) -> str | None:
+    """Drops a group in which fewer than the share `lowest` of responses are different from one another, token by
+    token."""
+    different = len({member.response_token_ids for member in group})
+    return None if different / len(group) >= lowest else "not_diverse"

@@ -1,0 +1,177 @@
+"""The numbers of a step: what rollouts look like, and what the trainer's ranks counted. No torch here."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import fmean, median
+
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, reward_spread
+from nanodag.rl.rollouts.shaping import OVERLONG
+
+SOLVED_FROM = 0.999
+GRAM = 4
+SMALLEST_VARIANCE = 1e-12
+REPEATED_FROM = 0.5
+
+
+@dataclass(slots=True)
+class Sums:
+    """Numbers of micro-batches added up. summed: sums over trained tokens; largest: maxima."""
+
+    summed: dict[str, float]
+    largest: dict[str, float]
+
+    def add(self, other: "Sums") -> None:
+        """Add another's numbers to these."""
+        for name, value in other.summed.items():
+            self.summed[name] = self.summed.get(name, 0.0) + value
+        for name, value in other.largest.items():
+            self.largest[name] = max(self.largest.get(name, value), value)
+
+
+def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
+    """Means over the trained tokens of all ranks and updates of a step.
+
+    entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
+    logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
+    left_out_share: tokens whose weight is 0. teacher_kl: old minus teacher logprob.
+    """
+    total = Sums({}, {})
+    for sums in ranks:
+        total.add(sums)
+    tokens = max(total.summed["tokens"], 1.0)
+    metrics = {"loss": total.summed["loss"] / num_updates, "trained_tokens": total.summed["tokens"] / num_updates}
+    for name, shown in (
+        ("entropy", "entropy"),
+        ("ratio", "ratio"),
+        ("clipped", "clipped_share"),
+        ("mismatch", "mismatch"),
+        ("mismatch_absolute", "mismatch_absolute"),
+        ("mismatch_kl", "mismatch_kl"),
+        ("correction", "correction"),
+        ("left_out", "left_out_share"),
+        ("kl", "kl"),
+        ("teacher_kl", "teacher_kl"),
+    ):
+        if name in total.summed:
+            metrics[shown] = total.summed[name] / tokens
+    return metrics | total.largest
+
+
+def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
+    """Of the trained tokens of all ranks. num_updates: of the critic.
+
+    value_loss: the mean over the updates. value_clipped_share: tokens whose gradient the bound cut off. value_mean,
+    return_mean: before the step. value_explained: 1 - Var(return - value) / Var(return), the explained variance of the
+    values before the step; left out where all returns are equal.
+    """
+    total = Sums({}, {})
+    for sums in ranks:
+        total.add(sums)
+    found, tokens = total.summed, max(total.summed["tokens"], 1.0)
+    metrics = {
+        "value_loss": found["value_loss"] / num_updates,
+        "value_clipped_share": found["clipped"] / tokens / num_updates,
+        "value_mean": found["value"] / tokens,
+        "return_mean": found["return"] / tokens,
+    }
+    spread = found["return_squared"] / tokens - metrics["return_mean"] ** 2
+    if spread > SMALLEST_VARIANCE:
+        unexplained = found["error_squared"] / tokens - (found["error"] / tokens) ** 2
+        metrics["value_explained"] = 1.0 - unexplained / spread
+    return metrics
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Over all generated rollouts, dropped ones too: reward and its parts, pass rate, lengths, truncated and repeated
+    share, groups without spread.
+
+    pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
+    with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
+    failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
+    tokens a response. repeated_share: share of responses with a `repetition` above 0.5.
+    """
+    scored = [rollout for rollout in rollouts if rollout.reward is not None]
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    groups = list(groups_of(scored).values())
+    num_broken = sum(rollout.finish_reason == "error" for rollout in rollouts)
+    metrics = {
+        "rollouts": float(len(rollouts)),
+        "reward_failed": float(len(rollouts) - len(scored) - num_broken),
+        "response_tokens": fmean(lengths) if lengths else 0.0,
+        "response_tokens_median": float(median(lengths)) if lengths else 0.0,
+        "response_tokens_largest": float(max(lengths, default=0)),
+        "truncated_share": _share([rollout.finish_reason == "length" for rollout in rollouts]),
+        "repeated_share": _share([repetition(rollout.sampled_token_ids) > REPEATED_FROM for rollout in rollouts]),
+        "zero_spread_share": _share([reward_spread(group) == 0.0 for group in groups]),
+    }
+    if scored:
+        metrics["reward"] = fmean(rollout.reward for rollout in scored if rollout.reward is not None)
+        metrics["pass_rate"] = _share([_is_solved(rollout) for rollout in scored])
+        metrics["pass_at_n"] = _share([any(map(_is_solved, group)) for group in groups])
+        metrics |= _pass_at([(len(group), sum(map(_is_solved, group))) for group in groups])
+    if num_broken:
+        metrics["generate_failed"] = float(num_broken)
+    if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
+        metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
+    return metrics | _component_means(scored)
+
+
+def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
+    """Chance that of k samples, drawn from these without putting back, one is right: 1 - C(n - c, k) / C(n, k), which
+    estimates pass@k without bias for k <= n (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def repetition(token_ids: Sequence[int]) -> float:
+    """Share of 4-grams that occurred before in the same response: 1 - different / all, 0.0 below 4 tokens (seq-rep-4 of
+    Welleck et al. 2019, arXiv:1908.04319)."""
+    grams = list(zip(*(token_ids[start:] for start in range(GRAM)), strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def speeds(values: Mapping[str, float], seconds: Mapping[str, float], *, num_parameters: int) -> dict[str, float]:
+    """Tokens a second of either side while it worked, and `mfu`, the share of the matmul peak of all ranks that
+    training reached.
+
+    values: sampled_tokens, seconds_generate; and where something was trained computed_tokens and peak_flops, the peak.
+    seconds: train. FLOPs are 6 a parameter and token (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361,
+    table 1), without attention, and without what scoring with old or reference weights takes.
+    """
+    found = {"sampled_tokens_per_second": values["sampled_tokens"] / max(values["seconds_generate"], 1e-9)}
+    if "computed_tokens" in values:
+        found["tokens_per_second"] = values["computed_tokens"] / max(seconds["train"], 1e-9)
+        found["mfu"] = 6 * num_parameters * found["tokens_per_second"] / values["peak_flops"]
+    return found
+
+
+def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
+    """How many groups were dropped for which reason."""
+    return {f"dropped_{reason}": float(count) for reason, count in sorted(Counter(reasons).items())}
+
+
+def _is_solved(rollout: Rollout) -> bool:
+    taken = rollout.reward_components.get(OVERLONG, 0.0)
+    return rollout.reward is not None and rollout.reward - taken >= SOLVED_FROM
+
+
+def _pass_at(groups: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """groups: (samples, solved) of each."""
+    found, k = {}, 1
+    while enough := [(size, solved) for size, solved in groups if size >= k and size > 1]:
+        found[f"pass_at_{k}"] = fmean(pass_at(k, num_samples=size, num_solved=solved) for size, solved in enough)
+        k *= 2
+    return found
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags) if flags else 0.0
+
+
+def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_components.items():
+            values.setdefault(f"reward_{name}", []).append(value)
+    return {name: fmean(found) for name, found in sorted(values.items())}

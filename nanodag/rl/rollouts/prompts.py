@@ -1,0 +1,179 @@
+"""Prompts in the order of the data, and the ledger of what became of each. No torch here.
+
+The cursor is what was used up, not what was drawn: prompts that were generated but neither trained nor dropped are
+given back and come first in the next step. So over a pass of the data each prompt is trained exactly once, or dropped
+once with its reason, and the ledger shows it.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from nanodag.data.mixture import Drawn, Mixture
+from nanodag.errors import ConfigError
+from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
+from nanodag.tokenizer.chat import ChatRenderer
+
+Outcome = Literal["trained", "dropped"]
+OVERLONG = "prompt_too_long"
+NO_SPREAD_BEFORE = "no_spread_before"
+OVERLONG_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of one pass over the data. record: canonical (nanodag.data.records). token_ids: what is sent. begun:
+    its rollouts, when some of them go on in a later step (nanodag.rl.rollouts.segments)."""
+
+    epoch: int
+    record: Mapping[str, Any]
+    token_ids: tuple[int, ...]
+    begun: tuple[Rollout, ...] = ()
+
+    @property
+    def prompt_id(self) -> str:
+        return self.record["prompt_id"]
+
+    @property
+    def group_id(self) -> str:
+        """Names the rollouts of this prompt in this pass."""
+        return f"{self.prompt_id}@{self.epoch}"
+
+
+class Ledger:
+    """`ledger.jsonl`: one line for each prompt that was trained or dropped, in the step that did it.
+
+    resume_step: lines of later steps, left by a process that was killed, are removed.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+        kept = [line for line in read_ledger(path) if line["step"] <= resume_step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._stream: TextIO = path.open("a", encoding="utf-8")
+
+    def record(self, step: int, prompt: Prompt, outcome: Outcome, reason: str = "") -> None:
+        """Note what became of a prompt in a step."""
+        line = {
+            "step": step,
+            "epoch": prompt.epoch,
+            "prompt_id": prompt.prompt_id,
+            "outcome": outcome,
+            "reason": reason,
+        }
+        self._stream.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        """Hand the lines to the operating system: they survive this process."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._stream.close()
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger; a last line that is cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+class PromptCursor:
+    """Gives prompts in the order of the mixture, those given back first.
+
+    longest: prompts of more tokens are passed over. skip_share: of prompts whose rewards had no spread when they were
+    tried last (always or never solved), this share is passed over in a pass, drawn from seed, prompt and pass alone.
+    `passed_over` hands them over for the ledger. The mixture must be endless.
+    """
+
+    def __init__(
+        self, mixture: Mixture, renderer: ChatRenderer, *, longest: int, skip_share: float = 0.0, seed: int = 0
+    ) -> None:
+        self._mixture = mixture
+        self._renderer = renderer
+        self._longest = longest
+        self._skip_share = skip_share
+        self._seed = seed
+        self._waiting: deque[Prompt] = deque()
+        self._passed_over: list[tuple[Prompt, str]] = []
+        self._without_spread: set[str] = set()  # prompt ids
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts. Raises ConfigError when there are only overlong ones."""
+        return [self._waiting.popleft() if self._waiting else self._draw() for _ in range(count)]
+
+    def note(self, prompt_id: str, *, has_spread: bool) -> None:
+        """Remember whether the rewards of a prompt's group differed."""
+        if self._skip_share:
+            (self._without_spread.discard if has_spread else self._without_spread.add)(prompt_id)
+
+    def give_back(self, prompts: Iterable[Prompt]) -> None:
+        """Put back what was taken and not used up: it comes next, in the order given."""
+        self._waiting.extendleft(reversed(list(prompts)))
+
+    def passed_over(self) -> list[tuple[Prompt, str]]:
+        """Prompts that were passed over since this was called last, with the reason."""
+        found, self._passed_over = self._passed_over, []
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: the position in the data, and the prompts given back, with what was begun of them."""
+        waiting = [
+            {"epoch": prompt.epoch, "record": dict(prompt.record), "begun": [to_json(r) for r in prompt.begun]}
+            for prompt in self._waiting
+        ]
+        return {
+            "mixture": self._mixture.state_dict(),
+            "waiting": waiting,
+            "without_spread": sorted(self._without_spread),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was called."""
+        self._mixture.load_state_dict(state["mixture"])
+        self._waiting = deque(
+            replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
+            for saved in state["waiting"]
+        )
+        self._without_spread = set(state.get("without_spread", ()))  # older checkpoints have none
+
+    def _draw(self) -> Prompt:
+        num_overlong = 0
+        while num_overlong < OVERLONG_IN_A_ROW:
+            drawn = next(self._mixture)
+            prompt = self._rendered(drawn.epoch, drawn.record)
+            if len(prompt.token_ids) > self._longest:
+                self._passed_over.append((prompt, OVERLONG))
+                num_overlong += 1
+            elif prompt.prompt_id in self._without_spread and self._is_skipped(prompt):
+                self._passed_over.append((prompt, NO_SPREAD_BEFORE))
+            else:
+                return prompt
+        raise ConfigError(
+            f"{OVERLONG_IN_A_ROW} prompts in a row have more than {self._longest} tokens, what sampler.context leaves "
+            "beside max_new_tokens. Raise sampler.context or lower max_new_tokens."
+        )
+
+    def _is_skipped(self, prompt: Prompt) -> bool:
+        digest = hashlib.sha256(f"{self._seed} {prompt.group_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self._skip_share * 2**64
+
+    def _rendered(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
+        return Prompt(epoch=epoch, record=record, token_ids=tuple(self._renderer.prompt(record["messages"])))
+
+
+def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int) -> list[Prompt]:
+    """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on."""
+    found: list[Prompt] = []
+    for drawn in mixture:
+        if len(found) == count:
+            break
+        token_ids = tuple(renderer.prompt(drawn.record["messages"]))
+        if len(token_ids) <= longest:
+            found.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
+    return found

@@ -1,0 +1,33 @@
+"""A policy with a Python interpreter."""
+
+import threading
+
+from nanodag.store.provenance import usable_cores
+from nanodag.rewards.sandbox import run_python
+from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.rollouts.turns.tools import with_tool
+
+# Programs that share a core would run into their time limits.
+_RUNNING = threading.BoundedSemaphore(usable_cores())
+
+
+async def interpreter(
+    sampler: TurnSampler, sample: Sample, *, most_calls: int = 4, seconds: float = 5.0, most_result_tokens: int = 256
+) -> Sample:
+    """A call is a program of its own, run in the sandbox (`nanodag.rewards.sandbox`) for at most `seconds`; its result is
+    what it printed, or the last line of its error. Nothing is kept from one call to the next.
+
+    A program that looks at the clock or draws random numbers makes a run that is not the same the second time.
+    """
+
+    def run(program: str) -> str:
+        with _RUNNING:
+            done = run_python(program, timeout_s=seconds)
+        if done.timed_out:
+            return "error: it took too long"
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            return f"{done.stdout[:most_result_tokens]}error: {lines[-1] if lines else 'it was ended'}"
+        return done.stdout.rstrip("\n")
+
+    return await with_tool(sampler, sample, run, most_calls=most_calls, most_result_tokens=most_result_tokens)

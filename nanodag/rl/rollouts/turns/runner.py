@@ -1,0 +1,246 @@
+"""Calls a function that generates, for each sample, and makes rollouts of what it returns. No torch here.
+
+Every call has a thread with an event loop of its own, so that one which blocks holds up only itself. It may take
+`timeout_s` between two answers of the sampler; then it is given up, and its sample fails with the reason.
+"""
+
+import asyncio
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag import registry as entries
+from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span
+from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of
+from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
+from nanodag.tokenizer.encoding import Encoding
+
+FAILED = "generate_error"  # the metadata that says why there is no response
+ANSWER = "answer"  # and what the reward sees, where the function says it
+THREAD_NAME = "generate"
+POLL_S = 0.2
+MOST_AT_ONCE = 256  # each holds a thread and three file descriptors
+
+T = TypeVar("T")
+Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
+
+
+class Turns:
+    """The function that a config names. context: of the sampler. vocabulary: of the model. Raises ConfigError for a
+    function that cannot be imported, takes other options or cannot work with this chat format."""
+
+    def __init__(
+        self, config: RLStage, encoding: Encoding, renderer: ChatRenderer, *, context: int, vocabulary: int
+    ) -> None:
+        self._config = config.generate
+        self._longest = config.max_new_tokens
+        self._function = entries.load_generate(self._config.name, self._config.options)
+        if self._config.name in entries.names("generate") and not isinstance(renderer, NativeRenderer):
+            raise ConfigError(
+                f"generate {self._config.name} writes tool calls in nanodag's chat format; this model's chat template "
+                "is another. Name a function of your own that knows it, as package.module:function."
+            )
+        self._encoding, self._renderer = encoding, renderer
+        self._context, self._vocabulary = context, vocabulary
+        self._places = asyncio.Semaphore(min(MOST_AT_ONCE, 2 * config.sampler.max_batch))
+
+    async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
+        """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose
+        metadata say why. Raises SamplerError when the sampler is to blame."""
+        one, seed = params.model_copy(update={"n": 1}), params.sampling_seed
+        if seed is None:  # greedy: a function may still draw numbers of its own
+            seed = derived_seed("greedy", prompt.group_id)
+        calls = [
+            self._call(self._sample(prompt, derived_seed(seed, "sample", number)), one, ask, f"{rid}-{number}")
+            for number in range(params.n)
+        ]
+        answered = await _all(calls)
+        rollouts: list[Rollout] = []
+        for found in answered:
+            if isinstance(found, str):
+                rollouts.append(_failed(prompt, len(rollouts), found))
+            else:
+                rollouts += [_rollout(prompt, len(rollouts) + place, sample) for place, sample in enumerate(found)]
+        return rollouts
+
+    def _sample(self, prompt: Prompt, seed: int) -> Sample:
+        return Sample(
+            record=prompt.record,
+            spans=(prompt_span(prompt.token_ids),),
+            seed=seed,
+            most_sampled=self._longest,
+            most_tokens=self._context,
+        )
+
+    async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> list[Sample] | str:
+        """The samples of one call, or why there are none."""
+        async with self._places:
+            line = _Line(ask, rid)
+            sampler = TurnSampler(line.ask, params=params, encoding=self._encoding, renderer=self._renderer)
+            call = _Call(partial(self._function, sampler, sample))
+            try:
+                found = await self._waited(call, line)
+                return self._checked(found, sample)
+            except Exception as error:
+                if line.broken is not None:
+                    raise line.broken from error
+                return f"{type(error).__name__}: {error}"[:500]
+            finally:
+                call.end()
+
+    async def _waited(self, call: "_Call", line: "_Line") -> Any:
+        """What the call returns. Raises what it raised; TimeoutError when it hangs."""
+        result = asyncio.wrap_future(call.result)
+        try:
+            while not (await asyncio.wait({result}, timeout=POLL_S))[0]:
+                if line.idle_s > self._config.timeout_s:
+                    call.interrupt()
+                    raise TimeoutError(f"it took longer than {self._config.timeout_s:g} s without asking the sampler")
+            return result.result()
+        finally:
+            result.cancel()  # nobody reads what comes later
+
+    def _checked(self, found: Any, given: Sample) -> list[Sample]:
+        """What a function returned, as samples that can be trained. given: what it got. Raises ValueError for what
+        cannot."""
+        samples = [found] if isinstance(found, Sample) else found
+        if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
+            raise ValueError(f"it must return a Sample, or some in a list; found {found!r:.200}")
+        for sample in samples:
+            ids = sample.token_ids
+            kinds = [span.kind for span in sample.spans]
+            if sample.spans[:1] != given.spans or "prompt" in kinds[1:]:
+                raise ValueError(f"a sample must begin with the prompt's own span, and it alone; its spans are {kinds}")
+            if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
+                raise ValueError("a sample was returned that no turn added to")
+            if len(ids) > self._context or sample.num_sampled > self._longest:
+                raise ValueError(
+                    f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
+                    f"{self._longest} are the limits"
+                )
+            if not all(0 <= token < self._vocabulary for token in ids):
+                raise ValueError(f"a sample holds the token id {max(ids)}; the vocabulary has {self._vocabulary}")
+            json.dumps([ids, dict(sample.metadata), sample.answer], allow_nan=False)
+        return list(samples)
+
+
+class _Line:
+    """What connects a call to the sampler, in the controller's event loop. broken: the sampler's own failure."""
+
+    def __init__(self, ask: Ask, rid: str) -> None:
+        self._ask, self._rid = ask, rid
+        self._loop = asyncio.get_running_loop()
+        self._num_asked, self._num_waiting = 0, 0
+        self._last = time.monotonic()
+        self.broken: SamplerError | None = None
+
+    @property
+    def idle_s(self) -> float:
+        """How long nothing has been asked of the sampler."""
+        return 0.0 if self._num_waiting else time.monotonic() - self._last
+
+    async def ask(self, request: Request) -> Completion:
+        """The answer, from the event loop of any thread."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer(request), self._loop))
+
+    async def _answer(self, request: Request) -> Completion:
+        self._num_asked += 1
+        self._num_waiting += 1
+        try:
+            ((completion,),) = await self._ask([replace(request, rid=f"{self._rid}-{self._num_asked}")])
+            finish_reason_of(completion)  # raises where the sampler gave it up
+            return completion
+        except BadRequest:
+            raise
+        except SamplerError as error:
+            self.broken = self.broken or error
+            raise
+        finally:
+            self._num_waiting -= 1
+            self._last = time.monotonic()
+
+
+class _Call:
+    """A coroutine in a thread of its own. result: what it returns or raises."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.result: Future[Any] = Future()
+        self._make = make
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Cancel it, if it is still under way."""
+        running = self._running
+        if self._thread.is_alive() and running is not None:
+            with suppress(RuntimeError):  # its loop may have ended meanwhile
+                running[0].call_soon_threadsafe(running[1].cancel)
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in it: an endless loop hears of nothing else, and would keep a core busy for good."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+        )
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - also what sys.exit raises; who waits gets it
+            reason = error if isinstance(error, Exception) else RuntimeError(f"it raised {type(error).__name__}")
+            with suppress(InvalidStateError):
+                self.result.set_exception(reason)
+
+    async def _main(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running = (asyncio.get_running_loop(), task)
+        found = await self._make()
+        with suppress(InvalidStateError):  # it may have been given up
+            self.result.set_result(found)
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; when one raises, the others are ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rollout(prompt: Prompt, index: int, sample: Sample) -> Rollout:
+    assert sample.finish_reason is not None
+    return Rollout(
+        group_id=prompt.group_id,
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        spans=sample.spans,
+        finish_reason=sample.finish_reason,
+        metadata={**sample.metadata, **({} if sample.answer is None else {ANSWER: sample.answer})},
+    )
+
+
+def _failed(prompt: Prompt, index: int, reason: str) -> Rollout:
+    return Rollout(
+        group_id=prompt.group_id,
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        spans=(prompt_span(prompt.token_ids),),
+        finish_reason="error",
+        metadata={FAILED: reason},
+    )

@@ -1,0 +1,111 @@
+"""What a function that generates is given: a sample to go on from, and a sampler that adds turns. No torch here."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanodag.rl.rollouts.rollout import FinishReason, Span
+from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of, span_of
+from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.tokenizer.encoding import Encoding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response as far as it is written. It is never changed: what adds to it makes another one.
+
+    record: the prompt's (nanodag.data.records). spans: the prompt's, then what was sampled and what tools said. seed:
+    decides what is drawn. most_sampled, most_tokens: `max_new_tokens`, and what the context holds, prompt included.
+    finish_reason: of the last turn; a sample that is returned must have one, `stop` or `length`. answer: what the
+    reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
+    """
+
+    record: Mapping[str, Any]
+    spans: tuple[Span, ...]
+    seed: int
+    most_sampled: int
+    most_tokens: int
+    finish_reason: FinishReason | None = None
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every id: what the next turn goes on from."""
+        return tuple(token for span in self.spans for token in span.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the sampler drew."""
+        return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The ids of the last turn, the one that ended it included; empty before the first."""
+        return next((span.token_ids for span in reversed(self.spans) if span.kind == "sampled"), ())
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be sampled. Tool tokens take from the context, not from `max_new_tokens`."""
+        return max(0, min(self.most_sampled - self.num_sampled, self.most_tokens - len(self.token_ids)))
+
+    def with_tool(self, token_ids: Sequence[int]) -> "Sample":
+        """This with tokens that are not the policy's, which are never trained."""
+        return replace(self, spans=(*self.spans, Span(kind="tool", token_ids=tuple(token_ids))))
+
+    def forked(self, count: int) -> "list[Sample]":
+        """Several to go on from here, each in its own way: the next turns of equal samples would be equal."""
+        return [replace(self, seed=derived_seed(self.seed, "fork", number)) for number in range(count)]
+
+
+class TurnSampler:
+    """Adds turns to samples. ask: sends one request, from any thread's event loop.
+
+    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Request], Awaitable[Completion]],
+        *,
+        params: SamplingParams,
+        encoding: Encoding,
+        renderer: ChatRenderer,
+    ) -> None:
+        self._ask = ask
+        self._params = params
+        self._encoding = encoding
+        self.renderer = renderer
+        self.stop_ids = params.stop_token_ids
+
+    async def turn(
+        self, sample: Sample, *, most_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Sample:
+        """The sample with one more sampled span, which ends with a token of `stop_ids` or of these, or is cut off.
+
+        most_tokens: of this turn. Where there is no room left nothing is sampled, and the sample ends as cut off.
+        Raises BadRequest for what no sampler can serve.
+        """
+        wanted = sample.room if most_tokens is None else min(most_tokens, sample.room)
+        if wanted < 1:
+            return replace(sample, finish_reason="length")
+        own = {
+            "max_new_tokens": wanted,
+            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
+            "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
+        }
+        if self._params.temperature == 0.0:
+            del own["sampling_seed"]
+        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=own))
+        completion = await self._ask(request)
+        reason = finish_reason_of(completion)
+        return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text for `with_tool`; no special tokens."""
+        return self._encoding.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens by name. For reading only: it is never turned into ids again."""
+        return self._encoding.decode(ids)

@@ -1,0 +1,1 @@
+"""Ranks of the trainer: policy, critic, update, packing, attention, export."""

@@ -1,0 +1,187 @@
+"""Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodag.config.schema import RLStage
+from nanodag import registry as entries
+from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.advantages.gae import reward_of_last
+from nanodag.rl.advantages.process import process_grpo, step_rewards
+from nanodag.rl.trainer.critic import Critic
+from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.trainer.policy import Row, check_beside
+from nanodag.rl.trainer.reference import Reference
+from nanodag.rl.rollouts.rollout import Rollout, groups_of
+from nanodag.rl.trainer.sequence_parallel import SequenceGroup
+from nanodag.rl.trainer.teacher_server import TeacherServer
+from nanodag.rl.trainer.update import Objective, Scored
+from nanodag.train.engine import Engine
+
+ByRow = list[list[Tensor]]
+"""(N,) of each row of each part of a step."""
+
+
+class Credit:
+    """The advantage, critic and teacher that a config names, on this rank. engine, group: the policy's. inputs: folders
+    of models, the policy's as `model`."""
+
+    def __init__(
+        self,
+        config: RLStage,
+        *,
+        engine: Engine,
+        group: SequenceGroup,
+        objective: Objective,
+        inputs: Mapping[str, Path],
+        device: str,
+    ) -> None:
+        self._config, self._engine, self._group, self._objective = config, engine, group, objective
+        self._advantage = entries.load("advantage", config.advantage)
+        self.critic: Critic | None = None
+        if config.advantage == "gae":
+            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.critic.model)
+            folder = Path(own or config.critic.model)
+            check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
+            self.critic = Critic(config, folder, device=device, group=group)
+        self._teacher: Reference | TeacherServer | None = None
+        if config.teacher.url != "none":
+            self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)
+        elif config.teacher.model != "none":
+            folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
+            check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
+            self._teacher = Reference(folder, temperature=config.temperature, engine=engine, group=group)
+
+    def is_policy_trained(self, step: int) -> bool:
+        """False while a critic warms up."""
+        return self.critic is None or step > self._config.critic.warmup_steps
+
+    def assign(
+        self,
+        step: int,
+        parts: Sequence[Sequence[Rollout]],
+        rows: list[list[Row]],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> tuple[ByRow, dict[str, Any]]:
+        """Advantages of the tokens of each row, (N,) float32, over all rollouts of the step; and what is reported of
+        the critic, which learns from the step. old, reference: logprobs, needed with `kl_in: reward`. Every rank must
+        call it."""
+        rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
+        if self.critic is not None:
+            counts = [sum(map(num_trained, part)) for part in parts]
+            return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, old, reference), counts)
+        if self._config.has_process_reward:
+            return self._by_step(parts, rows), {}
+        return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
+
+    @torch.no_grad()
+    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow | None:
+        """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
+        if isinstance(self._teacher, Reference):
+            policy = self._teacher.policy
+            return [[policy(row)[0] for row in part] for part in rows]
+        if self._teacher is None:
+            return None
+        asked = rows if self._group.is_first else [[] for _ in rows]
+        found = self._teacher.logprobs(parts, asked)
+        if self._group.is_first:
+            return [[self._group.of_first(one) for one in part] for part in found]
+        return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]
+
+    def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
+        """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
+        advantages, reverse_kl = distilled(
+            scored.advantages, scored.old_logprobs, teacher_logprobs, coefficient=self._config.teacher.coefficient
+        )
+        share = Sums({"teacher_kl": float(reverse_kl[scored.row.mask].double().sum())}, {})
+        return replace(scored, advantages=advantages), share
+
+    def _by_group(
+        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
+    ) -> ByRow:
+        rollouts = [rollout for part in parts for rollout in part]
+        group_ids = _numbered_groups(rollouts)
+        counts = torch.tensor(list(map(num_trained, rollouts)))
+        advantages = self._advantage(torch.cat(list(rewards)), group_ids, counts).to(self._engine.device)
+        by_part = advantages.split([len(part) for part in parts])
+        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
+
+    def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow:
+        """By the scores of steps. A row's tokens are those of its rollouts, one after the other."""
+        rollouts = [rollout for part in parts for rollout in part]
+        steps = [rollout.steps or () for rollout in rollouts]
+        sizes = [len(rollout.response_token_ids) for rollout in rollouts]
+        found = iter(process_grpo(steps, _numbered_groups(rollouts), sizes))
+        by_part = [[next(found) for _ in part] for part in parts]
+        return [
+            [torch.cat([own[index] for index in row.rollouts.tolist()]).to(self._engine.device) for row in part]
+            for own, part in zip(by_part, rows, strict=True)
+        ]
+
+    def _token_rewards(
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: Sequence[Sequence[Row]],
+        rewards: Sequence[Tensor],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> ByRow:
+        """The reward of each token, (N,) float64: its response's at the last trained one, or those of steps, less its
+        KL with `kl_in: reward`."""
+        found: ByRow = []
+        for number, part in enumerate(rows):
+            own = rewards[number].double().to(self._engine.device)
+            found.append([])
+            for place, row in enumerate(part):
+                if self._config.has_process_reward:
+                    steps = [parts[number][index].steps or () for index in row.rollouts.tolist()]
+                    of_tokens = step_rewards(steps, row.mask, row.sequence_ids)
+                else:
+                    of_tokens = reward_of_last(own[row.rollouts], row.mask, row.sequence_ids)
+                if self._config.kl_in == "reward":
+                    assert old is not None and reference is not None
+                    kl = self._objective.kl(old[number][place], reference[number][place])
+                    of_tokens = of_tokens - self._config.kl_coefficient * kl
+                found[-1].append(of_tokens)
+        return found
+
+    def _less_kl(
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: list[list[Row]],
+        rewards: list[Tensor],
+        old: ByRow | None,
+        reference: ByRow | None,
+    ) -> list[Tensor]:
+        """The rewards without what the KL takes off."""
+        if self._config.kl_in != "reward":
+            return rewards
+        assert old is not None and reference is not None
+        taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
+        return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
+
+    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
+        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
+        the same rewards."""
+        found = torch.zeros(size, dtype=torch.float64)
+        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
+            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
+        summed = self._engine.summed(*self._group.counted(*found.tolist()))
+        return self._config.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+
+
+def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:
+    """(B,) int64: the number of each rollout's group."""
+    number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
+    return torch.tensor([number[rollout.group_id] for rollout in rollouts])
+
+
+def num_trained(rollout: Rollout) -> int:
+    """Trained tokens of a rollout."""
+    return sum(sum(span.mask) for span in rollout.spans)

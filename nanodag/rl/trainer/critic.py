@@ -1,0 +1,181 @@
+"""PPO's critic: a decoder with a value head, and an optimizer of its own, trained beside the policy.
+
+The head begins at 0, so before its first update every value is 0, and nothing is drawn at random.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import TrainingDiverged
+from nanodag.model.build import load
+from nanodag.model.decoder import Decoder
+from nanodag.rl.advantages.gae import gae
+from nanodag.rl.losses.value_loss import value_loss
+from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.trainer.policy import Row, engine_of, hidden_states
+from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
+
+FOLDER = "critic"
+
+
+class ValueHead(nn.Module):
+    """Hidden states (..., W) to values (...) float32. Its weights are used inside `forward` only, for ZeRO-3."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
+class ValueModel(nn.Module):
+    """Wraps a decoder, whose output head goes; calling it values one row."""
+
+    def __init__(self, decoder: Decoder, group: SequenceGroup = ALONE) -> None:
+        super().__init__()
+        group.check(decoder.architecture)
+        del decoder.lm_head
+        self.decoder = decoder
+        self._group = group
+        self.head = ValueHead(decoder.architecture.hidden_size)
+
+    def forward(self, row: Row) -> Tensor:
+        """The value before each of the row's targets was sampled, (N,) float32."""
+        hidden, share = hidden_states(self.decoder, row, self._group)
+        return self._group.whole(self.head(hidden)[0], share, len(row.targets))
+
+
+class Critic:
+    """The critic of one stage on this rank. folder: of the model that it begins as. group: as for the policy."""
+
+    def __init__(self, config: RLStage, folder: Path, *, device: str, group: SequenceGroup) -> None:
+        self._own, self._group = config.critic, group
+        decoder = load(folder, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
+        model = ValueModel(decoder, group)
+        self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)
+
+    def step(
+        self,
+        step: int,
+        rows: Sequence[Sequence[Row]],
+        rewards: Sequence[Sequence[Tensor]],
+        num_tokens: Sequence[int],
+    ) -> tuple[list[list[Tensor]], dict[str, Any]]:
+        """Advantages of the tokens of each row, (N,) float32, by the critic as it is at the start of a step, from which
+        it then learns; and what is reported of that.
+
+        By part of the step: rows; rewards (N,) float64, of each token; num_tokens: trained ones on all ranks.
+        Every rank must call it.
+        """
+        values, gamma, gae_lambda = self._values(rows), self._own.gamma, self._own.gae_lambda
+        advantages: list[list[Tensor]] = []
+        returns: list[list[Tensor]] = []
+        for number, part in enumerate(rows):
+            found = [
+                gae(own, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
+                for row, before, own in zip(part, values[number], rewards[number], strict=True)
+            ]
+            advantages.append([advantage for advantage, _ in found])
+            returns.append([wanted for _, wanted in found])
+        sums, norm = self._learn(step, rows, values, returns, num_tokens)
+
+        def summed(*numbers: float) -> list[float]:
+            return self.engine.summed(*self._group.counted(*numbers))
+
+        report = asdict(sums if self._group.is_first else Sums({}, {}))
+        return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
+
+    @torch.no_grad()
+    def _values(self, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+        return [[self.engine(row) for row in part] for part in rows]
+
+    def _learn(
+        self,
+        step: int,
+        rows: Sequence[Sequence[Row]],
+        values: Sequence[Sequence[Tensor]],
+        returns: Sequence[Sequence[Tensor]],
+        num_tokens: Sequence[int],
+    ) -> tuple[Sums, float]:
+        """As many passes over the step as the config says, an update for each part. Returns sums for
+        metrics.critic_metrics and the largest gradient norm.
+
+        Raises TrainingDiverged when a gradient is not finite.
+        """
+        sums, largest = Sums({}, {}), 0.0
+        for part, old, wanted in zip(rows, values, returns, strict=True):
+            for place, row in enumerate(part):
+                sums.add(_quality(row, old[place].double(), wanted[place]))
+        for _ in range(self._own.epochs):
+            for number, part in enumerate(rows):
+                for place, row in enumerate(part):
+                    found = self.engine(row)
+                    losses, clipped = value_loss(
+                        found, values[number][place], returns[number][place].float(), clip=self._own.value_clip
+                    )
+                    loss = torch.where(row.mask, losses, 0.0).sum() / max(num_tokens[number], 1)
+                    sums.add(Sums({"value_loss": float(loss.detach()), "clipped": float(clipped[row.mask].sum())}, {}))
+                    self.engine.backward(loss, last=place == len(part) - 1)
+                if math.isfinite(norm := self._update(step)):  # else it was skipped
+                    largest = max(largest, norm)
+        return sums, largest
+
+    def _update(self, step: int) -> float:
+        try:
+            return self.engine.step(learning_rate=self._own.learning_rate)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(
+                f"{error} RL step {step}, the critic. Lower critic.learning_rate or gradient_clipping; the last "
+                "checkpoint is from before."
+            ) from error
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of a checkpoint."""
+        (folder / FOLDER).mkdir(exist_ok=True)
+        self.engine.save(folder / FOLDER)
+
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
+        self.engine.load(folder / FOLDER)
+
+
+def whitened(
+    advantages: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Row]], summed: Callable[..., list[float]]
+) -> list[list[Tensor]]:
+    """(A - mean) / sqrt(variance + 1e-8) over the trained tokens of all rows on all ranks, the variance unbiased.
+
+    summed: adds numbers up over ranks. Source: verl's masked_whiten; OpenRLHF divides by n and takes max(variance,
+    1e-8).
+    """
+    pairs = [pair for own, part in zip(advantages, rows, strict=True) for pair in zip(own, part, strict=True)]
+    trained = torch.cat([advantage[row.mask] for advantage, row in pairs])
+    count, total = summed(len(trained), float(trained.sum()))
+    mean = total / max(count, 1.0)
+    (squares,) = summed(float((trained - mean).square().sum()))
+    scale = (squares / max(count - 1.0, 1.0) + 1e-8) ** -0.5
+    return [[((one - mean) * scale).float() for one in own] for own in advantages]
+
+
+def _quality(row: Row, values: Tensor, returns: Tensor) -> Sums:
+    """Sums over the trained tokens of a row: how well values of before the step say the returns."""
+    values, returns = values[row.mask], returns[row.mask]
+    errors = returns - values
+    found = {
+        "tokens": row.mask.sum(),
+        "value": values.sum(),
+        "return": returns.sum(),
+        "return_squared": returns.square().sum(),
+        "error": errors.sum(),
+        "error_squared": errors.square().sum(),
+    }
+    return Sums({name: float(value) for name, value in found.items()}, {})

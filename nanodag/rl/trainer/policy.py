@@ -1,0 +1,124 @@
+"""The policy that is trained: a decoder that scores packed rollouts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nanodag.config.schema import OptimizerConfig, RLStage
+from nanodag.errors import ConfigError
+from nanodag.model.build import load
+from nanodag.model.decoder import Decoder, Layer
+from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
+from nanodag.rl.trainer.rows import MicroBatch
+from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
+from nanodag.model.architecture import read_checkpoint
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A micro-batch on the device. Shapes as in MicroBatch; layout: for the attention."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    predictors: Tensor
+    targets: Tensor
+    mask: Tensor
+    sampler_logprobs: Tensor
+    sequence_ids: Tensor
+    rollouts: Tensor
+    layout: GroupLayout
+
+
+def to_row(batch: MicroBatch, device: torch.device) -> Row:
+    """Move a micro-batch to the device and lay out its attention."""
+    names = [name for name in Row.__slots__ if name != "layout"]
+    tensors = {name: torch.from_numpy(getattr(batch, name)).to(device) for name in names}
+    return Row(layout=layout_of(batch, device), **tensors)
+
+
+def hidden_states(decoder: Decoder, row: Row, group: SequenceGroup) -> tuple[Tensor, Share]:
+    """(1, N, W), of the tokens before those that this rank scores, and which those are."""
+    share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
+    attend = group.attention(group_attention(row.layout), len(row.token_ids))
+    hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden")
+    # A prompt's last token predicts the first token of each of its responses, so places repeat.
+    return hidden.index_select(1, share.predictors), share
+
+
+class Policy(nn.Module):
+    """Wraps a decoder; calling it scores one row. temperature: the one that the sampler samples at. group: of the ranks
+    that share a row."""
+
+    def __init__(self, decoder: Decoder, *, temperature: float, group: SequenceGroup = ALONE) -> None:
+        super().__init__()
+        group.check(decoder.architecture)
+        self.decoder = decoder
+        self.temperature = temperature
+        self._group = group
+
+    def forward(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
+        hidden, share = hidden_states(self.decoder, row, self._group)
+        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "logprobs", self.temperature)
+        num_tokens = len(row.targets)
+        return self._group.whole(logprobs, share, num_tokens), self._group.whole(entropies, share, num_tokens)
+
+
+def load_policy(
+    folder: Path,
+    *,
+    temperature: float,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    group: SequenceGroup = ALONE,
+) -> Policy:
+    """The policy in a Hugging Face directory, in float32 on CPU."""
+    decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
+    return Policy(decoder, temperature=temperature, group=group)
+
+
+def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> Engine:
+    """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
+    return Engine(
+        model,
+        optimizer=OptimizerConfig(
+            name="adamw", learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        ),
+        zero_stage=config.zero_stage,
+        precision=config.precision,
+        gradient_clipping=config.gradient_clipping,
+        gradient_limit=config.gradient_limit or math.inf,
+        skips_bad_gradients=config.bad_gradient == "skip",
+        device=device,
+        leaf_modules=(Layer,),
+        offload=config.resources,
+    )
+
+
+def check_tokens(what: str, tokens: Mapping[str, int], policys: Mapping[str, int]) -> None:
+    """Raise ConfigError when two vocabularies differ. what: the setting and its value."""
+    if tokens != policys:
+        differing = sorted({token for token, _ in tokens.items() ^ policys.items()})
+        raise ConfigError(
+            f"{what} has another tokenizer than the policy: {len(differing)} tokens differ, the first is "
+            f"{differing[0]!r}."
+        )
+
+
+def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:
+    """Raise ConfigError when a model cannot read the policy's rollouts. what: the setting that names its folder."""
+    own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
+    tokens = Encoding(folder).token_ids()
+    check_tokens(f"{what} {folder}", tokens, Encoding(policy).token_ids())
+    if own.vocab_size <= max(tokens.values()):
+        raise ConfigError(f"{what} {folder} has {own.vocab_size} embeddings for {max(tokens.values()) + 1} token ids.")
+    if own.max_positions < min(context, others.max_positions):
+        raise ConfigError(
+            f"{what} {folder} has {own.max_positions} positions, fewer than sampler.context {context}; lower it."
+        )

@@ -1,0 +1,177 @@
+"""Packs rollouts into micro-batches without padding, a group's prompt once for all its responses. numpy only.
+
+A micro-batch is one row of tokens: for each group its prompt, then its responses one after the other. A response sees
+the prompt and itself, and its position ids go on from the prompt's, so it is computed as if it stood alone. The last
+token of a response is left out of the row: nothing is predicted from it.
+
+Letters: T tokens of the row, G prompts, R responses, N tokens to score (every response token).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanodag.errors import ConfigError
+from nanodag.rl.rollouts.rollout import Rollout, flatten_response
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One row.
+
+    token_ids, position_ids: (T,) int64. prompts: (G, 2) int64, start and length in the row. responses: (R, 3) int64,
+    start, length in the row (one less than the response's tokens), number of its prompt. predictors: (N,) int64, the
+    place in the row whose hidden state predicts the token. targets: (N,) int64. mask: (N,) bool, trained.
+    sampler_logprobs: (N,) float32. sequence_ids: (N,) int64, 0 to R - 1. rollouts: (R,) int64, places in the list that
+    was packed.
+    """
+
+    token_ids: Ints
+    position_ids: Ints
+    prompts: Ints
+    responses: Ints
+    predictors: Ints
+    targets: Ints
+    mask: NDArray[np.bool_]
+    sampler_logprobs: NDArray[np.float32]
+    sequence_ids: Ints
+    rollouts: Ints
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Responses of one group that share a row; size: tokens of the row."""
+
+    rollouts: tuple[int, ...]
+    size: int
+
+
+def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: the same number for every rank, of nearly equal size, none above the budget.
+
+    Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
+    but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
+    numbers given. Raises ConfigError when one prompt with one response exceeds the budget.
+    """
+    pieces = _pieces(rollouts, budget_tokens)
+    while len(pieces) < num_ranks and any(len(piece.rollouts) > 1 for piece in pieces):
+        pieces = _halve_the_largest(rollouts, pieces)
+    if not pieces:
+        raise ValueError("there is no rollout with a sampled token to pack")
+    rows = [_micro_batch(rollouts, row) for row in _rows(pieces, budget_tokens, num_ranks)]
+    while len(rows) % num_ranks:
+        rows.append(_masked(min(rows, key=lambda row: row.num_tokens)))
+    rows.sort(key=lambda row: row.num_tokens, reverse=True)  # ranks work at the same time on rows of like size
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _row_size(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:
+    return len(rollouts[indices[0]].prompt_token_ids) + sum(_response_size(rollouts[index]) - 1 for index in indices)
+
+
+def _response_size(rollout: Rollout) -> int:
+    return sum(len(span.token_ids) for span in rollout.spans[1:])
+
+
+def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[_Piece]:
+    """Each group as one piece, or as several with the prompt repeated where it exceeds the budget."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        if rollout.num_sampled:
+            groups.setdefault((rollout.group_id, rollout.prompt_token_ids), []).append(index)
+    pieces = []
+    for members in groups.values():
+        current: list[int] = []
+        for index in members:
+            if current and _row_size(rollouts, [*current, index]) > budget:
+                pieces.append(_Piece(tuple(current), _row_size(rollouts, current)))
+                current = []
+            current.append(index)
+            if _row_size(rollouts, current) > budget:
+                size = _row_size(rollouts, current)
+                raise ConfigError(
+                    f"A rollout of prompt {rollouts[index].prompt_id} has {size} tokens, more than micro_batch_tokens "
+                    f"{budget}. Raise micro_batch_tokens to at least {size}, or lower max_new_tokens."
+                )
+        pieces.append(_Piece(tuple(current), _row_size(rollouts, current)))
+    return pieces
+
+
+def _halve_the_largest(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> list[_Piece]:
+    largest = max((piece for piece in pieces if len(piece.rollouts) > 1), key=lambda piece: piece.size)
+    middle = len(largest.rollouts) // 2
+    halves = [largest.rollouts[:middle], largest.rollouts[middle:]]
+    rest = [piece for piece in pieces if piece is not largest]
+    return rest + [_Piece(half, _row_size(rollouts, half)) for half in halves]
+
+
+def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_Piece]]:
+    """As few rows as fit, a multiple of the ranks where the pieces allow it, filled evenly: largest piece first into
+    the emptiest row."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.size, piece.rollouts))
+    wanted = max(1, -(-sum(piece.size for piece in pieces) // budget))
+    while True:
+        num_rows = min(-(-wanted // num_ranks) * num_ranks, len(pieces))
+        rows: list[list[_Piece]] = [[] for _ in range(num_rows)]
+        sizes = [0] * num_rows
+        for piece in ordered:
+            emptiest = sizes.index(min(sizes))
+            rows[emptiest].append(piece)
+            sizes[emptiest] += piece.size
+        if max(sizes) <= budget:
+            return rows
+        wanted = num_rows + 1
+
+
+def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> MicroBatch:
+    token_ids: list[int] = []
+    position_ids: list[int] = []
+    prompts, responses, members = [], [], []
+    predictors: list[int] = []
+    targets: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    sequence_ids: list[int] = []
+    for number, piece in enumerate(pieces):
+        prompt = rollouts[piece.rollouts[0]].prompt_token_ids
+        prompts.append((len(token_ids), len(prompt)))
+        prompt_end = len(token_ids) + len(prompt) - 1
+        token_ids += prompt
+        position_ids += range(len(prompt))
+        for index in piece.rollouts:
+            response = flatten_response(rollouts[index])
+            start, size = len(token_ids), len(response.token_ids)
+            sequence_ids += [len(responses)] * size
+            responses.append((start, size - 1, number))
+            members.append(index)
+            predictors += [prompt_end, *range(start, start + size - 1)]
+            targets += response.token_ids
+            mask += response.mask
+            logprobs += response.logprobs
+            token_ids += response.token_ids[:-1]
+            position_ids += range(len(prompt), len(prompt) + size - 1)
+    return MicroBatch(
+        token_ids=np.array(token_ids, np.int64),
+        position_ids=np.array(position_ids, np.int64),
+        prompts=np.array(prompts, np.int64).reshape(-1, 2),
+        responses=np.array(responses, np.int64).reshape(-1, 3),
+        predictors=np.array(predictors, np.int64),
+        targets=np.array(targets, np.int64),
+        mask=np.array(mask, np.bool_),
+        sampler_logprobs=np.array(logprobs, np.float32),
+        sequence_ids=np.array(sequence_ids, np.int64),
+        rollouts=np.array(members, np.int64),
+    )
+
+
+def _masked(row: MicroBatch) -> MicroBatch:
+    arrays = {name: getattr(row, name) for name in MicroBatch.__slots__}
+    return MicroBatch(**{**arrays, "mask": np.zeros_like(row.mask)})

@@ -1,0 +1,138 @@
+"""A server as the teacher of on-policy distillation: it scores what the policy sampled.
+
+It speaks SGLang's protocol: SGLang itself, or the embedded sampler. Asked for are sequences of token ids with
+`return_logprob`, `logprob_start_len: 0` and `max_new_tokens: 0`, and read are `input_token_logprobs`, which both give
+at temperature 1. Several sequences go in a request; a server that is lost, or fails at a request, is asked again.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from torch import Tensor
+
+from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag.rl.trainer.policy import Row, check_tokens
+from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.tokenizer.encoding import Encoding
+
+ATTEMPTS = 6
+SEQUENCES_A_REQUEST = 16
+SCORE = SamplingParams(max_new_tokens=0, temperature=0.0)
+PROBE = "The quick brown fox: 3.14 + 2 = 5.14\n\tdef naïve(): return 'größer' # 你好, мир 🙂"
+
+
+class TeacherServer:
+    """The server at `url`. policy: the policy's folder, whose tokenizer it must have.
+
+    Raises ConfigError when it does not answer, has another, does not score prompts, or none of `context` tokens: SGLang
+    wants a context that is 8 longer.
+    """
+
+    def __init__(self, url: str, policy: Path, *, context: int) -> None:
+        self._url = url
+        self._version = ""
+        asyncio.run(self._check(policy, context))
+
+    def logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+        """Of the tokens of each row of each part of a step, (N,) float32; 0 in a row without trained tokens.
+
+        Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning.
+        """
+        asked = [
+            (part[index].prompt_token_ids, part[index].response_token_ids)
+            for part, own in zip(parts, rows, strict=True)
+            for row in own
+            if row.mask.any()
+            for index in row.rollouts.tolist()
+        ]
+        found = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in asked])))
+        answers = iter([next(found)[len(prompt) :] for prompt, _ in asked])
+
+        def of_row(row: Row) -> Tensor:
+            if not row.mask.any():
+                return torch.zeros(row.mask.shape, device=row.mask.device)
+            values = [value for _ in row.rollouts.tolist() for value in next(answers)]
+            return torch.tensor(values, dtype=torch.float32, device=row.mask.device)
+
+        return [[of_row(row) for row in own] for own in rows]
+
+    async def _scored(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """The logprob of every token of each sequence; that of its first is NaN."""
+        found: list[list[float]] = []
+        async with SamplerClient(self._url) as client:
+            for start in range(0, len(sequences), SEQUENCES_A_REQUEST):
+                lot = sequences[start : start + SEQUENCES_A_REQUEST]
+                for ids, completion in zip(lot, await _ask(client, lot), strict=True):
+                    if self._version not in ("", completion.weight_version):
+                        raise SamplerError(
+                            f"The teacher at {self._url} has weights {completion.weight_version}, and had "
+                            f"{self._version} at the beginning; it must not change while the stage runs."
+                        )
+                    self._version = completion.weight_version
+                    found.append(_values(completion, ids, self._url))
+        return found
+
+    async def _check(self, policy: Path, context: int) -> None:
+        encoding = Encoding(policy)
+        tokens, probe = encoding.token_ids(), encoding.encode(PROBE)
+        try:
+            await self._ask_what_it_is(tokens, probe, context)
+        except SamplerError as error:
+            raise ConfigError(f"teacher.url {self._url} cannot be asked: {error}") from error
+        longest = (probe * context)[:context]
+        for ids, what in ((probe[:8], "prompts"), (longest, f"a sequence of {context} tokens (sampler.context)")):
+            try:
+                await self._scored([ids])
+            except SamplerError as error:
+                raise ConfigError(f"teacher.url {self._url} does not score {what}: {error}") from error
+
+    async def _ask_what_it_is(self, tokens: Mapping[str, int], probe: list[int], context: int) -> None:
+        async with SamplerClient(self._url) as client:
+            info = await client.model_info()
+            folder = Path(info.get("tokenizer_path") or info["model_path"])
+            if (folder / "tokenizer.json").is_file():
+                check_tokens(f"teacher.url {self._url} ({folder})", Encoding(folder).token_ids(), tokens)
+            else:
+                await self._check_probe(client, probe)
+        if (longest := info.get("context_length", context)) < context:
+            raise ConfigError(f"teacher.url {self._url} has a context of {longest}, below sampler.context {context}.")
+        highest = max(tokens.values())
+        if (size := info.get("vocab_size", highest + 1)) <= highest:
+            raise ConfigError(f"teacher.url {self._url} has {size} embeddings, too few for the policy's token ids.")
+
+    async def _check_probe(self, client: SamplerClient, probe: list[int]) -> None:
+        """Compare the ids of a text, where the server's tokenizer is not on this machine. A token that it begins every
+        text with is left aside."""
+        found = await client.prompt_ids(PROBE)
+        if found != probe and found[1:] != probe:
+            raise ConfigError(
+                f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(found)} "
+                f"tokens that begin with {found[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
+            )
+
+
+@retry(
+    retry=retry_if_exception(lambda error: isinstance(error, SamplerError) and not isinstance(error, BadRequest)),
+    wait=wait_exponential_jitter(multiplier=0.5, max=20.0),
+    stop=stop_after_attempt(ATTEMPTS),
+    reraise=True,
+)
+async def _ask(client: SamplerClient, sequences: Sequence[list[int]]) -> list[Completion]:
+    requests = [Request(input_ids=ids, params=SCORE, score_prompt=True) for ids in sequences]
+    return [completion for (completion,) in await client.generate(requests)]
+
+
+def _values(completion: Completion, ids: Sequence[int], url: str) -> list[float]:
+    """Raises SamplerError when they are not those of the ids that were sent."""
+    first, *rest = completion.prompt_logprobs or [None]
+    if list(completion.prompt_ids) != list(ids) or any(value is None for value in rest):
+        raise SamplerError(
+            f"{url} returned input_token_logprobs of {len(completion.prompt_ids)} tokens, which are not the {len(ids)} "
+            "that were sent; it must know logprob_start_len."
+        )
+    return [float("nan") if first is None else first, *(value for value in rest if value is not None)]

@@ -1,0 +1,325 @@
+"""One rank of the RL trainer: `python -m nanodag.rl.trainer.trainer job.json`, started by the controller.
+
+It does what the controller asks for, one thing at a time, all ranks the same:
+
+    load    take weights and optimizer state from a checkpoint folder, or begin
+    train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
+    export  write the weights as a Hugging Face directory, or those that were broadcast last
+    layout, open_group, broadcast  the distributed weight sync (nanodag.rl.trainer.broadcast)
+    save    write this rank's share of a checkpoint
+    end     leave
+
+It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
+a reference model spread over ranks (each holds all of it).
+"""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodag.worker.job import logs
+from nanodag.config.schema import RLStage
+from nanodag.errors import TrainingDiverged
+from nanodag.model.lora import add_lora, merged
+from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.worker.children import ignore_stop_signals
+from nanodag.rl.trainer.credit import Credit, num_trained
+from nanodag.rl.trainer.export import write_model
+from nanodag.rl.trainer.link import ControllerLink
+from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.trainer.rows import pack
+from nanodag.rl.trainer.policy import Row, engine_of, load_policy, to_row
+from nanodag.rl.trainer.reference import Reference
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
+from nanodag.rl.trainer.scores import Scores, write_scores
+from nanodag.rl.trainer.sequence_parallel import join
+from nanodag.rl.trainer.update import Objective, Scored
+from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.train.engine import DTYPES, leave
+from nanodag.train.peak import matmul_peak
+from nanodag.worker.job import Job, read_job
+
+log = logging.getLogger(__name__)
+
+LOSSES_KEPT = 10
+PREFIX = "decoder."  # of Policy's parameters, before the names that transformers gives
+
+
+class Trainer:
+    """The policy of one stage on this rank, its reference where there is a KL term, and its updates. beside: other
+    inputs of the stage, where a critic or teacher is one."""
+
+    def __init__(
+        self, config: RLStage, model_path: Path, *, device: str, beside: Mapping[str, Path] | None = None
+    ) -> None:
+        self.config = config
+        self.model_path = model_path
+        self._objective = Objective(config)
+        self._group = join(config.sequence_parallel, device)
+        policy = load_policy(
+            model_path,
+            temperature=config.temperature,
+            compiled=config.compile,
+            checkpointing=config.activation_checkpointing,
+            group=self._group,
+        )
+        if config.lora_rank:
+            add_lora(policy, rank=config.lora_rank, alpha=config.lora_alpha, seed=int(config.seed))
+        self.engine = engine_of(policy, config, learning_rate=config.learning_rate, device=device)
+        self._reference: Reference | None = None
+        if config.kl_coefficient > 0:
+            self._reference = Reference(
+                model_path, temperature=config.temperature, engine=self.engine, group=self._group
+            )
+        self._credit = Credit(
+            config,
+            engine=self.engine,
+            group=self._group,
+            objective=self._objective,
+            inputs={**(beside or {}), "model": model_path},
+            device=device,
+        )
+        self.broadcaster = Broadcaster(
+            self.engine.shares,
+            rank=self.engine.rank,
+            prefix=PREFIX,
+            bucket_bytes=config.sync_bucket_bytes,
+            timeout_s=config.sync_timeout_s,
+        )
+        self._peak_flops = matmul_peak(device)
+        self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
+
+    def train(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """One step: as many updates as the config says over these rollouts. Returns sums for metrics.trainer_metrics.
+
+        Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
+        """
+        groups = list(groups_of(rollouts).values())
+        num_parts = min(self.config.updates_per_step, len(groups))
+        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
+        rows = [self._rows_of(part) for part in parts]
+        # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
+        passes = [number for _ in range(self.config.epochs_per_step) for number in range(num_parts)]
+        is_old_needed = len(passes) > 1 or self.config.kl_in == "reward"
+        old = self._scores(self.engine, rows) if is_old_needed else None
+        reference = None if self._reference is None else self._scores(self._reference.policy, rows)
+        teacher = self._credit.teacher_logprobs(parts, rows)
+        advantages, reply = self._credit.assign(step, parts, rows, old, reference)
+        is_trained = self._credit.is_policy_trained(step)
+        total, norms, skipped_before = Sums({}, {}), [], self.engine.num_skipped
+        self.last_scores = [(part, []) for part in parts]
+        for number in passes:
+            part, sums, totals = rows[number], Sums({}, {}), self._totals(parts[number])
+            for place, row in enumerate(part):
+                with torch.set_grad_enabled(is_trained):
+                    logprobs, entropies = self.engine(row)
+                scored = Scored(
+                    row=row,
+                    trainer_logprobs=logprobs,
+                    entropies=entropies,
+                    old_logprobs=logprobs.detach() if old is None or len(passes) == 1 else old[number][place],
+                    advantages=advantages[number][place],
+                    reference_logprobs=None if reference is None else reference[number][place],
+                )
+                if teacher is not None:
+                    scored, share = self._credit.distilled(scored, teacher[number][place])
+                    sums.add(share)
+                if len(self.last_scores[number][1]) < len(part):  # in the first epoch
+                    self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
+                loss, share = self._objective(scored, totals)
+                sums.add(share)
+                if is_trained:
+                    self.engine.backward(loss, last=place == len(part) - 1)
+            if is_trained and (norm := self._update(step, sums.summed["loss"])) is not None:
+                norms.append(norm)
+            total.add(sums)
+        self._refresh_reference(self.num_updates - len(norms))
+        if not self._group.is_first:  # another rank counts the same rows
+            total, rows, self.last_scores = Sums({}, {}), [], []
+        return reply | {
+            "sums": asdict(total),
+            "num_parts": num_parts,
+            "num_passes": len(passes),
+            "num_updates": len(norms),
+            "skipped_updates": self.engine.num_skipped - skipped_before,
+            "gradient_norm": max(norms, default=0.0),
+            "learning_rate": self._learning_rate() if is_trained else 0.0,
+            "peak_flops": self._peak_flops,
+            "computed_tokens": self.config.epochs_per_step
+            * sum(row.token_ids.numel() for part in rows for row in part),
+        }
+
+    def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
+        """Write the weights as a Hugging Face directory; every rank must call it.
+
+        fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold. kept: the weights
+        that were broadcast last.
+        """
+        found = self._fingerprints()
+        own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
+        write_model(
+            self.broadcaster.kept() if kept else own,
+            folder,
+            source=self.model_path,
+            is_writer=self.engine.rank == 0,
+            dtype=self.engine.dtype,
+            fingerprints=found if fingerprint else None,
+        )
+        return found.all()
+
+    def broadcast(self, *, fingerprint: bool) -> dict[str, Any]:
+        """Give the samplers of the open group the weights; every rank must call it. fingerprint: as for `export`."""
+        found = self._fingerprints()
+        failure = self.broadcaster.send(found if fingerprint and self.engine.rank == 0 else None)
+        return {"failure": failure, "fingerprints": found.all()}
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of a checkpoint."""
+        self.engine.save(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.save(folder)
+        if self._reference is not None and self.config.reference_every:
+            self._reference.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
+        self.engine.load(folder)
+        if self._credit.critic is not None:
+            self._credit.critic.load(folder)
+        if self._reference is not None and self.config.reference_every:
+            self._reference.load(folder)
+
+    def _fingerprints(self) -> Fingerprints:
+        """For the tensors that the sampler must then hold, as it will fingerprint them."""
+        sampler = self.config.sampler
+        is_sglang = sampler.engine == "sglang"
+        return Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far."""
+        return self.engine.num_updates
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
+        if not self.config.lora_rank:
+            return self.engine.weights()
+        return merged(self.engine.weights(), scale=self.config.lora_alpha / self.config.lora_rank)
+
+    def _update(self, step: int, loss: float) -> float | None:
+        """The gradient's norm; None for an update that was skipped."""
+        self._last_losses.append(loss)
+        skipped = self.engine.num_skipped
+        try:
+            norm = self.engine.step(learning_rate=self._learning_rate())
+        except TrainingDiverged as error:
+            raise TrainingDiverged(
+                f"{error} RL step {step}, this rank's last losses {list(self._last_losses)}. Lower learning_rate or "
+                "gradient_clipping; the last checkpoint is from before."
+            ) from error
+        if self.engine.num_skipped > skipped:
+            log.warning("RL step %d: an update was skipped, its gradient's norm was %g", step, norm)
+            return None
+        return norm
+
+    def _refresh_reference(self, updates_before: int) -> None:
+        """After every `reference_every` updates, at the end of the step in which they were done."""
+        every = self.config.reference_every
+        if self._reference is not None and every and self.num_updates // every > updates_before // every:
+            self._reference.refresh(self._weights())
+
+    def _learning_rate(self) -> float:
+        warmup = self.config.warmup_steps * self.config.updates_per_step * self.config.epochs_per_step
+        return self.config.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
+
+    def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
+        group = self._group
+        groups = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=group.num_groups)
+        return [to_row(batch, self.engine.device) for batch in groups[group.number]]
+
+    def _totals(self, part: Sequence[Rollout]) -> Totals:
+        trained = [num_trained(rollout) for rollout in part]
+        return Totals(
+            num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained), max_tokens=self.config.max_new_tokens
+        )
+
+    @torch.no_grad()
+    def _scores(self, model: Any, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+        return [[model(row)[0] for row in part] for part in rows]
+
+
+def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[Rollout]]]:
+    """Groups in order, in num_parts parts whose sizes differ by at most one."""
+    bounds = [len(groups) * number // num_parts for number in range(num_parts + 1)]
+    return [groups[start:end] for start, end in pairwise(bounds)]
+
+
+def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    reply: dict[str, Any] = {}
+    match message["do"]:
+        case "load":
+            trainer.load(Path(message["folder"]))
+            reply = {"num_updates": trainer.num_updates}
+        case "train":
+            path = Path(message["rollouts"])
+            reply = trainer.train(message["step"], list(read_rollouts(path)))
+            write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
+        case "export":
+            options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
+            reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
+        case "layout":
+            reply = {"buckets": trainer.broadcaster.layout()}
+        case "open_group":
+            reply = {"port": trainer.broadcaster.open(message["name"], message["size"])}
+        case "broadcast":
+            reply = trainer.broadcast(fingerprint=message["fingerprint"])
+        case "save":
+            trainer.save(Path(message["folder"]))
+            reply = {"num_updates": trainer.num_updates}
+    return {**reply, "seconds": time.monotonic() - began}
+
+
+def _serve(job: Job, link: ControllerLink) -> None:
+    device = job.config.resources.device
+    trainer = Trainer(job.config, job.inputs["model"], device=device, beside=job.inputs)
+    link.reply({"ready": True})
+    while (message := link.next())["do"] != "end":
+        link.reply(_carry_out(trainer, message))
+    trainer.broadcaster.close()
+    trainer.engine.barrier()
+
+
+def main() -> None:
+    """Serve the controller until it says `end`; any error goes to it, and ends this rank."""
+    logs.set_up()
+    ignore_stop_signals()
+    # DeepSpeed calls collectives by their names of torch 2.12, several times a step.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
+    job = read_job(Path(sys.argv[1]))
+    link = ControllerLink(int(os.environ.get("RANK", "0")))
+    try:
+        _serve(job, link)
+    except Exception as error:
+        log.exception("this rank failed")
+        link.fail(error)
+        sys.stderr.flush()
+        os._exit(1)  # a normal exit would wait for ranks that wait for this one
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One stage and one run: keys, look up, build, publish; what keeps, compares and reproduces runs."""

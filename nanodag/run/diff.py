@@ -1,0 +1,102 @@
+"""Two runs side by side: what of config, data, code, metrics and cost is not the same."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
+from nanodag.run.stale import stale_stages
+from nanodag.store import Artifact, Store, canonical_json
+
+SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
+_COST = ("seconds", "cpu_seconds", "tokens", "flops", "peak_bytes", "device")
+# Where a run was carried out, not what it is.
+_ELSEWHERE = ("store.", "server.", "nightly.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the comparison. before, after: None where a run has nothing of that name."""
+
+    section: str
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_same(self) -> bool:
+        return self.before == self.after
+
+    @property
+    def difference(self) -> float | None:
+        """after - before, where both are numbers."""
+        if _is_number(self.before) and _is_number(self.after):
+            return float(self.after) - float(self.before)
+        return None
+
+
+def compare(store: Store, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Row]:
+    """Every line of both runs, section by section. first, second: their records."""
+    sides = [_side(store, record) for record in (first, second)]
+    rows = []
+    for section in SECTIONS:
+        before, after = sides[0][section], sides[1][section]
+        for name in list(dict.fromkeys([*before, *after])):
+            rows.append(Row(section=section, name=name, before=before.get(name), after=after.get(name)))
+    return rows
+
+
+def _side(store: Store, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in flat(record.get("pipeline", {})):
+        if not name.startswith(_ELSEWHERE):
+            found["config"][name.removeprefix("stages.")] = value
+    found["code"]["run: revision of the run"] = record.get("revision")
+    stale = stale_stages(record)
+    for stage in record["order"]:
+        entry = record["stages"][stage]
+        made = f"{entry['key'][:12]}/{entry['attempt']}" if "attempt" in entry else entry["state"]
+        found["stages"][stage] = f"{made}, stale" if stage in stale else made
+        artifact = _artifact(store, entry)
+        if artifact is None:
+            continue
+        found["stages"][f"{stage} content"] = artifact.digest[:16]
+        for url, identity in (artifact.sources or {}).items():
+            found["data"][f"{stage}: {url}"] = canonical_json(identity)
+        for name, value in flat(artifact.environment):
+            found["code"][f"{stage}: {name}"] = value
+        for name, value in flat(artifact.metrics):
+            found["metrics"][f"{stage}.{name}"] = value
+        found["cost"] |= {f"{stage}.{name}": artifact.cost[name] for name in _COST if name in artifact.cost}
+    found["code"] = _once(found["code"])
+    return found
+
+
+def _artifact(store: Store, entry: Mapping[str, Any]) -> Artifact | None:
+    if "attempt" not in entry:
+        return None
+    try:
+        return store.attempt(entry["key"], entry["attempt"])
+    except (ArtifactNotFound, CorruptArtifact, NewerFormat):  # `nanodag verify` says more; the rest can be compared
+        return None
+
+
+def _once(code: Mapping[str, Any]) -> dict[str, Any]:
+    """`stage: name` -> value as name -> the value that all stages share, or all that they have."""
+    values: dict[str, list[str]] = {}
+    for full, value in code.items():
+        values.setdefault(full.partition(": ")[2], []).append(str(value))
+    return {name: ", ".join(dict.fromkeys(given)) for name, given in values.items()}
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of every leaf of nested tables; a list is a leaf."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

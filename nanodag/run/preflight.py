@@ -1,0 +1,96 @@
+"""What can be known of a pipeline before anything starts: functions, files, models, benchmarks and the first rows.
+
+A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own modules
+too, never gets into the command's process. What passed is not looked at again while nothing of it has changed.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from nanodag.config import Pipeline
+from nanodag.errors import ConfigError
+from nanodag.store.provenance import code_digest
+from nanodag.store import write_json
+from nanodag.store.files import writing
+from nanodag.errors.words import counted
+
+TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
+MOST_FAULTS = 10
+
+
+def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stages: Collection[str] = ()) -> None:
+    """Raise ConfigError with a line for each thing that a stage would fail for.
+
+    remembered: a folder for what has passed. stages: those that are to be carried out; all unless given.
+    """
+    asked = {
+        "pipeline": pipeline.model_dump(mode="json"),
+        "stages": [name for name in pipeline.stages if not stages or name in stages],
+        "folder": str(file.parent),
+    }
+    identity = [asked, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
+    mark = remembered / f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    if _still_holds(mark):
+        return
+    found = _look(asked)
+    if faults := found["faults"]:
+        more = [f"and {counted(len(faults) - MOST_FAULTS, 'more fault')}"] if len(faults) > MOST_FAULTS else []
+        lines = [*faults[:MOST_FAULTS], *more]
+        head = f"{file}, preset {pipeline.preset!r}"
+        text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be carried out:", *lines])
+        raise ConfigError(text)
+    with writing(f"Writing {mark}"):
+        remembered.mkdir(parents=True, exist_ok=True)
+        write_json(mark, found["relied_on"])
+
+
+def state_of(path: str) -> list[int]:
+    """What changes with a file: its size and the time of its last change; empty where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _still_holds(mark: Path) -> bool:
+    try:
+        relied_on = json.loads(mark.read_text())
+    except (OSError, ValueError):
+        return False
+    return all(state_of(path) == state for path, state in relied_on.items())
+
+
+def _look(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the process found. What a user's module prints goes nowhere; where one ends the process, that is a fault."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    with tempfile.TemporaryDirectory(prefix="nanodag-") as folder:
+        answer, doing = Path(folder) / "answer.json", Path(folder) / "doing"
+        command = [sys.executable, "-m", "nanodag.run.preflight_checks", str(answer), str(doing)]
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(asked),
+                text=True,
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+            how = f"ended the process that looks at it, with code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            how = f"takes longer than {TIMEOUT_S:.0f} s"
+        if answer.exists():
+            return json.loads(answer.read_text())
+        what = doing.read_text() if doing.exists() else ""
+        if not what:  # a fault of ours: its traceback
+            raise RuntimeError(f"nanodag.run.preflight_checks {how}:\n{done.stderr[-4000:]}")
+        return {"faults": [f"{what} {how}"], "relied_on": {}}

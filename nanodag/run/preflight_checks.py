@@ -1,0 +1,358 @@
+"""`python -m nanodag.run.preflight_checks ANSWER DOING`: looks at what a pipeline on stdin names, and writes what is wrong
+with it into the file ANSWER; the file DOING says what is being looked at. No torch, unless a user's own module has it.
+"""
+
+import inspect
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanodag.config import AnyStage, Pipeline
+from nanodag.config.ranges import check_lora
+from nanodag.config.schema import BenchmarkConfig, ChatStage, EvalStage, ReportStage, RLStage, SupervisedStage
+from nanodag.data.adapters import open_adapter
+from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.files import FileSource
+from nanodag.data.records import Kind
+from nanodag.data.sources import open_source
+from nanodag.data.urls import parse_url
+from nanodag.errors import ConfigError, MissingTool, NanodagError
+from nanodag.evaluation.forms import FORMS, find_form
+from nanodag.model.import_model import local_files, model_commit
+from nanodag.own_code.find import file_of
+from nanodag.run.preflight import state_of
+from nanodag import registry as entries
+from nanodag.inference.sglang_install import find_python
+
+NUM_ROWS = 3
+# How functions of the user's own are called, positionally.
+_CALLED_WITH = {
+    "reward": ("prompt", "completion"),
+    "group": ("prompt", "completions"),
+    "process": ("prompt", "completion"),
+    "advantage": ("rewards", "group_ids", "num_tokens"),
+}
+
+
+class Checks:
+    """Looks at one stage after the other and collects faults. relied_on: files that what passed depends on."""
+
+    def __init__(self, pipeline: Pipeline, doing: Path) -> None:
+        self.faults: list[str] = []
+        self.relied_on: set[str] = set()
+        self._pipeline = pipeline
+        self._mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
+        self._doing = doing
+        self._seen: set[str] = set()
+        self._rows_of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+
+    def stage(self, name: str) -> None:
+        """Look at whatever a stage names."""
+        stage = self._pipeline.stages[name]
+        if stage.resources.nodes > 1:
+            hostfile = self._pipeline.cluster.hostfile
+            self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
+        if "wandb" in stage.tracking:
+            self._try(f"{name}.tracking", "wandb", _need_wandb)
+        for label, kind, sources in _mixtures(stage):
+            self._try(f"{name}.{label}", f"mixture {sources}", lambda sources=sources: _weights_fit(sources))
+            for number, source in enumerate(sources):
+                self._source(f"{name}.{label}.{number}", source, kind)
+        if stage.kind == "import":
+            self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
+        if isinstance(stage, EvalStage):
+            for number, benchmark in enumerate(stage.benchmarks):
+                self._benchmark(f"{name}.benchmarks.{number}", benchmark, is_chat=stage.chat)
+        if isinstance(stage, RLStage):
+            self._rl(name, stage)
+
+    def _try(self, where: str, what: str, look: Callable[[], None]) -> None:
+        """Note the fault that looking raises; what is named twice is looked at once."""
+        if what in self._seen:
+            return
+        self._doing.write_text(f"{where}: {what}")
+        self._seen.add(what)
+        try:
+            look()
+        except NanodagError as error:
+            self.faults.append(f"{where}: {' '.join(str(error).split())}")
+
+    def _need_file(self, path: str) -> None:
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path}")
+        self.relied_on.add(path)
+
+    # ---- data
+
+    def _source(self, where: str, source: SourceConfig, kind: Kind | None) -> None:
+        what = f"{source.url} {source.adapter} {source.options} as {kind}"
+        self._try(where, what, lambda: self._rows(source, kind))
+
+    def _rows(self, source: SourceConfig, kind: Kind | None) -> list[dict[str, Any]]:
+        """The first rows, as records of a kind, or as they are; the source is not empty."""
+        url = parse_url(source.url)
+        if url.kind == "python":
+            self._module(url.path.partition(":")[0])
+        if ":" in source.adapter:
+            self._import(source.adapter)
+        rows = self._first_rows(source.url)
+        if kind is None:
+            return [row for _, row in rows]
+        record_of = open_adapter(source.adapter, source.url, kind, source.options)
+        try:
+            records = [record_of(index, row) for index, row in rows]
+        except NanodagError:
+            raise
+        except Exception as error:  # a user's adapter
+            raise ConfigError(f"adapter {source.adapter} fails at a row of {source.url}: {_said(error)}") from error
+        return records
+
+    def _first_rows(self, url: str) -> list[tuple[int, dict[str, Any]]]:
+        """(number, row), read once of each source: some are parsed as a whole for it."""
+        if url in self._rows_of:
+            return self._rows_of[url]
+        try:
+            opened = open_source(url, self._mirror)
+            self._rows_of[url] = rows = list(itertools.islice(opened.rows(), NUM_ROWS))
+        except NanodagError:
+            raise
+        except Exception as error:  # a user's function, or a file's content, may raise whatever it likes
+            raise ConfigError(f"{url} cannot be read: {_said(error)}") from error
+        inner = getattr(opened, "_source", opened)
+        if isinstance(inner, FileSource):
+            self.relied_on.update(str(path) for path in inner.paths)
+        if not rows:
+            raise ConfigError(f"{url} is empty: it has no rows")
+        return rows
+
+    def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
+        if "core" in (benchmark.form, benchmark.name):
+            return
+
+        def look() -> None:
+            form, _ = find_form(benchmark, chat=is_chat)
+            self.relied_on.add(str(form))
+            reader = _reader_of(form)
+            if benchmark.source is None and reader:
+                raise ConfigError(f"Benchmark {benchmark.name!r} needs `source:`, where its items come from.")
+            if benchmark.num_fewshot and benchmark.fewshot is None and benchmark.source is not None:
+                raise ConfigError(
+                    f"Benchmark {benchmark.name!r}: num_fewshot {benchmark.num_fewshot} needs `fewshot:`, a source of "
+                    "worked examples that are no items, such as the training split."
+                )
+            kind = _KIND_OF_READER.get(reader)
+            for source in (benchmark.source, benchmark.fewshot):
+                if source is not None:
+                    rows = self._rows(source, kind)
+                    if kind is None:
+                        _check_columns(form, rows[0], source.url)
+
+        self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
+
+    # ---- models
+
+    def _model(self, model: str) -> None:
+        files = local_files(model, self._mirror)
+        if files is None:
+            model_commit(model)
+            return
+        self.relied_on.update(str(path) for path in files)
+
+    def _width_of(self, stage: AnyStage) -> int | None:
+        """Of the model that a stage begins at, where that is imported from a folder."""
+        while stage.kind != "import":
+            if "model" not in stage.inputs:
+                return None
+            stage = self._pipeline.stages[stage.inputs["model"]]
+        files = local_files(stage.model, self._mirror) or []
+        path = next((path for path in files if path.name == "config.json"), None)
+        try:
+            return int(json.loads(path.read_text())["hidden_size"]) if path is not None else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    # ---- RL
+
+    def _rl(self, name: str, stage: RLStage) -> None:
+        if stage.sampler.engine == "sglang":
+            python, device = stage.sampler.python, stage.resources.device
+            self._try(f"{name}.sampler.python", f"sglang {python}", lambda: find_python(python, device) and None)
+        rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
+        models = [(f"{name}.critic.model", stage.critic.model), (f"{name}.teacher.model", stage.teacher.model)]
+        models += [(f"{name}.reward", reward.removeprefix("model:")) for reward in rewards if reward[:6] == "model:"]
+        for where, model in models:
+            if model.startswith("/"):
+                self._try(where, model, lambda model=model: self._model(f"file:{model}"))
+        named = [(f"{name}.reward", "reward", reward) for reward in rewards if reward != "auto"]
+        named += [(f"{name}.{kind}", kind, getattr(stage, kind)) for kind in ("advantage", "policy_loss")]
+        for where, kind, entry in named:
+            if _is_own(kind, entry):
+                self._try(where, f"{kind} {entry}", lambda kind=kind, entry=entry: self._function(kind, entry))
+        for number, one in enumerate(stage.filters):
+            if _is_own("filter", one.name):
+                where = f"{name}.filters.{number}"
+                self._try(where, f"{where} {one}", lambda one=one: self._own_filter(one.name, one.options))
+        if not stage.generate.is_one_turn and _is_own("generate", stage.generate.name):
+            self._try(f"{name}.generate", f"generate {stage.generate}", lambda: self._own_generate(stage))
+        if stage.lora_rank:
+            self._try(f"{name}.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
+
+    def _lora(self, name: str, stage: RLStage) -> None:
+        if (width := self._width_of(stage)) is not None:
+            check_lora(name, stage, width, self._pipeline.unchecked)
+
+    def _own_filter(self, name: str, options: Any) -> None:
+        self._import(name)
+        entries.load_filter(name, options)
+
+    def _own_generate(self, stage: RLStage) -> None:
+        self._import(stage.generate.name)
+        entries.load_generate(stage.generate.name, stage.generate.options)
+
+    def _function(self, kind: str, name: str) -> None:
+        path = entries.without_prefix(name)
+        function = self._import(path)
+        prefix = name.partition(":")[0] if path != name else kind
+        if (arguments := _CALLED_WITH.get(prefix)) is None:
+            return
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
+        except ValueError:  # written in C: it does not say
+            return
+
+    # ---- modules
+
+    def _module(self, module: str) -> Path:
+        if (file := file_of(module)) is None and module.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(f"{module} is a module of Python's own, and no function of yours")
+        if file is None:
+            raise ConfigError(
+                f"there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed packages"
+            )
+        self.relied_on.add(str(file))
+        return file
+
+    def _import(self, path: str) -> Callable[..., Any]:
+        file = self._module(path.partition(":")[0])
+        try:
+            found = entries.function_at(path)
+        except AttributeError as error:
+            raise ConfigError(f"{path}: {file} has no function {path.partition(':')[2]}") from error
+        except Exception as error:  # a user's module may raise whatever it likes
+            raise ConfigError(f"{path} cannot be imported: {_said(error)}") from error
+        if not callable(found):
+            raise ConfigError(f"{path} is no function: {file} has it as {found!r:.60}")
+        return found
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line, with the file and line of the user's that raised it."""
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+    trace = error.__traceback__
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<") and "importlib" not in file and f"{os.sep}nanodag{os.sep}" not in file:
+            place = f" ({file}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return text + place
+
+
+def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Kind | None, tuple[SourceConfig, ...]]]:
+    """Label, kind of record and sources of what a stage reads."""
+    if isinstance(stage, RLStage):
+        yield "data", "prompt", stage.data
+        yield "validation", "prompt", stage.validation
+    elif isinstance(stage, ChatStage):
+        yield "data", "conversation", stage.data
+    elif isinstance(stage, SupervisedStage) or stage.kind == "tokenizer":
+        yield "data", "document", stage.data
+    elif isinstance(stage, ReportStage):
+        yield "contamination", None, stage.contamination
+
+
+def _weights_fit(sources: tuple[SourceConfig, ...]) -> None:
+    mixes_by_epochs(sources)
+
+
+def _need_wandb() -> None:
+    if file_of("wandb") is None:
+        raise MissingTool("wandb is not installed; run: pip install 'nanodag[wandb]'")
+
+
+def _is_own(kind: str, name: str) -> bool:
+    return name.startswith(entries.FUNCTION_PREFIXES) or entries.import_path(kind, name) == name
+
+
+_KIND_OF_READER: dict[str, Kind] = {
+    "nanodag.evaluation.items.problems": "prompt",
+    "nanodag.evaluation.items.documents": "document",
+    "nanodag.evaluation.continuation.continuations": "document",
+}
+
+
+def _form(path: Path) -> dict[str, Any]:
+    """A YAML file of lm-eval's with the one that it includes; `!function x` as the text x."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    try:
+        own = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is no form of lm-eval's: {_said(error)}") from error
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
+    above = own.get("include")
+    return {**_form(path.parent / above), **own} if isinstance(above, str) else own
+
+
+def _reader_of(form: Path) -> str:
+    """The function that reads a form's items; empty where lm-eval has data of its own."""
+    return str(_form(form).get("custom_dataset", ""))
+
+
+def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
+    """Raise ConfigError where a form speaks of a column that the row lacks: lm-eval would take it as empty."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    wanted: set[str] = set()
+    for field in ("doc_to_text", "doc_to_target", "doc_to_choice"):
+        text = _form(form).get(field)
+        if isinstance(text, str) and text.isidentifier() and form.parent == FORMS:
+            wanted.add(text)  # of ours it is always a column; elsewhere it may be text
+        elif isinstance(text, str) and "{{" in text:
+            try:
+                wanted |= meta.find_undeclared_variables(Environment().parse(text))
+            except TemplateSyntaxError as error:
+                raise ConfigError(f"{form.name}: {field} is no template: {error}") from error
+    if missing := sorted(wanted - row.keys()):
+        raise ConfigError(f"{url} has no column {missing[0]!r}, which {form.name} asks for; it has {', '.join(row)}")
+
+
+def main() -> None:
+    answer, doing = Path(sys.argv[1]), Path(sys.argv[2])
+    asked = json.loads(sys.stdin.read())
+    sys.path.append(asked["folder"])  # last, as in a worker
+    checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing)
+    for name in asked["stages"]:
+        checks.stage(name)
+    states = {path: state_of(path) for path in sorted(checks.relied_on)}
+    temporary = answer.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"faults": checks.faults, "relied_on": states}))
+    temporary.replace(answer)
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads a user's module has started
+
+
+if __name__ == "__main__":
+    main()

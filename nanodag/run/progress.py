@@ -1,0 +1,179 @@
+"""How far each stage of a run is, read from its record, from metrics.jsonl in the workspaces, and from manifests."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from nanodag.errors import StoreError
+from nanodag.run.stale import stale_stages
+from nanodag.store import Store
+
+TAIL_BYTES = 65536
+SPEED_WINDOW_S = 30.0
+STARTING = "starting"
+# Of a stage's metrics, what stands in the table: the first that is there, and in which words. Under way it is the curve
+# that is trained on: evaluations are rare, and the two would take turns.
+UNDER_WAY = {"reward": "reward", "loss": "loss"}
+AT_THE_END = {
+    **{"eval_reward": "eval reward", "reward": "reward", "validation_loss": "val. loss", "loss": "loss"},
+    **{"bytes_per_token": "bytes/token"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgress:
+    """One stage. state: as in the run's record, `stale`, or `starting` until a stage under way has said something.
+    done: share of its work, 0 to 1. amount: that in words, as in `12/40 steps`. reached: its loss, reward or score, in
+    words. speed: in words. left_s, elapsed_s: seconds, -1 where nothing is known; elapsed_s: over all tries."""
+
+    name: str
+    kind: str
+    state: str
+    key: str
+    done: float
+    amount: str
+    reached: str
+    speed: str
+    left_s: float
+    elapsed_s: float
+    reason: str
+
+
+def progress_of(store: Store, record: Mapping[str, Any]) -> list[StageProgress]:
+    """Every stage of a run, in the order of its DAG."""
+    stale = stale_stages(record)
+    found = [_stage(store, name, record["stages"][name]) for name in record["order"]]
+    return [replace(stage, state="stale") if stage.name in stale else stage for stage in found]
+
+
+def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
+    state, started, ended = entry["state"], entry.get("started", 0.0), entry.get("ended", 0.0)
+    lines = _last_lines(store, entry) if state in ("running", "stopped", "failed") else []
+    works = [line for line in lines if line["event"] in ("step", "phase") and line.get("total")]
+    rate = _rate([(line["time"], line["step"], (line["total"], line.get("phase"))) for line in works])
+    is_running, is_made = state == "running", state in ("built", "found")
+    last = works[-1] if works else {"step": 0, "total": 0}
+    return StageProgress(
+        name=name,
+        kind=entry["kind"],
+        state=STARTING if is_running and not works else state,
+        key=entry.get("key", ""),
+        done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
+        amount=_amount(last) if works else "",
+        reached=_reached_by(store, entry["key"], entry["attempt"]) if is_made and "attempt" in entry else _said(lines),
+        speed=_speed(works, rate) if is_running else "",
+        left_s=(last["total"] - last["step"]) / rate if is_running and rate else -1.0,
+        elapsed_s=(ended or time.time()) - started + entry.get("earlier_s", 0.0) if started else -1.0,
+        reason=entry.get("reason", ""),
+    )
+
+
+def _last_lines(store: Store, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The newest metrics records that this attempt wrote."""
+    path = store.local / "work" / entry.get("key", "none") / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        block = stream.read().decode(errors="replace")
+    lines = []
+    for text in block.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # cut by the seek, or being written now
+            continue
+        if isinstance(line, dict) and "event" in line and "step" in line:
+            lines.append(line)
+    return [line for line in lines if line["time"] >= entry.get("started", 0.0)]
+
+
+def _rate(points: Sequence[tuple[float, float, Any]]) -> float:
+    """What was done a second over the last SPEED_WINDOW_S, 0 where nothing is known. points: time, how much is done,
+    and of what: each phase counts for itself."""
+    recent = [p for p in points if p[2] == points[-1][2] and p[0] >= points[-1][0] - SPEED_WINDOW_S]
+    if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+        return 0.0
+    spanned = recent[-1][0] - recent[0][0]
+    silent = time.time() - recent[-1][0]
+    if silent > 3 * spanned / (len(recent) - 1):  # a stage that has come to a halt is not as fast as it was
+        spanned += silent
+    return max(0.0, (recent[-1][1] - recent[0][1]) / spanned)
+
+
+def _amount(line: Mapping[str, Any]) -> str:
+    """`12/40 steps`, `1.2/2.0 MB`, `130/400 items`; the name of a phase that counts nothing that people know."""
+    unit = line.get("unit", "steps")
+    if unit == "bytes":
+        return f"{line['step'] / 1e6:,.1f}/{line['total'] / 1e6:,.1f} MB"
+    if unit == "phases":
+        return str(line.get("phase", ""))
+    done, total = line.get("done", line["step"]), line.get("of", line["total"])
+    return f"{done:,}/{total:,} {unit}" if total else ""
+
+
+def _said(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the stage has last said of its loss, reward or score."""
+    for line in reversed(lines):
+        if line["event"] == "eval" and isinstance(score := line.get(line.get("benchmark", "")), int | float):
+            return _score(line["benchmark"], score)
+        if line["event"] == "step" and (text := _telling(line, UNDER_WAY)):
+            return text
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _reached_by(store: Store, key: str, attempt: str) -> str:
+    """What an artifact's manifest says of its loss, reward or score. An artifact never changes, so it is read once."""
+    try:
+        artifact = store.attempt(key, attempt)
+    except StoreError:  # removed, or damaged; that is said where it is needed
+        return ""
+    if artifact.kind == "eval":
+        names = [benchmark["name"] for benchmark in artifact.config.get("benchmarks", [])]
+        return next((_score(name, artifact.metrics[name]) for name in names if name in artifact.metrics), "")
+    return _telling(artifact.metrics, AT_THE_END)
+
+
+def _telling(metrics: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    there = [(words, metrics[name]) for name, words in names.items() if isinstance(metrics.get(name), int | float)]
+    return f"{there[0][0]} {there[0][1]:.3f}" if there else ""
+
+
+def _score(benchmark: str, value: float) -> str:
+    return f"{benchmark} {value:.3f}" if benchmark == "bits_per_byte" else f"{benchmark} {100 * value:.1f} %"
+
+
+def _speed(works: Sequence[Mapping[str, Any]], rate: float) -> str:
+    last = works[-1] if works else {}
+    if isinstance(tokens := last.get("tokens_per_second"), int | float):
+        return f"{tokens:,.0f} tok/s"
+    unit = last.get("unit", "steps")
+    if "done" in last:
+        rate = _rate([(line["time"], line["done"], line.get("phase")) for line in works if "done" in line])
+    if not rate or unit == "phases":
+        return ""
+    if unit == "bytes":
+        return f"{size(rate)}/s"
+    return f"{rate:.3g} {unit}/s" if rate >= 1 else f"{1 / rate:.3g} s/{unit.removesuffix('s')}"
+
+
+def duration(seconds: float) -> str:
+    """`4.2s`, `3m07s`, `2h05m`; empty for what is not known."""
+    if seconds < 0:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes = int(seconds) // 60
+    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def size(num_bytes: float) -> str:
+    """`1.2 MB` and the like."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError

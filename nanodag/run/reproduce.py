@@ -1,0 +1,172 @@
+"""Runs a stage again from what its artifact recorded, in a folder of its own, and compares the bytes."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nanodag.config import AnyStage, resolve
+from nanodag.errors import ArtifactNotFound, StageFailed, StoreError
+from nanodag.run.kinds import KINDS
+from nanodag.worker.launch import Result, run_worker
+from nanodag.store.provenance import environment
+from nanodag.run.record import Run, StageResult, pipeline_file, result_of
+from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.run.stage import cluster_context, key_of
+from nanodag.store import Artifact, Store, content_digest
+from nanodag.store.files import files_below, sha256_of
+from nanodag.worker.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """digest: of what came out this time. files: name -> `same`, `differs`, `missing` or `new`. environment: what is
+    not as it was, name -> (then, now). workspace: where the files lie, None when they were the same and are removed."""
+
+    digest: str
+    files: Mapping[str, str]
+    metrics: Mapping[str, Any]
+    environment: Mapping[str, tuple[Any, Any]]
+    workspace: Path | None
+
+    @property
+    def is_same(self) -> bool:
+        return all(state == "same" for state in self.files.values())
+
+
+def reproduce(
+    store: Store, artifact: Artifact, *, file: str, on_line: Callable[[str], None] = lambda line: None
+) -> Reproduction:
+    """Carry the artifact's stage out once more. Nothing is published, and nothing that the store has is touched.
+
+    It waits for a place on this machine as any stage does, and `gc` leaves its folder alone meanwhile.
+
+    Raises ArtifactNotFound when an input is gone, StoreError when another user wrote the artifact, or when the recipe
+    cannot be the same any more: data have changed, or the kind's code version; StageFailed when the worker fails.
+    """
+    store.check_own(artifact)
+    stage, inputs = _recipe(artifact), _inputs(store, artifact)
+    path = pipeline_file(file)
+    run = Run(f"reproduce-{artifact.key[:12]}", resolve(path), store, path.parent)
+    _same_key(run, stage, inputs, artifact)
+    name = f"reproduce-{artifact.key[:12]}-{secrets.token_hex(4)}"
+    with store.building(name) as lock:
+        above = {label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()}
+        context = {"preset": run.pipeline.preset, "mirror": run.pipeline.mirror, "code": str(path.parent)}
+        context |= cluster_context(run.pipeline, stage)
+        workspace = store.workspace(name)
+        job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
+        result = _carry_out(store, job, lock, on_line)
+        hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
+        files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
+        is_same = all(state == "same" for state in files.values())
+        if is_same:
+            shutil.rmtree(workspace)
+    return Reproduction(
+        digest=content_digest(hashes),
+        files=files,
+        metrics=result.metrics,
+        environment=_changed(artifact.environment, environment(str(stage.resources.device))),
+        workspace=None if is_same else workspace,
+    )
+
+
+def _carry_out(store: Store, job: Job, lock: int, on_line: Callable[[str], None]) -> Result:
+    """Run the job's worker on a place of this machine."""
+    stage, kind = job.config, KINDS[job.config.kind]
+    device = str(stage.resources.device)
+    places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
+    step_back_s = STEP_BACK_S if device == "cuda" else 0.0
+    with hold(places_folder(store), places, step_back_s=step_back_s) as held:
+        result = run_worker(
+            kind.module,
+            job,
+            num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
+            nodes=stage.resources.nodes if kind.has_ranks else 1,
+            threads=int(stage.resources.threads),
+            device=device,
+            gpus=named_gpus(held.numbers) if device == "cuda" else "",
+            niceness=kind.niceness,
+            hold=(lock, *held.descriptors),
+            on_line=on_line,
+            timeout_s=stage.timeout_s,
+        )
+    if not job.output.is_dir():
+        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
+    return result
+
+
+def _recipe(artifact: Artifact) -> Any:
+    if artifact.kind == "report":
+        raise StoreError(
+            f"Artifact {artifact.folder} is the report of a run, made from all its stages; reproduce one of these."
+        )
+    try:
+        return TypeAdapter(AnyStage).validate_python(artifact.config)
+    except ValidationError as error:
+        raise StoreError(
+            f"The config of artifact {artifact.folder} is not one that this nanodag has ({error.errors()[0]['msg']} at "
+            f"{error.errors()[0]['loc']}). It was made by code {artifact.environment.get('revision', '?')}: check that "
+            "out and reproduce it there."
+        ) from error
+
+
+def _inputs(store: Store, artifact: Artifact) -> dict[str, StageResult]:
+    found = {}
+    for label, source in artifact.lineage.items():
+        above = _with_digest(store, source)
+        found[label] = result_of(str(source["stage"]), above, was_found=True)
+    return found
+
+
+def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
+    """The attempt that was used, or another of its key with the same content."""
+    key, attempt = str(source["key"]), str(source["attempt"])
+    for name in [attempt, *store.attempts(key)]:
+        try:
+            found = store.attempt(key, name)
+        except StoreError:  # gone or damaged: another may do
+            continue
+        if found.digest == source["digest"]:
+            return found
+    raise ArtifactNotFound(
+        f"The input {source['stage']} (key {key[:12]}, content {str(source['digest'])[:12]}) is not in {store.url} any "
+        "more. Carry out that stage first, from the run that this artifact is of."
+    )
+
+
+def _same_key(run: Run, stage: Any, inputs: Mapping[str, StageResult], artifact: Artifact) -> None:
+    key, sources = key_of(run, stage, inputs)
+    if key == artifact.key:
+        return
+    changed = [url for url, identity in sources.items() if identity != artifact.sources.get(url)]
+    if changed:
+        raise StoreError(
+            f"The data {changed[0]} are not what artifact {artifact.folder} was made from: they were "
+            f"{artifact.sources.get(changed[0])}, and are {sources[changed[0]]}. Put those back first."
+        )
+    raise StoreError(
+        f"Stage {artifact.stage} with the recorded config, inputs and data has another key now ({key[:12]}): kind "
+        f"{stage.kind} makes something else since (code version {KINDS[stage.kind].code_version}). Artifact "
+        f"{artifact.folder} was made by code {artifact.environment.get('revision', '?')}: reproduce it there."
+    )
+
+
+def _compared(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for name in sorted({*before, *after}):
+        if name not in after:
+            found[name] = "missing"
+        elif name not in before:
+            found[name] = "new"
+        else:
+            found[name] = "same" if before[name] == after[name] else "differs"
+    return found
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {n: (before.get(n), after.get(n)) for n in {**before, **after} if before.get(n) != after.get(n)}

@@ -1,0 +1,375 @@
+"""What a store can do without, and how it is let go: `nanodag gc`.
+
+An attempt stays as long as a run's record names it, or an attempt that stays was made from it. Beside that a policy
+says which runs' records stay. What goes is taken out of sight first; then the records are read again, and what a run
+has come to refer to meanwhile is brought back, with what that was made from.
+"""
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
+from nanodag.run.stale import ENDED_WELL
+from nanodag.store import Artifact, Store
+from nanodag.store.check import targets
+from nanodag.store.files import sizes_below
+
+log = logging.getLogger(__name__)
+
+# Longer than a stage takes from finding an artifact to noting it in its run's record.
+SETTLE_S = 2.0
+ANY = "*"
+_NAMED = re.compile(r"([0-9a-f]{40})/(\d{4}(?:-[0-9a-f]{8})?)")
+
+Reference = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Keep the best of a stage by one of its metrics. stage: its name, or `*` for each."""
+
+    stage: str
+    metric: str
+    is_lowest: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which records of runs stay: the newest keep_runs, those that completed before others; those begun within
+    keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
+    refers to. best: kept whatever refers to it, with what it was made from."""
+
+    keep_runs: int = 0
+    keep_days: float = 0.0
+    best: tuple[Best, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words.
+    started: when a run was begun, or gone on with, last."""
+
+    what: str
+    name: str
+    num_bytes: int
+    why: str
+    started: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """items: what can go. num_kept, kept_bytes: attempts that stay. notes: what should be known. attempts: all of
+    them, with what they were made from."""
+
+    items: tuple[Item, ...]
+    num_kept: int
+    kept_bytes: int
+    notes: tuple[str, ...]
+    attempts: Mapping[Reference, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
+def best_of(text: str) -> Best:
+    """`STAGE.METRIC` for the highest, `STAGE.METRIC:min` for the lowest. Raises ConfigError for anything else."""
+    found = re.fullmatch(r"(?P<stage>[^.:]+)\.(?P<metric>[^:]+)(:(?P<side>min|max))?", text)
+    if found is None:
+        raise ConfigError(f"--keep-best {text!r}: write STAGE.METRIC, STAGE.METRIC:max or STAGE.METRIC:min.")
+    return Best(stage=found["stage"], metric=found["metric"], is_lowest=found["side"] == "min")
+
+
+def plan(store: Store, policy: Policy) -> Plan:
+    """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
+    if damaged := store.damaged_runs():
+        raise StoreError(
+            f"The record of run {damaged[0]} in {store.url} is damaged, so what it refers to is not known. Remove "
+            f"runs/{damaged[0]}.json if it is of no use, then go on."
+        )
+    records = store.records_of_runs()
+    retired = _retired(records, policy)
+    staying = {name: record for name, record in records.items() if name not in retired}
+    notes: list[str] = []
+    attempts = _attempts(store, notes)
+    kept = _with_origins(attempts, _references(staying) | _best(attempts, policy.best) | _young(attempts, policy))
+    items = [
+        Item(
+            what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].get("started", 0.0)
+        )
+        for name in retired
+    ]
+    for (key, attempt), artifact in attempts.items():
+        if not _is_in((key, attempt), kept) and artifact != "newer":
+            why = "no run refers to it" if isinstance(artifact, Artifact) else "damaged, and no run refers to it"
+            items.append(Item(what="attempt", name=f"{key}/{attempt}", num_bytes=_bytes(artifact), why=why))
+    items += _workspaces(store, staying)
+    items += _copies(store, attempts, kept)
+    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    items += [
+        Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run goes on with these checkpoints")
+        for key in store.mirrored()
+        if key not in unfinished
+    ]
+    items += [
+        Item(what="leftover", name=name, num_bytes=size, why="its writer was killed")
+        for name, size in store.leftovers().items()
+    ]
+    staying_attempts = [a for reference, a in attempts.items() if _is_in(reference, kept) or a == "newer"]
+    return Plan(
+        items=tuple(items),
+        num_kept=len(staying_attempts),
+        kept_bytes=sum(_bytes(a) for a in staying_attempts),
+        notes=tuple(notes),
+        attempts=attempts,
+    )
+
+
+def free(store: Store, found: Plan, *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
+    """Let go of what a plan lists; returns the bytes freed and, in words, what stayed after all."""
+    stayed: list[str] = []
+    freed = 0
+    for item in found.items:
+        if item.what == "run":
+            _remove_run(store, item, stayed)
+        elif item.what == "leftover":
+            freed += _clear(store, item, stayed)
+    freed += _free_folders(store, found.items, stayed)
+    return freed + _free_attempts(store, found, settle_s, stayed), stayed
+
+
+def _free_attempts(store: Store, found: Plan, settle_s: float, stayed: list[str]) -> int:
+    """Take them out of sight, and look who needs them now: those come back first, then the others are removed."""
+    hidden: dict[Reference, tuple[str, int]] = {}
+    freed = 0
+    try:
+        for item in (i for i in found.items if i.what == "attempt"):
+            key, _, attempt = item.name.partition("/")
+            try:
+                with store.building(key, timeout_s=0.0):
+                    hidden[key, attempt] = (store.hide(key, attempt), item.num_bytes)
+            except StoreBusy:
+                stayed.append(f"{item.name}: somebody is building that key")
+            except FileNotFoundError:
+                stayed.append(f"{item.name}: it is gone already")
+        if hidden:
+            time.sleep(settle_s)
+            attempts = _attempts(store, [], found.attempts)
+            wanted = _with_origins(attempts, _references(store.records_of_runs()))
+            for reference in [r for r in hidden if _is_in(r, wanted)]:
+                _bring_back(store, reference, hidden[reference][0], stayed, "a run has come to refer to it")
+                del hidden[reference]
+        for reference in list(hidden):
+            token, num_bytes = hidden.pop(reference)
+            store.delete(*reference, token)
+            freed += num_bytes
+    finally:
+        for reference, (token, _) in hidden.items():
+            _bring_back(store, reference, token, stayed, "gc was ended before")
+    return freed
+
+
+def _bring_back(store: Store, reference: Reference, token: str, stayed: list[str], why: str) -> None:
+    """Undo `hide`; one that cannot be brought back does not keep the others away."""
+    name = "/".join(reference)
+    try:
+        attempt = store.bring_back(*reference, token)
+    except (OSError, StoreError) as error:
+        log.warning("%s could not be brought back: %s", name, error)
+        stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it anew")
+        return
+    moved = "" if attempt == reference[1] else f"; it is attempt {attempt} now"
+    stayed.append(f"{name}: {why}{moved}")
+
+
+def _remove_run(store: Store, item: Item, stayed: list[str]) -> None:
+    """Remove a run's record, unless somebody has begun to go on with that run since the plan was made."""
+
+    def is_gone_on_with(record: Mapping[str, Any]) -> bool:
+        return record.get("state") == "running" or record.get("started", 0.0) != item.started
+
+    if not store.remove_run(item.name, unless=is_gone_on_with):
+        stayed.append(f"{item.name}: that run has been gone on with")
+
+
+def _is_wanted(store: Store, key: str, attempt: str = ANY) -> bool:
+    return _is_in((key, attempt), _references(store.records_of_runs()))
+
+
+def _clear(store: Store, item: Item, stayed: list[str]) -> int:
+    """Remove a leftover; returns its bytes. Mirrored checkpoints stay while somebody builds their key, or is about
+    to."""
+    folder, _, key = item.name.partition("/")
+    if folder != "checkpoints":
+        store.clear(item.name)
+        return item.num_bytes
+    try:
+        with store.building(key, timeout_s=0.0):
+            if _is_wanted(store, key):
+                stayed.append(f"{item.name}: a run has come to refer to it")
+                return 0
+            store.clear(item.name)
+    except StoreBusy:
+        stayed.append(f"{item.name}: somebody is building that key")
+        return 0
+    return item.num_bytes
+
+
+def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> int:
+    freed = 0
+    for item in items:
+        if item.what not in ("workspace", "copy"):
+            continue
+        key, *attempt = item.name.split("/")[1:]
+        try:
+            with store.building(key, timeout_s=0.0):
+                if _is_wanted(store, key, *attempt):
+                    stayed.append(f"{item.name}: a run has come to refer to it")
+                    continue
+                shutil.rmtree(store.local / item.name)
+                freed += item.num_bytes
+        except StoreBusy:
+            stayed.append(f"{item.name}: somebody is building that key")
+    return freed
+
+
+def _retired(records: Mapping[str, Mapping[str, Any]], policy: Policy) -> list[str]:
+    """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone. A run that
+    completed is worth more than a newer one that did not."""
+    if not policy.keep_runs and not policy.keep_days:
+        return []
+    plain = [name for name, record in records.items() if "nightly" not in record]
+    by_worth = sorted(plain, key=lambda name: records[name].get("state") == "completed")  # each part oldest first
+    newest = set(by_worth[-policy.keep_runs :]) if policy.keep_runs else set()
+    limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
+    return [
+        name
+        for name, record in records.items()
+        if name not in newest
+        and record.get("state") != "running"
+        and float(record.get("created", 0.0)) < limit
+        and (name in plain or policy.keep_days)
+    ]
+
+
+def _attempts(store: Store, notes: list[str], known: Mapping[Reference, Any] | None = None) -> dict[Reference, Any]:
+    """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers. known:
+    what was read before, which is not read again."""
+    found: dict[Reference, Any] = dict(known or {})
+    for key, attempt in targets(store, ""):
+        if (key, attempt) in found:
+            continue
+        try:
+            found[key, attempt] = store.attempt(key, attempt)
+        except ArtifactNotFound:
+            continue
+        except NewerFormat as error:
+            found[key, attempt] = "newer"
+            notes.append(f"{error} It stays.")
+        except CorruptArtifact:
+            found[key, attempt] = "damaged"
+    return found
+
+
+def _references(records: Mapping[str, Mapping[str, Any]]) -> set[Reference]:
+    """What records name: (key, attempt), or (key, ANY) for a stage that is not finished."""
+    found: set[Reference] = set()
+    for record in records.values():
+        found |= set(_named(record))
+        found |= {(key, attempt) for key, attempt in _NAMED.findall(json.dumps(record))}
+    return found
+
+
+def _named(value: Any) -> Iterator[Reference]:
+    if isinstance(value, Mapping):
+        if isinstance(key := value.get("key"), str):
+            is_finished = "attempt" in value and value.get("state", "built") in ENDED_WELL
+            yield key, str(value["attempt"]) if is_finished else ANY
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _named(inner)
+
+
+def _is_in(reference: Reference, references: set[Reference]) -> bool:
+    return reference in references or (reference[0], ANY) in references
+
+
+def _with_origins(attempts: Mapping[Reference, Any], wanted: set[Reference]) -> set[Reference]:
+    """These references, and what the artifacts that they mean were made from, all the way up."""
+    found, waiting = set(wanted), [r for r in attempts if _is_in(r, wanted)]
+    while waiting:
+        artifact = attempts.get(waiting.pop())
+        if not isinstance(artifact, Artifact):
+            continue
+        for source in artifact.lineage.values():
+            above = (str(source.get("key")), str(source.get("attempt")))
+            if above not in found:
+                found.add(above)
+                waiting.append(above)
+    return found
+
+
+def _best(attempts: Mapping[Reference, Any], rules: tuple[Best, ...]) -> set[Reference]:
+    found: set[Reference] = set()
+    for rule in rules:
+        scores: dict[str, list[tuple[float, Reference]]] = {}
+        for reference, artifact in attempts.items():
+            if isinstance(artifact, Artifact) and rule.stage in ("*", artifact.stage):
+                value = _metric(artifact.metrics, rule.metric)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    scores.setdefault(artifact.stage, []).append((-value if rule.is_lowest else value, reference))
+        if not scores:
+            raise ConfigError(f"--keep-best {rule.stage}.{rule.metric}: no stage of that name has such a metric.")
+        found |= {max(values)[1] for values in scores.values()}
+    return found
+
+
+def _metric(values: Mapping[str, Any], name: str) -> Any:
+    """A metric by its dotted name."""
+    if name in values:
+        return values[name]
+    head, dot, rest = name.partition(".")
+    return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
+
+
+def _young(attempts: Mapping[Reference, Any], policy: Policy) -> set[Reference]:
+    limit = time.time() - policy.keep_days * 86400.0
+    found = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
+    return found if policy.keep_days else set()
+
+
+def _workspaces(store: Store, staying: Mapping[str, Mapping[str, Any]]) -> list[Item]:
+    """Workspaces of stages that no run is going to go on with."""
+    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    folder = store.local / "work"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name not in unfinished:
+            size = sum(n for n in sizes_below(path).values() if n > 0)
+            found.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run goes on with it"))
+    return found
+
+
+def _copies(store: Store, attempts: Mapping[Reference, Any], kept: set[Reference]) -> list[Item]:
+    """This host's copies of a remote store's attempts that do not stay."""
+    found = []
+    for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
+        reference = (path.parent.name, path.name)
+        if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
+            size = sum(n for n in sizes_below(path).values() if n > 0)
+            name = f"cache/{reference[0]}/{reference[1]}"
+            found.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
+    return found
+
+
+def _bytes(artifact: Any) -> int:
+    if not isinstance(artifact, Artifact):
+        return 0
+    return artifact.num_bytes + sum(int(facts["bytes"]) for facts in artifact.records.values())

@@ -1,1 +1,0 @@
-"""Talking to a checkpoint: `python -m nanodag.serve FOLDER`, or `nanodag chat RUN [STAGE]`."""

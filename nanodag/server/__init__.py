@@ -1,0 +1,1 @@
+"""Prefect's server: started, found, ended and asked; its login."""

@@ -1,0 +1,435 @@
+"""Starts, finds and stops Prefect's server and the process that serves our flows; talks to it by HTTP.
+
+Both belong to one store and keep everything below <store's local folder>/prefect: a Prefect that the user has elsewhere
+is neither read nor changed. They listen on loopback unless told otherwise, and send nothing out. They outlive the
+command that started them; `server.json` says which processes they are. That command may be killed at any step: what it
+had recorded is gone on with by the next one, what it had not is found by its working directory, and ended.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from nanodag.config import Pipeline
+from nanodag.config.schema import ServerConfig
+from nanodag.errors import ServerError
+from nanodag.server.login import NO_LOGIN, read_login
+from nanodag.host.patience import Patience
+from nanodag.host.ports import free_port
+from nanodag.store.provenance import code_digest, is_process, process_started
+from nanodag.store import Store, write_json
+from nanodag.store.files import locked, writing
+
+HOST = "127.0.0.1"
+TAIL_LINES = 15
+BUSY_FOR_S = 30.0
+HEARTBEAT_S = 30  # how often a flow's process says that it is there
+_MAY_BE_UNDER_WAY = (
+    "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
+    "checkpoints when run again: nanodag server stop"
+)
+_PROGRAMS = ("flows.server", "nanodag.worker.respawn")
+FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessId:
+    """A process, told apart from a later one with the same number by its start."""
+
+    pid: int
+    started: float
+
+    def is_alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() != psutil.STATUS_ZOMBIE and is_process(process, self.started)
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What server.json says. serve: the keeper of the process that serves. deployments: flow name -> deployment id,
+    none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
+
+    port: int
+    server: ProcessId
+    serve: ProcessId
+    deployments: Mapping[str, str]
+    serves: str
+    host: str = HOST
+    password_file: str = NO_LOGIN
+    settings: str = "host 127.0.0.1, database sqlite, password_file none, proxy_names none, closed to web pages"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def api(self) -> "Api":
+        """Who answers there."""
+        return Api(self.url, login=read_login(self.password_file))
+
+
+class Server:
+    """The Prefect server and serve process of one store.
+
+    home: their folder. store_url: what is served. file: the pipeline file whose stages the form offers.
+    """
+
+    def __init__(self, home: Path, *, store_url: str, file: Path, settings: ServerConfig) -> None:
+        self.home = home
+        self._store_url = store_url
+        self._file = file
+        self._host, self._port = settings.host, settings.port
+        self._database, self._password_file = settings.database, settings.password_file
+        self._proxy_names = settings.proxy_names
+        self._start_timeout_s = settings.start_timeout_s
+
+    def running(self) -> Running | None:
+        """The server that is up and answering, with its serve process; None otherwise."""
+        found = self._recorded()
+        if found is None or not found.server.is_alive() or not found.serve.is_alive():
+            return None
+        return found if self._answers(found) else None
+
+    def ensure(self, say: Callable[[str], None]) -> Running:
+        """The running server. It is started first when it is not up; its serve process, when what it serves has
+        changed and nothing is under way. A serve process that is there is never ended before the server was asked
+        whether anything is.
+
+        Raises ServerError when the server does not answer: with the log's last lines for one that ended, or did not get
+        on for start_timeout_s, while it started; after BUSY_FOR_S for one that was up.
+        """
+        read_login(self._password_file)  # refused before anything starts
+        with locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s):
+            found = self._recorded()
+            if found is not None and found.server.is_alive() and found.settings != self._settings():
+                raise ServerError(
+                    f"Prefect's server at {found.url} was started with another server.host, database or password_file "
+                    f"than the config has now, or by an older nanodag ({found.settings}; now {self._settings()}). End "
+                    "it, and what it carries out: nanodag server stop"
+                )
+            server, port = self._server_or_start(say)
+            if found is not None and found.serve.is_alive():
+                found = replace(found, server=server)
+                write_json(self.home / "server.json", asdict(found))
+                try:
+                    self._wait_for(found, found.api().is_healthy)
+                    found = self._ready(found)
+                    if found.serves == self._to_serve() or found.api().num_active_runs():
+                        return found
+                except _Ended:
+                    if found.serve.is_alive():  # it was the server; nobody can be asked what is under way
+                        raise
+                self._end(found.serve)
+            return self._serve(server, port, say)
+
+    def stop(self) -> bool:
+        """End both processes and every flow run they carry out; False when none was up."""
+        found = self._recorded()
+        was_up = found is not None and (found.serve.is_alive() or found.server.is_alive())
+        if found is not None:
+            self._end(found.serve)
+            self._end(found.server)
+        were_strays = self._end_strays()
+        (self.home / "server.json").unlink(missing_ok=True)
+        return was_up or were_strays
+
+    # ---- below
+
+    def _settings(self) -> str:
+        """What a change of makes another server necessary. Of the login only when its file changed."""
+        has_login = self._password_file != NO_LOGIN
+        changed = f" {Path(self._password_file).stat().st_mtime_ns}" if has_login else ""
+        return (
+            f"host {self._host}, database {self._database}, password_file {self._password_file}{changed}, proxy_names "
+            f"{' '.join(self._proxy_names) or 'none'}, closed to web pages"
+        )
+
+    def _to_serve(self) -> str:
+        """What a change of makes another serve process necessary: the form offers the pipeline file's stages."""
+        return f"code {code_digest()}, {self._file} {hashlib.sha256(self._file.read_bytes()).hexdigest()[:8]}"
+
+    def _recorded(self) -> Running | None:
+        try:
+            raw = json.loads((self.home / "server.json").read_text())
+            raw.update(server=ProcessId(**raw["server"]), serve=ProcessId(**raw["serve"]))
+            return Running(**raw)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+
+    def _answers(self, found: Running) -> bool:
+        """True once the server answers; False when its process ends or is silent for too long: where other work takes
+        the whole machine, one answer may well be late."""
+        if found.api().is_healthy():
+            return True
+        deadline, patience = time.monotonic() + BUSY_FOR_S, self._patience(found)
+        while not found.api().is_healthy():
+            is_late = time.monotonic() > deadline if found.deployments else patience.is_over()
+            if is_late or not found.server.is_alive():
+                return False
+            time.sleep(0.2)
+        return True
+
+    def _patience(self, running: Running) -> Patience:
+        logs = [self.home / "server.log", self.home / "serve.log"]
+        return Patience([running.server.pid, running.serve.pid], logs, self._start_timeout_s)
+
+    def _server_or_start(self, say: Callable[[str], None]) -> tuple[ProcessId, int]:
+        found = self._recorded()
+        if found is not None and found.server.is_alive() and self._answers(found):
+            return found.server, found.port
+        serving = found if found is not None and found.serve.is_alive() else None
+        if serving is not None and serving.server.is_alive():
+            raise ServerError(f"Prefect's server at {serving.url} is up but does not answer. {_MAY_BE_UNDER_WAY}")
+        if serving is not None and not _is_free(serving.host, serving.port):
+            raise ServerError(
+                f"Prefect's server is gone and something else has its port {serving.port}. {_MAY_BE_UNDER_WAY}"
+            )
+        self._end(found.server if found is not None else None)
+        self._end_strays(*([found.serve] if found is not None else []))
+        wanted = serving.port if serving is not None else self._port  # what serves looks for it there
+        port = wanted if _is_free(self._host, wanted) else free_port(self._host)
+        if port != wanted:
+            say(f"Port {wanted} is taken; the Prefect server takes {port}.")
+        say("Starting the Prefect server ...")
+        command = [sys.executable, "-m", "flows.server", "start", "--host", self._host, "--port", str(port)]
+        own: dict[str, str] = {
+            # A page's scripts must not create flow runs (flows/server.py). The UI asks the address it came from.
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{self._host}:{port}",
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+            "PREFECT_UI_API_URL": "/api",
+            "NANODAG_HOSTS": " ".join({self._host: None, HOST: None, "localhost": None}),
+            "NANODAG_PROXIES": " ".join(self._proxy_names),
+        }
+        if self._database != "sqlite":
+            own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
+        if (login := read_login(self._password_file)) is not None:
+            own["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
+        return self._start(command, "server.log", self._environment(port) | own), port
+
+    def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> Running:
+        """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
+        self._end_strays(server)
+        ready = self.home / "serve.json"
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "nanodag.worker.respawn", sys.executable, "-m", "flows.serve", str(ready)]
+        # The database's password is none of its business.
+        environment = {k: v for k, v in self._environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
+        running = Running(
+            port=port,
+            server=server,
+            serve=self._start(command, "serve.log", environment),
+            deployments={},
+            serves=self._to_serve(),
+            host=self._host,
+            password_file=self._password_file,
+            settings=self._settings(),
+        )
+        write_json(self.home / "server.json", asdict(running))
+        running = self._ready(running)
+        say(f"Prefect UI: {running.url}")
+        return running
+
+    def _ready(self, running: Running) -> Running:
+        """The same with its deployments, once it has made them: whoever started it may have been killed meanwhile."""
+        if running.deployments:
+            return running
+        ready = self.home / "serve.json"
+        self._wait_for(running, ready.exists)
+        running = replace(running, deployments=json.loads(ready.read_text()))
+        write_json(self.home / "server.json", asdict(running))
+        return running
+
+    def _wait_for(self, running: Running, is_up: Callable[[], bool]) -> None:
+        if is_up():
+            return
+        patience = self._patience(running)
+        while not is_up():
+            for process, log_name in ((running.server, "server.log"), (running.serve, "serve.log")):
+                if not process.is_alive():
+                    raise _Ended(f"Prefect's process ended while it started.\n{self._tail(log_name)}")
+            if patience.is_over():
+                raise ServerError(
+                    f"Prefect's server did not come up: {patience} (server.start_timeout_s is "
+                    f"{self._start_timeout_s:g}).\n{self._tail('server.log')}\n{self._tail('serve.log')}"
+                )
+            time.sleep(0.05)
+
+    def _end_strays(self, *known: ProcessId) -> bool:
+        """End what was started here and never recorded, as its command was killed in between: two processes that serve
+        would each carry out a run. True when there was one."""
+        num_ended = 0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.cwd() != str(self.home.resolve()) or not {*process.cmdline()} & {*_PROGRAMS}:
+                    continue
+                is_first = os.getpgid(process.pid) == process.pid  # of its group
+                if is_first and process.pid not in [one.pid for one in known]:
+                    self._end(ProcessId(pid=process.pid, started=process_started(process)))
+                    num_ended += 1
+        return num_ended > 0
+
+    def _start(self, command: list[str], log_name: str, environment: Mapping[str, str]) -> ProcessId:
+        # A session of its own, its output in a file: it outlives this terminal, and no pipe fills up.
+        with (self.home / log_name).open("ab") as log_stream:
+            process = subprocess.Popen(
+                command,
+                cwd=self.home,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log_stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid)))
+
+    def _environment(self, port: int) -> dict[str, str]:
+        """The caller's environment without its Prefect and nanodag settings, with ours."""
+        replaced = ("PREFECT_", "NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
+        login = read_login(self._password_file)
+        return kept | {
+            **({"PREFECT_API_AUTH_STRING": ":".join(login)} if login is not None else {}),
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_PROFILES_PATH": str(self.home / "profiles.toml"),
+            "PREFECT_API_URL": f"http://{self._host}:{port}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT_UI_STATIC_DIRECTORY": str(self.home / "ui"),
+            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "nanodag",
+            "DO_NOT_TRACK": "1",
+            "NO_PROXY": f"{HOST},localhost,{self._host}",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONSAFEPATH": "1",
+            "NANODAG_STORE": self._store_url,
+            **({"NANODAG_STORE_LOCAL": str(self.home.parent)} if "://" in self._store_url else {}),
+            "NANODAG_FILE": str(self._file),
+        }
+
+    def _end(self, process: ProcessId | None, grace_s: float = 30.0) -> None:
+        """SIGTERM to a process's group, SIGKILL after grace_s."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            if process is None or not process.is_alive():
+                return
+            os.killpg(process.pid, signum)
+            deadline = time.monotonic() + grace_s
+            while process.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _tail(self, log_name: str) -> str:
+        path = self.home / log_name
+        lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
+        return "\n".join([f"Last lines of {path}:", *(f"  {line}" for line in lines)])
+
+
+class _Ended(ServerError):
+    """A process ended while it started."""
+
+
+def server_of(pipeline: Pipeline, store: Store, file: Path) -> Server:
+    """The Prefect server that belongs to a store."""
+    home = store.local / "prefect"
+    with writing(f"Making {home}"):
+        home.mkdir(parents=True, exist_ok=True)
+    return Server(home, store_url=store.url, file=file, settings=pipeline.server)
+
+
+class Api:
+    """The few calls of Prefect's REST API that are needed. url: of the server, without /api. login: user, password."""
+
+    def __init__(self, url: str, *, login: tuple[str, str] | None = None) -> None:
+        self._url = f"{url}/api"
+        self._login = login
+        self._client = secrets.token_hex(16)
+        self._token: dict[str, str] | None = None
+
+    def is_healthy(self) -> bool:
+        """True when the server answers."""
+        try:
+            return self._send("GET", "/health", timeout_s=2.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def create_run(self, deployment: str, *, name: str, parameters: Mapping[str, Any]) -> str:
+        """Create a flow run of a deployment; returns its id."""
+        # With the key, asking again for want of an answer makes no second run.
+        body = {"name": name, "parameters": dict(parameters), "idempotency_key": secrets.token_hex(16)}
+        return str(self.ask("POST", f"/deployments/{deployment}/create_flow_run", body)["id"])
+
+    def run_state(self, flow_run: str) -> dict[str, str]:
+        """`type`, `name` and `message` of a flow run's state."""
+        state = self.ask("GET", f"/flow_runs/{flow_run}")["state"] or {"type": "PENDING", "name": "Pending"}
+        return {field: state.get(field) or "" for field in ("type", "name", "message")}
+
+    def num_active_runs(self) -> int:
+        """How many flow runs are under way."""
+        types = {"any_": ["RUNNING", "PENDING", "CANCELLING"]}
+        return int(self.ask("POST", "/flow_runs/count", {"flow_runs": {"state": {"type": types}}}))
+
+    def set_state(self, flow_run: str, kind: str, message: str, *, name: str = "") -> None:
+        """Ask for a state; `CANCELLING` has the runner end the flow's process, `SCHEDULED` runs it again."""
+        state = {"type": kind, "name": name or kind.capitalize(), "message": message}
+        self.ask("POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": kind == "CRASHED"})
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer as JSON, None for an empty one. Raises ServerError when there is none, or it is a refusal."""
+        deadline = time.monotonic() + BUSY_FOR_S
+        try:
+            # 503 is how Prefect says that its database is locked by another writer.
+            while (answer := self._send(method, path, body)).status_code == 503 and time.monotonic() < deadline:
+                time.sleep(0.2)
+        except httpx.TransportError as error:
+            raise ServerError(f"Prefect's server at {self._url} does not answer: {error}.") from error
+        if answer.status_code >= 400:
+            what = f"{answer.status_code}: {answer.text[:500]}"
+            raise ServerError(f"Prefect's server refused {method} {path} with {what}")
+        return answer.json() if answer.content else None
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0
+    ) -> httpx.Response:
+        # trust_env: a proxy of the user's has no business with loopback. verify: nothing here is encrypted, and loading
+        # certificates takes longer than the call.
+        with httpx.Client(timeout=timeout_s, trust_env=False, verify=False, auth=self._login) as client:
+            if method == "GET":
+                return client.request(method, self._url + path)
+            for is_new in (self._token is None, True):  # a token has an end
+                self._token = self._new_token(client) if is_new else self._token
+                answer = client.request(method, self._url + path, json=body, headers=self._token)
+                if answer.status_code != httpx.codes.FORBIDDEN:
+                    break
+            return answer
+
+    def _new_token(self, client: httpx.Client) -> dict[str, str]:
+        """The headers without which the server changes nothing: no page of another origin can read a token."""
+        answer = client.get(f"{self._url}/csrf-token", params={"client": self._client})
+        if answer.status_code != httpx.codes.OK:
+            return {}  # it asks for none; or the request itself will be refused for the same reason
+        return {"Prefect-Csrf-Client": self._client, "Prefect-Csrf-Token": answer.json()["token"]}
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

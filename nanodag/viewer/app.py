@@ -1,0 +1,145 @@
+"""The page itself: one address, whose query says what is shown. It works without JavaScript."""
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from nanodag.errors import ConfigError, NanodagError
+from nanodag.report.page import TEMPLATES
+from nanodag.report.words import shortened
+from nanodag.viewer.shelf import Shelf
+from nanodag.viewer.view import COLOURS, LONGEST_SAID, Painter, fates_of, timeline_svg, together, wanted_of
+
+HOST = "127.0.0.1"
+ON_A_PAGE = 24
+# What a query may have, and how its values look. A step has as many digits as its file's name.
+PARAMETERS = {
+    "set": "eval",
+    "step": "[0-9]{1,9}",
+    **dict.fromkeys(("lowest", "highest", "fate", "finish", "prompt"), "(?s:.*)"),
+    "colour": "|".join(COLOURS),
+    "page": "[1-9][0-9]{0,8}",
+}
+WHAT = {"step": "number of a step", "page": "number of a page"}
+COLUMNS = (
+    ("reward", "reward"),
+    ("pass_rate", "pass rate"),
+    ("response_tokens", "tokens"),
+    ("staleness", "staleness"),
+    ("mismatch_absolute", "|mismatch|"),
+    ("seconds_step", "seconds"),
+)
+
+
+def make_app(shelf: Shelf) -> FastAPI:
+    """The application that shows a stage's rollouts, with what is new each time the page is asked for."""
+    app = FastAPI(title=f"Rollouts of {shelf.run}", docs_url=None, redoc_url=None, openapi_url=None)
+    # a page elsewhere must not read this one through a name of its own for this address
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    painter = Painter(shelf.model)
+    template = _template()
+
+    @app.get("/")
+    def page(request: Request) -> HTMLResponse:
+        query = dict(request.query_params)
+        try:
+            return HTMLResponse(template.render(**_page(shelf, painter, query)))
+        except (ValueError, NanodagError) as error:
+            steps = shelf.steps()
+            return HTMLResponse(template.render(**_frame(shelf, steps, query), error=str(error)), status_code=400)
+
+    return app
+
+
+def serve(shelf: Shelf, *, port: int) -> None:
+    """Serve until Ctrl-C. Raises ConfigError when the port is taken; port 0 takes a free one."""
+    import uvicorn
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} of {HOST} cannot be had ({error.strerror}); choose another with --port."
+            ) from error
+        print(f"Rollouts of {shelf.run}, stage {shelf.stage}: http://{HOST}:{listener.getsockname()[1]}", flush=True)
+        print("Ctrl-C ends it.", flush=True)
+        config = uvicorn.Config(make_app(shelf), log_level="warning")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str, Any]:
+    refuse_odd(query)
+    steps = shelf.steps()
+    frame = _frame(shelf, steps, query)
+    if not steps and not frame["evaluations"]:
+        return {**frame, "error": "No step has been trained yet; load the page again in a while."}
+    reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
+    fates = fates_of(reads)
+    chosen = [read for read in reads if wanted_of(query).is_met_by(read)]
+    colour = query.get("colour") or ("advantage" if any(r.advantages for r in reads) else "logprob")
+    number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
+    if number > max(1, len(pages)):
+        raise ValueError(f"page is {query['page']!r}, and the last one is {max(1, len(pages))}")
+    shown = pages[number - 1] if pages else []
+    return {
+        **frame,
+        "colour": colour,
+        "groups": painter.groups(shown, colour),
+        "num_chosen": len(chosen),
+        "num_all": len(reads),
+        "fates": fates,
+        "fate_options": [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()],
+        "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
+        "number": number,
+        "num_pages": len(pages),
+        "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
+    }
+
+
+def refuse_odd(query: Mapping[str, str]) -> None:
+    """Raise ValueError for what is no parameter of the page, or no value that one may have; what is empty may stay."""
+    for name, text in query.items():
+        if name not in PARAMETERS:
+            raise ValueError(
+                f"there is no {shortened(name, LONGEST_SAID)!r} to ask for; there are {', '.join(PARAMETERS)}"
+            )
+        if text and not re.fullmatch(PARAMETERS[name], text):
+            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no {WHAT.get(name, name)}")
+
+
+def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """What the page has whether or not there are rollouts to show."""
+    is_held_out = query.get("set") == "eval"
+    evaluations = shelf.evaluations()
+    there = evaluations if is_held_out else [int(line["step"]) for line in steps]
+    asked = query.get("step", "")
+    step = int(asked) if re.fullmatch(PARAMETERS["step"], asked) else (there[-1] if there else 0)
+    return {
+        "shelf": shelf,
+        "step": step,
+        "there": there,
+        "before": max((one for one in there if one < step), default=None),
+        "after": min((one for one in there if one > step), default=None),
+        "line": next((line for line in steps if line["step"] == step), {}),
+        "is_held_out": is_held_out,
+        "evaluations": evaluations,
+        "columns": [(name, title) for name, title in COLUMNS if any(name in line for line in steps)],
+        "query": query,
+        "colours": COLOURS,
+    }
+
+
+def _template() -> Any:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template("rollouts.html.jinja")

@@ -1,0 +1,156 @@
+"""Where the rollouts of an RL stage lie, finished or under way, and reading them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanodag.errors import ArtifactNotFound
+from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
+from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.store import Store
+
+TRAINED = "trained"
+REWARD_FAILED = "reward_failed"
+GENERATE_FAILED = "generate_failed"
+HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
+    reason. answer: the right one; empty where none was kept. advantages, differences: of a trained one, an entry for
+    each token after the prompt, None where it was not trained: the advantage, and the trainer's log-probability less
+    the sampler's, in nats; both are empty where the trainer wrote none."""
+
+    rollout: Rollout
+    fate: str
+    answer: str = ""
+    advantages: tuple[float | None, ...] = ()
+    differences: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """One RL stage's records. records: the folder with rollouts/, ledger.jsonl and timeline.jsonl; metrics: the file of
+    its metrics; model: a folder with the tokenizer."""
+
+    run: str
+    stage: str
+    records: Path
+    metrics: Path
+    model: Path
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of each step that was trained, in order."""
+        return [line for line in _lines(self.metrics) if line.get("event", "step") == "step" and line["step"] > 0]
+
+    def evaluations(self) -> list[int]:
+        """The steps after which held-out prompts were answered."""
+        paths = (self.records / "rollouts").glob("eval-*.jsonl")
+        return sorted(_step_of(path) for path in paths if not path.name.endswith(".answers.jsonl"))
+
+    def read(self, step: int, *, held_out: bool = False) -> list[Read]:
+        """The rollouts of a step, those that were trained first; with held_out those of its evaluation.
+
+        Raises ArtifactNotFound when there are none, SourceError when a line is no rollout.
+        """
+        folder = self.records / "rollouts"
+        path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
+        found = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
+        answers = {line["prompt_id"]: line["answer"] for line in _lines(path.with_suffix(".answers.jsonl"))}
+        return [replace(read, answer=answers.get(read.rollout.prompt_id, "")) for read in found]
+
+    def _read_training(self, step: int, path: Path) -> list[Read]:
+        scores = self._scores(step)
+        reasons = {
+            f"{line['prompt_id']}@{line['epoch']}": line["reason"]
+            for line in _lines(self.records / "ledger.jsonl")
+            if line["step"] == step and line["outcome"] == "dropped"
+        }
+        found = [_with_scores(r, scores) for r in _of(path)]
+        for rollout in _of(path.with_suffix(".dropped.jsonl")):
+            alone = GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
+            found.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
+        return found
+
+    def timeline(self, step: int) -> list[Span]:
+        """What ended between the step before and this one: name, begin, end in seconds since 1970."""
+        for line in _lines(self.records / "timeline.jsonl"):
+            if line["step"] == step:
+                return [(name, begin, end) for name, begin, end in line["spans"]]
+        return []
+
+    def _scores(self, step: int) -> dict[tuple[str, int], dict[str, Any]]:
+        paths = sorted((self.records / "rollouts").glob(f"step-{step:08d}.scores-*.jsonl"))
+        lines = [line for path in paths for line in _lines(path)]
+        return {(line["group_id"], line["sample_index"]): line for line in lines}
+
+
+def shelf_of(store: Store, record: Mapping[str, Any], stage: str = "") -> Shelf:
+    """The shelf of a run's RL stage; of its last one that has begun, unless named.
+
+    Raises ArtifactNotFound when the run has none.
+    """
+    begun = [s for s in record["order"] if record["stages"][s]["kind"] == "rl" and _has_begun(record["stages"][s])]
+    if not begun or (stage and stage not in begun):
+        wanted = f"stage {stage!r}" if stage else "stage"
+        raise ArtifactNotFound(
+            f"Run {record['run']} has no RL {wanted} that has begun; it has {', '.join(begun) or 'none'}."
+        )
+    name = stage or begun[-1]
+    entry = record["stages"][name]
+    if "attempt" in entry:
+        artifact = store.attempt(entry["key"], entry["attempt"])
+        records = store.records(artifact)
+        return Shelf(
+            run=record["run"],
+            stage=name,
+            records=records,
+            metrics=records / "metrics.jsonl",
+            model=store.materialize(artifact),
+        )
+    workspace = Path(entry["workspace"])
+    job = json.loads((workspace / "job.json").read_text(encoding="utf-8"))
+    return Shelf(
+        run=record["run"],
+        stage=name,
+        records=workspace / "records",
+        metrics=workspace / "metrics.jsonl",
+        model=Path(job["inputs"]["model"]),
+    )
+
+
+def _has_begun(entry: Mapping[str, Any]) -> bool:
+    return "attempt" in entry or ("workspace" in entry and (Path(entry["workspace"]) / "records").is_dir())
+
+
+def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> Read:
+    found = scores.get((rollout.group_id, rollout.sample_index))
+    if found is None:
+        return Read(rollout=rollout, fate=TRAINED)
+    return Read(
+        rollout=rollout,
+        fate=TRAINED,
+        advantages=tuple(found["advantages"]),
+        differences=tuple(found["differences"]),
+    )
+
+
+def _of(path: Path) -> list[Rollout]:
+    if not path.exists():
+        if ".dropped" in path.name:
+            return []
+        raise ArtifactNotFound(f"There is no {path.name} in {path.parent}; that step was not reached.")
+    return list(read_rollouts(path))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines; a last one that is being written is left out."""
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split(".")[0].rpartition("-")[2])

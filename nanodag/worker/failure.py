@@ -1,0 +1,263 @@
+"""Why a worker ended without a result: one readable reason, what to do next, and whether starting again may help.
+
+Read from what every worker leaves, whatever it died of: its exit code and the last lines of its log. Several processes
+may have written there, each with its own traceback or a line of level ERROR; the last one counts that does not just say
+that another process is gone. Where it passed through the user's own code, that line is named.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nanodag.own_code.blame import is_users, place
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.worker.job import STOPPED_EXIT_CODE
+
+TAIL_LINES = 15
+LOOK_BACK_LINES = 400
+
+_OF_RANK = re.compile(r"^(?:\[rank\d+\]:|\[\d+\]:) ?")
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d (?:ERROR|CRITICAL) [\w.]+: (?=[A-Za-z_][\w.]*: )")
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+# After a traceback any name is an exception's; elsewhere those that are called like one.
+_ANY = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?")
+_EXCEPTION = re.compile(
+    r"(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Timeout|Diverged|NotFound|Busy|Lost|Artifact|Request|Tool|Format"
+    r"|Failed|Killed|Stopped|Interrupted))"
+    r"(?:: (?P<message>.*))?"
+)
+_CONSEQUENCE = re.compile(
+    r"ChildFailedError|CalledProcessError|BrokenProcessPool|RemoteException|Trainer rank \d+ ended|closed by peer"
+    r"|[Rr]emote process exited|DistBackendError|BrokenPipeError|ConnectionResetError"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a worker ended. code: its exit code, 128 + signal for one that a signal ended. lines: its log's last ones.
+    timeout_s: the limit that it exceeded, 0 for none. was_asked: to stop, by us. out_of_memory: the kernel's
+    out-of-memory killer was at work on this machine meanwhile. restarts_left: how often it is started again by itself
+    if that may help; restarts: how often it was."""
+
+    code: int
+    lines: Sequence[str]
+    timeout_s: float = 0.0
+    was_asked: bool = False
+    out_of_memory: bool = False
+    restarts_left: int = 0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """error: what to raise. what: happened. advice: what to do next."""
+
+    error: type[StageFailed]
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """pattern: found in an exception's line. what: put before that line. is_deep: also where another exception hides
+    it, as nothing goes on after it."""
+
+    pattern: re.Pattern[str]
+    what: str
+    advice: str
+    error: type[StageFailed] = StageFailed
+    is_deep: bool = False
+
+
+_GO_ON = "Then Retry {retry}. It goes on from its newest checkpoint."
+_RULES = (
+    _Rule(
+        pattern=re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full"),
+        what="ran out of disk space",
+        is_deep=True,
+        advice="Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(
+            r"OutOfMemoryError|CUDA out of memory|\bMemoryError|[Cc]an(?:no|')t allocate memory|std::bad_alloc"
+        ),
+        what="ran out of memory",
+        is_deep=True,
+        advice="Lower what it holds at once, as in: {again}{memory}.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bTrainingDiverged"),
+        what="diverged",
+        is_deep=True,
+        advice="The same would come again. Be gentler, as in: {onward}{rate}.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bSourceError"),
+        what="cannot use its data",
+        advice="Mend that source or leave it out of {stage}.data. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bCorruptArtifact|\bNewerFormat"),
+        what="was given bytes that are not those recorded",
+        advice="What is damaged does not count as done. Do as the line above says. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bConfigError|\bValidationError"),
+        what="refuses its config",
+        advice="Correct that value: {again}NAME=VALUE.",
+    ),
+    _Rule(
+        pattern=re.compile(r"\bMissingTool"),
+        what="lacks something that is not installed",
+        advice="Install it. " + _GO_ON,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bSamplerLost"),
+        what="lost its sampler",
+        advice="{by_itself}Read why the sampler ended in the folder below. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+    _Rule(
+        pattern=re.compile(r"\bNodeLost"),
+        what="lost a node",
+        advice="{by_itself}Look after that machine, for which it waits. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+    _Rule(
+        pattern=re.compile(
+            r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
+            r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
+        ),
+        what="lost the network",
+        advice="{by_itself}Look whether the address above can be reached. " + _GO_ON,
+        error=StageInterrupted,
+    ),
+)
+_MEMORY = {"eval": "batch_size=8", "tokenizer": "max_bytes=10000000"}
+_RATE = {"rl": "learning_rate=5e-7"}
+
+
+def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
+    """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal.
+
+    composed: `sweep` or `nightly` for a stage of one; these are gone on with in another way than a run.
+    """
+    words = {
+        "stage": stage,
+        **_commands(stage, run, composed),
+        "by_itself": _by_itself(ended),
+        "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
+        "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
+    }
+    go_on = _GO_ON.format(**words)
+    if ended.was_asked:
+        return Cause(error=StageStopped, what="was stopped on request", advice=go_on.removeprefix("Then "))
+    if ended.timeout_s:
+        what = f"took longer than its timeout_s of {ended.timeout_s:.0f} s"
+        more = f"{words['again']}timeout_s={2 * ended.timeout_s:.0f}"
+        return Cause(error=StageFailed, what=what, advice=f"Give it longer; it goes on from its checkpoint: {more}")
+    found = _exceptions(ended.lines)
+    last = next((line for line in reversed(found) if not _CONSEQUENCE.search(line)), "")
+    for lines in ([last], found[::-1]):
+        for rule in _RULES:
+            line = next((line for line in lines if rule.pattern.search(line)), "")
+            if line and (rule.is_deep or line is last):
+                return Cause(error=rule.error, what=f"{rule.what}: {line}", advice=rule.advice.format(**words))
+    code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
+    if code == STOPPED_EXIT_CODE or code > 128:
+        return _signalled(replace(ended, code=code), go_on, words)
+    line = last or (found[-1] if found else _last_words(ended))
+    return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
+
+
+def _commands(stage: str, run: str, composed: str) -> dict[str, str]:
+    """How one goes on. retry: with what there is. again, onward: with another value of the stage, which follows."""
+    if composed == "sweep":
+        command = f"nanodag sweep --name {run}"
+        retry = f"the sweep in the UI, or: {command}, with what it was started with"
+        again = f"{command}, with what it was started with and {re.sub(r'-[0-9]+$', '', stage)}."
+        return {"retry": retry, "again": again, "onward": again}
+    if composed:
+        again = "in the pipeline file, that stage's "
+        return {"retry": "the night in the UI", "again": again, "onward": again}
+    rerun = f"nanodag rerun {run}"
+    return {
+        "retry": f"the run in the UI, or: nanodag run --name {run}",
+        "again": f"{rerun} --stage {stage} {stage}.",
+        "onward": f"{rerun} --from {stage} {stage}.",
+    }
+
+
+def explained(cause: Cause, *, stage: str, folder: Path, log_name: str, lines: Sequence[str]) -> str:
+    """The message of the error that is raised: reason, advice, where to look, the log's last lines."""
+    last = list(lines)[-TAIL_LINES:]
+    parts = [f"Stage {stage} {cause.what}", f"What to do: {cause.advice}", f"Folder: {folder.as_uri()}"]
+    return "\n".join([*parts, f"Last lines of its {log_name}:", *(f"  {line}" for line in last)])
+
+
+def _by_itself(ended: Ended) -> str:
+    """What is done without being asked, before an advice for when that does not help; nothing, once it did not."""
+    if ended.restarts_left:
+        times = "once more" if ended.restarts_left == 1 else f"{ended.restarts_left} times at most"
+        return f"It is started again by itself, {times}. Should that not do: "
+    return f"It was started again {ended.restarts} times, and ended in the same way. " if ended.restarts else ""
+
+
+def _last_words(ended: Ended) -> str:
+    said = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
+    return f"exit code {ended.code}" + (f"; the last line of its log is: {said[:300]}" if said else "")
+
+
+def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
+    by_itself = words["by_itself"] + go_on.removeprefix("Then ")
+    if ended.code in (STOPPED_EXIT_CODE, 128 + signal.SIGTERM):
+        what = "was told to end by somebody else (SIGTERM): its machine is wanted back, or a limit was reached"
+        return Cause(error=StageInterrupted, what=what, advice=by_itself)
+    number = ended.code - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if ended.out_of_memory and number == signal.SIGKILL:
+        what = f"was ended by {name}: the machine ran out of memory"
+        lower = f"Lower what it holds at once: {words['again']}{words['memory']}"
+        return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower}")
+    hint = " (often: out of memory)" if number == signal.SIGKILL else ""
+    return Cause(error=StageKilled, what=f"was ended by {name}{hint}", advice=by_itself)
+
+
+def _rank_ended_by_signal(lines: Sequence[str]) -> int:
+    """128 + signal where torchrun says that a signal ended a rank, else 0: torchrun itself then ends with 1."""
+    found = [match for line in lines if (match := re.search(r"failed \(exitcode: -(\d+)\)", line))]
+    return 128 + int(found[0][1]) if found else 0
+
+
+def _exceptions(lines: Sequence[str]) -> list[str]:
+    """The lines that end a traceback, or that a worker logged as its error; each with the user's line behind it."""
+    found, users_line, is_inside = [], "", False
+    for raw in lines[-LOOK_BACK_LINES:]:
+        line = _OF_RANK.sub("", raw)
+        if line.startswith(_TRACEBACK):
+            is_inside = True
+            continue
+        if is_inside and (not line.strip() or line.startswith(" ")):
+            if (frame := _FRAME.fullmatch(line)) and is_users(frame["file"]):
+                users_line = place(frame["file"], frame["line"], frame["function"])
+            continue
+        logged = _LOGGED.sub("", line)
+        match = (_ANY if is_inside or logged != line else _EXCEPTION).fullmatch(logged.strip())
+        is_inside = False
+        if match:
+            name = match["name"].rpartition(".")[2] if match["name"].startswith("nanodag.") else match["name"]
+            text = f"{name}: {match['message']}" if match["message"] else name
+            found.append(f"{text} ({users_line})" if users_line and users_line not in text else text)
+            continue
+        if line.strip() and line not in _CHAINED:
+            users_line = ""
+    return found
+
+
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)

@@ -1,0 +1,217 @@
+"""What a worker process sees: one job in, metrics lines while it works, one result out.
+
+`python -m nanodag.<module> <workspace>/job.json`. The job names the stage's resolved config, the folders of its inputs
+and the workspace. A worker leaves its product in `output/`, and `result.json` as its last act: success is a published
+result, not an exit code.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
+
+from nanodag.worker.job import logs
+from nanodag.config.schema import AnyStage
+from nanodag.store.files import write_json
+
+log = logging.getLogger(__name__)
+
+STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, go on by starting it again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One stage to carry out.
+
+    config: the resolved stage config (a class of nanodag.config.schema). inputs: input name -> local verified folder.
+    workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
+    stage gets `preset`, `mirror`, `code` (a folder of the user's own modules) and `composed` (`sweep`, `nightly` or
+    empty), a report what nanodag.report lists.
+
+    A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
+    content (rollouts, samples). metrics.jsonl, worker.log, job.json and tensorboard/ are kept with the records anyway.
+    """
+
+    name: str
+    run: str
+    config: Any
+    inputs: Mapping[str, Path]
+    workspace: Path
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Path:
+        return self.workspace / "output"
+
+    @property
+    def records(self) -> Path:
+        return self.workspace / "records"
+
+    @property
+    def mirror(self) -> Path | None:
+        """The folder that hub sources are read from; None for the hub itself."""
+        found = self.context.get("mirror", "none")
+        return None if found == "none" else Path(found)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.workspace / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.workspace / "metrics.jsonl"
+
+
+def write_job(job: Job) -> Path:
+    """Write job.json into the workspace; returns its path."""
+    path = job.workspace / "job.json"
+    write_json(
+        path,
+        {
+            "name": job.name,
+            "run": job.run,
+            "config": job.config.model_dump(mode="json"),
+            "inputs": {name: str(folder) for name, folder in job.inputs.items()},
+            "workspace": str(job.workspace),
+            "context": dict(job.context),
+        },
+    )
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """The job that `write_job` wrote."""
+    raw = json.loads(path.read_text())
+    return Job(
+        name=raw["name"],
+        run=raw["run"],
+        config=TypeAdapter(AnyStage).validate_python(raw["config"]),
+        inputs={name: Path(folder) for name, folder in raw["inputs"].items()},
+        workspace=Path(raw["workspace"]),
+        context=raw.get("context", {}),
+    )
+
+
+def load_job(argv: list[str] | None = None) -> Job:
+    """The job named on the command line; sets up logging to stderr and the stop signal.
+
+    Launchers append `--local_rank N`; it is taken from the environment instead and ignored here.
+    """
+    arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local")]
+    if len(arguments) < 1:
+        raise SystemExit("usage: python -m nanodag.<module> job.json")
+    logs.set_up()
+    install_stop_signal()
+    job = read_job(Path(arguments[0]))
+    if (code := job.context.get("code")) and code not in sys.path:
+        sys.path.append(code)  # where a user's own functions lie; last, so that it hides no installed package
+    return job
+
+
+class _Stop:
+    requested = False
+
+
+def install_stop_signal() -> None:
+    """Make SIGTERM and SIGINT ask for a stop at the next step instead of ending the process."""
+
+    def ask(signum: int, frame: object) -> None:
+        _Stop.requested = True
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+
+
+def stop_requested() -> bool:
+    """True once SIGTERM or SIGINT came: write a checkpoint, then call `leave_stopped`."""
+    return _Stop.requested
+
+
+def leave_stopped() -> NoReturn:
+    """End the process with the exit code that says: stopped on request, resumable."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(STOPPED_EXIT_CODE)
+
+
+class MetricsLog:
+    """The metrics of one stage: `metrics.jsonl` always, TensorBoard beside it, W&B when the config asks for it.
+
+    resume_step: lines after this step, left by a process that was killed, are removed, so each step is there once.
+    Only one process of a stage makes one (rank 0).
+    """
+
+    def __init__(self, job: Job, *, resume_step: int = 0) -> None:
+        self._job = job
+        self._started = time.time()
+        self._drop_after(resume_step)
+        self._stream = job.metrics_path.open("a", encoding="utf-8")
+        self._board: Any = None
+        self._wandb: Any = None
+        tracking = getattr(job.config, "tracking", ())
+        if "tensorboard" in tracking:
+            from tensorboard.summary import Writer  # light: no torch, no TensorFlow
+
+            self._board = Writer(str(job.workspace / "tensorboard"))
+        if "wandb" in tracking:
+            self._wandb = _wandb_run(job)
+
+    def write(self, step: int, *, total: int | None = None, event: str = "step", **values: Any) -> None:
+        """Append one line. step: what is done; total: what there is to do (for the progress bar); values: numbers,
+        strings or small lists. event: `step`, `eval`, `sample`, `phase`."""
+        line = {"event": event, "step": step, "total": total, "time": round(time.time(), 3), **values}
+        self._stream.write(json.dumps(line, default=float) + "\n")
+        self._stream.flush()
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"{self._job.name}/{name}", value, step)
+        if self._wandb is not None and numbers:
+            self._wandb.log({f"{self._job.name}/{k}": v for k, v in numbers.items()})
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._stream.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _drop_after(self, step: int) -> None:
+        path = self._job.metrics_path
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # the process was killed in the middle of a line
+                continue
+            if record["step"] <= step:
+                kept.append(line)
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def _wandb_run(job: Job) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        from nanodag.errors import MissingTool
+
+        raise MissingTool(
+            f"Stage {job.name} asks for tracking: wandb, which is not installed. Run: pip install 'nanodag[wandb]'."
+        ) from error
+    return wandb.init(project="nanodag", group=job.run, name=f"{job.run}/{job.name}", dir=str(job.workspace))
+
+
+def finish(job: Job, *, metrics: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+    """Write result.json, the last act of a worker. metrics: what the stage reached; cost: tokens, flops, seconds."""
+    write_json(job.workspace / "result.json", {"metrics": dict(metrics), "cost": dict(cost)})

@@ -1,0 +1,247 @@
+"""Starts a stage's worker, watches it, and turns its end into a result or one readable error."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
+from nanodag.host.ports import network_environment
+from nanodag.worker.job import Job, write_job
+
+LOG_NAME = "worker.log"
+USAGE_NAME = "usage.jsonl"
+BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
+WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and SIGKILL, for a group and its orphans
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a worker published. start_s: from launch to its first metrics line or its end; work_s: the rest."""
+
+    metrics: Mapping[str, Any]
+    cost: Mapping[str, Any]
+    start_s: float
+    work_s: float
+
+
+def worker_command(module: str, job_path: Path, *, num_ranks: int, nodes: int = 1) -> list[str]:
+    """One Python process, or torchrun with num_ranks of them on this host, or on so many nodes."""
+    if nodes > 1:
+        return [sys.executable, "-m", "nanodag.worker.nodes", module, str(job_path)]
+    if num_ranks == 1:
+        return [sys.executable, "-m", module, str(job_path)]
+    launcher = [sys.executable, "-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+    return [*launcher, "-m", module, str(job_path)]
+
+
+def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> dict[str, str]:
+    """This process's environment with thread counts set. Waiting threads sleep: two processes may share two cores.
+
+    gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_AUTH_STRING"}
+    environment.update(
+        OMP_NUM_THREADS=str(threads),
+        MKL_NUM_THREADS=str(threads),
+        OMP_WAIT_POLICY="PASSIVE",
+        GOMP_SPINCOUNT="0",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONUNBUFFERED="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        DO_NOT_TRACK="1",
+        DS_ACCELERATOR="cuda" if device == "cuda" else "cpu",
+    )
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Keep freed memory: a step's large tensors are else mapped anew each time, and their page faults took two
+        # thirds of the time of the output head's matrix product.
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))  # the most that glibc takes
+        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 40))
+    elif gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    return environment
+
+
+@contextlib.contextmanager
+def _spawned(
+    command: list[str], *, environment: Mapping[str, str], workspace: Path, niceness: int, hold: Sequence[int]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
+    read_end, write_end = os.pipe()
+    watchdog = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME), str(niceness)]
+    with (workspace / LOG_NAME).open("ab") as log_stream:
+        process = subprocess.Popen(
+            [*watchdog, *command],
+            env=dict(environment),
+            pass_fds=(read_end, *hold),
+            stdin=subprocess.DEVNULL,
+            stdout=log_stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    os.close(read_end)
+    try:
+        yield process
+    finally:
+        os.close(write_end)
+        _wait_for_end(process)
+
+
+def _wait_for_end(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the watchdog has ended its group. It has seen the closed pipe; should another process hold a copy of
+    that pipe's end, it hears of it by signal."""
+    for tell in (lambda: None, process.terminate, process.kill):
+        tell()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=WATCHDOG_TIMEOUT_S)
+            return
+
+
+def run_worker(
+    module: str,
+    job: Job,
+    *,
+    num_ranks: int = 1,
+    nodes: int = 1,
+    threads: int = 1,
+    device: str = "cpu",
+    gpus: str = "",
+    niceness: int = 0,
+    hold: Sequence[int] = (),
+    stop: threading.Event | None = None,
+    on_line: Callable[[str], None] = lambda line: None,
+    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    poll_s: float = 0.2,
+    timeout_s: float = 7 * 24 * 3600.0,
+    restarts: int = 0,
+    restarts_left: int = 0,
+) -> Result:
+    """Run a stage's worker to its end and return what it published.
+
+    on_line gets each line of its log, on_metrics each record of metrics.jsonl, as they appear. When this call is left
+    by an exception (cancel, Ctrl-C), or once `stop` is set, the worker's whole process group is ended first. hold: file
+    descriptors of locks that must outlive this process until that is done. restarts, restarts_left: as in
+    nanodag.worker.failure.Ended.
+
+    Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the workspace
+    and the last log lines when no result was published.
+    """
+    (job.workspace / "result.json").unlink(missing_ok=True)
+    command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
+    environment = worker_environment(threads, device=device, gpus=gpus)
+    if nodes == 1 and num_ranks > 1:
+        environment.update(network_environment())
+    log_tail, metrics_tail = _Tail(job.workspace / LOG_NAME), _Tail(job.metrics_path)
+    last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
+    began, oom_kills = time.monotonic(), _num_oom_kills()
+    first_metrics = 0.0
+    is_over_time = was_asked = False
+    with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as process:
+        alive = True
+        while alive and not (is_over_time or was_asked):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=poll_s)
+            alive = process.poll() is None
+            for line in log_tail.lines():
+                last_lines.append(line)
+                on_line(line)
+            for line in metrics_tail.lines():
+                first_metrics = first_metrics or time.monotonic()
+                with contextlib.suppress(ValueError):
+                    on_metrics(json.loads(line))
+            is_over_time = time.monotonic() - began > timeout_s
+            was_asked = alive and stop is not None and stop.is_set()
+    end = time.monotonic()
+    result_path = job.workspace / "result.json"
+    if not result_path.exists():
+        last_lines.extend(log_tail.lines())  # what it said while it was being ended
+        ended = Ended(
+            code=process.returncode if process.returncode >= 0 else 128 - process.returncode,
+            lines=list(last_lines),
+            timeout_s=timeout_s if is_over_time else 0.0,
+            was_asked=was_asked,
+            out_of_memory=_num_oom_kills() > oom_kills,
+            restarts=restarts,
+            restarts_left=restarts_left,
+        )
+        composed = str(job.context.get("composed", ""))
+        cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run, composed=composed)
+        raise cause.error(explained(cause, stage=job.name, folder=job.workspace, log_name=LOG_NAME, lines=ended.lines))
+    raw = json.loads(result_path.read_text())
+    first_metrics = first_metrics or end
+    return Result(metrics=raw["metrics"], cost=raw["cost"], start_s=first_metrics - began, work_s=end - first_metrics)
+
+
+def begin_try(workspace: Path) -> float:
+    """Note that a stage's try begins now; returns the seconds that those before it took.
+
+    A try that left no line of usage, as its watchdog was killed with it, gets one: from its begin to the last that was
+    written of it. What it took of the CPU is not known.
+    """
+    path, now = workspace / BEGAN_NAME, time.time()
+    lines = _json_lines(workspace / USAGE_NAME)
+    began = float(path.read_text()) if path.exists() else now
+    if began < now and not any(line["began"] >= began for line in lines):
+        written = [workspace / LOG_NAME, workspace / "metrics.jsonl"]
+        last = max((path.stat().st_mtime for path in written if path.exists()), default=began)
+        lost = {"began": began, "seconds": round(max(0.0, last - began), 3), "cpu_s": 0.0, "largest_process_bytes": 0}
+        with (workspace / USAGE_NAME).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(lost | {"code": None}) + "\n")
+    path.write_text(f"{now:.3f}")
+    return usage_of(workspace)["seconds"]
+
+
+def usage_of(workspace: Path) -> dict[str, float]:
+    """What all tries in a workspace took: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
+    `largest_process_bytes`, `num_attempts`."""
+    lines = _json_lines(workspace / USAGE_NAME)
+    everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
+    return {
+        "seconds": round(sum(line["seconds"] for line in lines), 3),
+        "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
+        "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
+        "largest_process_bytes": max((line["largest_process_bytes"] for line in everywhere), default=0),
+        "num_attempts": len(lines),
+    }
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class _Tail:
+    """New whole lines of a growing file, from what it holds now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        if self._path.stat().st_size < self._offset:  # rewritten by a worker that went back to a checkpoint
+            self._offset = 0
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            block = stream.read()
+        whole, _, _ = block.rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return whole.decode(errors="replace").split("\n")
+
+
+def _num_oom_kills() -> int:
+    """How many processes the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
+    path = Path("/proc/vmstat")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,304 @@
+"""The machines that one stage is spread over: which they are, how another one is reached, what runs on each.
+
+`python -m nanodag.worker.nodes MODULE job.json` carries out a supervised stage on all of them and ends as it ended; RL's
+controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and its
+samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
+command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at this
+machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in `ps`, and the
+end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection, nothing is left
+running.
+
+All nodes have the same Python environment at the same path, and share the folder of the stage's workspace.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from nanodag.config.schema import ClusterConfig, Resources
+from nanodag.errors import ConfigError, NodeLost
+from nanodag.host.ports import free_port, network_environment
+from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
+
+log = logging.getLogger(__name__)
+
+NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: nanodag.worker.node has no folder of that name
+REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
+AGAIN_AFTER_S = 5.0
+END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
+MOMENT_S = 5.0
+# What another node takes over of this one's environment, beside what is set for the stage.
+PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_")
+PASSED_ON += ("PYTHON", "NANODAG_", "WANDB_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK")
+
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
+
+Process = subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A line of a hostfile. slots: ranks that it has room for."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file of DeepSpeed's format, in order. Raises ConfigError with the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"The hostfile {path} (cluster.hostfile) cannot be read: {error}.") from error
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        found = _LINE.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{path}, line {number}: {text!r} is not of the form `worker-1 slots=8`.")
+        if any(host.name == found["name"] for host in hosts):
+            raise ConfigError(f"{path}, line {number}: {found['name']} is there twice; give its slots in one line.")
+        hosts.append(Host(name=found["name"], slots=int(found["slots"])))
+    return hosts
+
+
+def chosen(hosts: Sequence[Host], *, nodes: int, ranks_per_node: int, path: Path) -> list[Host]:
+    """The hosts of a stage: this machine, then the first others with room for its ranks.
+
+    Raises ConfigError when this machine is not among them, or too few have room.
+    """
+    own = {address.address for found in psutil.net_if_addrs().values() for address in found} | _own_names()
+    here = [host for host in hosts if host.name in own]
+    if not here:
+        raise ConfigError(
+            f"{path} (cluster.hostfile) does not name this machine ({', '.join(sorted(_own_names()))}, or one of its "
+            "addresses). Start the run on one of its hosts: rank 0 runs where the run does."
+        )
+    found = [host for host in [here[0], *(h for h in hosts if h not in here)] if host.slots >= ranks_per_node]
+    if here[0] not in found or len(found) < nodes:
+        raise ConfigError(
+            f"The stage takes {nodes} nodes with {ranks_per_node} ranks each, this machine among them; {path} has "
+            f"{', '.join(f'{host.name} slots={host.slots}' for host in hosts)}. Lower resources.nodes or num_ranks."
+        )
+    return found[:nodes]
+
+
+def _own_names() -> set[str]:
+    name = socket.gethostname()
+    return {name, name.partition(".")[0], socket.getfqdn()}
+
+
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address as another one sees it. Raises NodeLost for a name that nobody knows."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
+        except OSError as error:
+            raise NodeLost(f"There is no way to {host} from {socket.gethostname()}: {error}.") from error
+        return str(probe.getsockname()[0])
+
+
+def seen_address(host: str) -> str:
+    """`address_towards` another machine. Raises ConfigError for a host that is this machine itself."""
+    address = address_towards(host)
+    if address.startswith("127."):
+        raise ConfigError(
+            f"{host} is this machine itself to {socket.gethostname()} (seen from {address}), so no other node would "
+            "find it. Put addresses into the hostfile, or mend /etc/hosts."
+        )
+    return address
+
+
+class Nodes:
+    """The nodes of one stage; use as a context manager: whatever happens, nothing of them is left running.
+
+    address: this machine's, which the others can reach.
+    """
+
+    def __init__(self, job: Job) -> None:
+        resources: Resources = job.config.resources
+        self._cluster = ClusterConfig(**job.context["cluster"])
+        self._num_nodes = int(resources.nodes)
+        self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
+        self._workspace = job.workspace
+        path = Path(os.path.expandvars(self._cluster.hostfile))  # one for each job of a cluster's scheduler
+        hosts = read_hostfile(path)
+        self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
+        self.address = seen_address(self._hosts[1].name)
+        self._port = free_port(self.address)
+        self._token = secrets.token_hex(8)
+        self._others: dict[str, Process] = {}
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def command(self, number: int, module: str) -> list[str]:
+        """torchrun for the ranks of one node."""
+        return [
+            *(sys.executable, "-m", "nanodag.train.torchrun"),
+            *(f"--nnodes={self._num_nodes}", f"--node-rank={number}", f"--nproc-per-node={self._ranks_per_node}"),
+            *(f"--master-addr={self.address}", f"--master-port={self._port}"),
+            *("-m", module, str(self._workspace / "job.json")),
+        ]
+
+    def start(self, module: str, environment: Mapping[str, str]) -> dict[str, Process]:
+        """Start a module's ranks everywhere; returns the process that stands for each node, by name, this machine's
+        first.
+
+        A node that cannot be reached is asked again for REACH_TIMEOUT_S. Raises NodeLost after that, ConfigError when
+        one does not share the workspace.
+        """
+        self._reach_all(module, environment)
+        own = dict(environment) | network_environment(self.address)
+        # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
+        here = subprocess.Popen(self.command(0, module), env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+        return {self._hosts[0].name: here, **self._others}
+
+    def end(self) -> None:
+        """Have the other nodes end what they run, and wait until they have."""
+        for process in self._others.values():
+            self._close(process)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for process in self._others.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+
+    def _reach_all(self, module: str, environment: Mapping[str, str]) -> None:
+        deadline = time.monotonic() + REACH_TIMEOUT_S
+        began: dict[str, float] = {}
+        waiting = dict(enumerate(self._hosts[1:], start=1))
+        while waiting:
+            if stop_requested():
+                self.end()
+                leave_stopped()
+            for number, host in list(waiting.items()):
+                if self._is_up(number):
+                    log.info("Node %d: %s", number, host.name)
+                    del waiting[number]
+                elif host.name not in began:
+                    began[host.name] = time.monotonic()
+                    self._others[host.name] = self._reach(number, host, module, environment)
+                else:
+                    code = self._others[host.name].poll()
+                    self._refuse_if_in_vain(host, code, deadline)
+                    if code is not None and time.monotonic() - began[host.name] > AGAIN_AFTER_S:
+                        log.info("Node %d, %s: not reached (code %d); once more", number, host.name, code)
+                        self._close(self._others.pop(host.name))
+                        del began[host.name]
+            time.sleep(0.05)
+
+    def _refuse_if_in_vain(self, host: Host, code: int | None, deadline: float) -> None:
+        """code: what its command ended with, None while it has not ended."""
+        if code == NOT_SHARED_EXIT_CODE:
+            raise ConfigError(
+                f"{host.name} has no folder {self._workspace}. All nodes must share the store's local folder: put "
+                "store.url, or store.local, where all of them see it."
+            )
+        if time.monotonic() > deadline:
+            command = shlex.join(self._reach_command(host))
+            how = "has not ended" if code is None else f"ended with code {code}"
+            raise NodeLost(
+                f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
+                "hand, without a password."
+            )
+
+    def _reach_command(self, host: Host) -> list[str]:
+        reach = [part.replace("{host}", host.name) for part in shlex.split(self._cluster.reach)]
+        return [*reach, sys.executable, "-m", "nanodag.worker.node"]
+
+    def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Process:
+        # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
+        command = self._reach_command(host)
+        process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+        told = {
+            "command": self.command(number, module),
+            "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
+            "address": self.address,
+            "usage": str(self._workspace / f"usage-{number}.jsonl"),
+            "up": str(self._up_path(number)),
+            "token": self._token,
+        }
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
+            process.stdin.write(json.dumps(told).encode() + b"\n")
+        return process
+
+    def _close(self, process: Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def _is_up(self, number: int) -> bool:
+        try:
+            return self._up_path(number).read_text() == self._token
+        except FileNotFoundError:
+            return False
+
+    def _up_path(self, number: int) -> Path:
+        return self._workspace / f"node-{number}.up"
+
+
+def _wait_for_all(processes: Mapping[str, Process]) -> int:
+    """Wait until every node has ended, one badly, or a stop is asked for; returns the code to end with.
+
+    Raises NodeLost when a node went away, rather than having ended its ranks for what they did.
+    """
+    while any(process.poll() is None for process in processes.values()):
+        if stop_requested():
+            return STOPPED_EXIT_CODE
+        if any(process.poll() for process in processes.values()):
+            break
+        time.sleep(0.1)
+    # The first to be seen need not be the one that the others fell over.
+    deadline = time.monotonic() + MOMENT_S
+    while any(process.poll() is None for process in processes.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    codes = {name: process.poll() or 0 for name, process in processes.items()}
+    for name, code in codes.items():
+        if (code < 0 or code > 128) and not stop_requested():
+            raise NodeLost(f"Node {name} was lost: what ran there ended with code {code}.")
+    return STOPPED_EXIT_CODE if stop_requested() else max(codes.values())
+
+
+def main() -> int:
+    """Carry out a supervised stage on its nodes; returns the exit code."""
+    module, job = sys.argv[1], load_job(sys.argv[2:])
+    with Nodes(job) as nodes:
+        processes = nodes.start(module, os.environ)
+        here = next(iter(processes.values()))
+        try:
+            return _wait_for_all(processes)
+        finally:
+            # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
+            here.terminate()
+            nodes.end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                here.wait(timeout=END_TIMEOUT_S)
+            here.kill()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:
+        log.exception("The stage failed.")
+        sys.exit(1)

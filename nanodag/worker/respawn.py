@@ -1,0 +1,69 @@
+"""Keeps one command running: `python -m nanodag.worker.respawn COMMAND...`.
+
+The process that serves the flows may be killed, by hand or by the kernel for memory; without it a Retry in the UI waits
+for ever. So it runs below this small one, which starts it again. A command that fails by itself within STEADY_S of its
+start is not started again: the keeper ends with its code. SIGTERM to the group ends both.
+
+`end_with_parent` is for what the command starts: it goes when the command goes, however that one ended, since nobody
+could cancel it any more.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from nanodag.worker.watchdog import end_with_parent_process
+
+SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
+STEADY_S = 30.0
+MOST_WAIT_S = 60.0
+GRACE_S = 10.0
+LOOK_EVERY_S = 2.0
+
+
+def main() -> int:
+    stopping = threading.Event()
+    child: list[subprocess.Popen[bytes]] = []
+
+    def stop(signum: int, frame: object) -> None:
+        stopping.set()
+        # As a rule the whole group got the signal; a second one would cut short what the first set going.
+        late = threading.Timer(GRACE_S, lambda: [process.terminate() for process in child])
+        late.daemon = True
+        late.start()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
+    wait_s = 1.0
+    while not stopping.is_set():
+        began = time.monotonic()
+        # In this process's group: who ends the keeper's group ends both.
+        child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=end_with_parent_process)]
+        code = child[0].wait()
+        lived_s = time.monotonic() - began
+        if code >= 0 and lived_s < STEADY_S:
+            return code
+        wait_s = 1.0 if lived_s > STEADY_S else min(2 * wait_s, MOST_WAIT_S)
+        if not stopping.is_set():
+            print(f"keeper: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
+            stopping.wait(wait_s)
+    return 0
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process ask itself to end (SIGTERM) within seconds of its parent's end. parent: its process id, as that
+    one may be gone already."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_EVERY_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, daemon=True, name="end_with_parent").start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

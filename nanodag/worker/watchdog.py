@@ -1,0 +1,124 @@
+"""Runs one command and makes sure that it does not outlive whoever asked for it.
+
+`python -m nanodag.worker.watchdog FD USAGE NICENESS COMMAND...`: FD is the read end of a pipe whose write end only the asking
+process holds. When that end closes (the asker ended, by SIGKILL too) the command's whole process group is ended:
+SIGTERM, then SIGKILL after GRACE_S. One line of JSON with what the command took is appended to the file USAGE. Exits
+with the command's code, or 128 + signal.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+GRACE_S = 20.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+Child = subprocess.Popen[bytes]
+
+
+def main() -> int:
+    descriptor, usage_path, niceness, command = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    began = time.time()
+    child_ended, wake_up = os.pipe()
+    os.set_blocking(wake_up, False)
+    signal.set_wakeup_fd(wake_up)
+    stop_asked: list[int] = []
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda signum, frame: stop_asked.append(signum))
+    _adopt_orphans()
+    # A session of its own: signals for the terminal's group (Ctrl-C) reach the asker alone, who decides.
+    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=end_with_parent_process)
+    if niceness:
+        os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
+    for readable in (descriptor, child_ended):
+        # select() may name a pipe that has nothing after all; a read that then waits would miss the asker's end.
+        os.set_blocking(readable, False)
+    selector = selectors.DefaultSelector()
+    selector.register(descriptor, selectors.EVENT_READ)
+    selector.register(child_ended, selectors.EVENT_READ)
+    asker_ended = False
+    while child.poll() is None and not asker_ended and not stop_asked:
+        for key, _ in selector.select(timeout=1.0):
+            with contextlib.suppress(BlockingIOError):
+                if os.read(key.fd, 64) == b"":
+                    asker_ended = asker_ended or key.fd == descriptor
+                    selector.unregister(key.fd)  # an end that has been seen would be seen for ever
+    end_group(child)  # the command, or what it left behind
+    _write_usage(usage_path, began, child.returncode)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _adopt_orphans() -> None:
+    """Have Linux hand this process whatever its descendants leave behind, also what took a session of its own."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent_process() -> None:
+    """Have Linux kill this process when its parent ends; elsewhere a killed parent leaves it alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write_usage(path: Path, began: float, code: int) -> None:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    unit = 1 if sys.platform == "darwin" else 1024
+    line = {
+        "began": round(began, 3),
+        "seconds": round(time.time() - began, 3),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 3),
+        "largest_process_bytes": used.ru_maxrss * unit,
+        "code": code,
+    }
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def end_group(child: Child, grace_s: float = GRACE_S) -> None:
+    """End every process of the child's group, then what it left in other groups: SIGTERM, SIGKILL after grace_s."""
+    _end(lambda signum: os.killpg(child.pid, signum), child, grace_s)
+    for orphan in _children():
+        _end(lambda signum, orphan=orphan: os.kill(orphan, signum), child, grace_s)
+
+
+def _end(send: Callable[[int], None], child: Child, grace_s: float) -> None:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace_s
+        try:
+            send(signum)
+            while time.monotonic() < deadline:
+                _reap(child)
+                send(0)
+                time.sleep(0.02)
+        except ProcessLookupError:
+            child.poll()
+            return
+
+
+def _reap(child: Child) -> None:
+    """Take the exit codes of the child and, once it has ended, of its orphans: a zombie would count as alive."""
+    if child.poll() is not None:  # before that, waiting for any process could steal the child's own exit code
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _children() -> list[int]:
+    """Process ids of this process's children, where /proc tells."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

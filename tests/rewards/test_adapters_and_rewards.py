@@ -1,0 +1,177 @@
+"""Every adapter that makes prompts, joined with the reward that it names: row, record, prompt, reward."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nanodag.data.adapter_entries import ENTRIES
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
+from nanodag import registry as entries
+from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rewards.pool import RewardPool
+
+CHOICES = {"text": ["up", "down", "round"], "label": ["A", "B", "C"]}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": "from math import gcd\n\n\ndef lowest(a: int, b: int) -> list:\n    '''Lowest terms.'''\n",
+    "canonical_solution": "    shared = gcd(a, b)\n    return [a // shared, b // shared]\n",
+    "test": """
+
+METADATA = {}
+
+
+def check(candidate):
+    import random
+    assert candidate(2, 4) == [1, 2], "This prints if it fails"
+    for n in range(9):
+        m = random.randint(1, 9)
+        assert candidate(n * m, m) == [n, 1]
+    assert True
+""",
+    "entry_point": "lowest",
+}
+IFEVAL = {
+    "key": 1,
+    "prompt": "Write without commas, in 3 words or more.",
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+}
+IFEVAL_ARGUMENTS = [
+    {"num_words": None, "relation": None, "num_highlights": None},
+    {"num_words": 3, "relation": "at least", "num_highlights": None},
+]
+CHAIN_SUM = {
+    "question": "State the final answer: 4 + 3 =",
+    "answer": "7",
+    "metadata": {"source_dataset": "chain_sum", "source_index": 0, "expression": "4 + 3"},
+}
+TESTS = {"tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
+
+
+def fenced(program: str) -> str:
+    return f"It is\n```python\n{program}```\n"
+
+
+# adapter, row, right answer, wrong answer
+CASES = [
+    ("prompt", {"prompt": "2 + 2?", "answer": 4}, "4", "5"),
+    ("prompt", {"messages": [{"role": "user", "content": "Who?"}], "answer": "Ada", "reward": "f1"}, "Ada", "Bo"),
+    (
+        "prompt",
+        {"prompt": "Double it.", "answer": "", "reward": "code", "metadata": TESTS},
+        fenced("def double(n): return 2 * n\n"),
+        fenced("def double(n): return 4\n"),
+    ),
+    ("problem", {"question": "2 + 2?", "answer": 4}, "4", "22"),
+    ("problem", {"question": "2 + 2?", "answer": "4", "reward": "gsm8k"}, "#### 4", "4"),
+    ("gsm8k", {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 1,072"}, "So #### 1072", "#### 24"),
+    (
+        "math",
+        {"problem": "Half of $x$?", "solution": "It is $\\boxed{\\frac{x}{2}}$.", "answer": "\\frac{x}{2}", "level": 1},
+        "\\boxed{x/2}",
+        "\\boxed{2x}",
+    ),
+    ("reasoning_gym", CHAIN_SUM, "<answer>7</answer>", "<answer>8</answer>"),
+    ("mmlu", {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1, "subject": "sums"}, "B", "A"),
+    ("multiple_choice", {"question": "2 + 2?", "choices": ["4", "3"], "answer": 0}, "The answer is A.", "B"),
+    ("arc", {"id": "1", "question": "Where?", "choices": CHOICES, "answerKey": "C"}, "C", "A"),
+    ("arc", {"id": "1", "question_stem": "Where?", "choices": CHOICES, "answerKey": "B"}, "B. down", "C. round"),
+    (
+        "sciq",
+        {
+            "question": "Where?",
+            "correct_answer": "up",
+            "distractor1": "a",
+            "distractor2": "b",
+            "distractor3": "c",
+            "support": "It rises.",
+        },
+        "",  # the letter is drawn: see right_and_wrong
+        "",
+    ),
+    ("piqa", {"goal": "Open it", "sol1": "push", "sol2": "pull", "label": 1}, "B", "A"),
+    ("winogrande", {"sentence": "_ ran.", "option1": "Ada", "option2": "Bo", "answer": "1"}, "A", "B"),
+    ("boolq", {"question": "is it so", "passage": "It is.", "answer": True}, "B", "A"),
+    ("hellaswag", {"ctx": "He opens it", "endings": ["and goes", "and comes"], "label": "0"}, "A", "B"),
+    ("ifeval", {**IFEVAL, "kwargs": IFEVAL_ARGUMENTS}, "Not a comma here.", "Here, one comma."),
+    ("ifeval", {**IFEVAL, "kwargs": json.dumps(IFEVAL_ARGUMENTS)}, "Not a comma here.", "Too few."),
+    (
+        "humaneval",
+        HUMANEVAL,
+        fenced("def lowest(a, b):\n    shared = gcd(a, b)\n    return [a // shared, b // shared]\n"),
+        fenced("def lowest(a, b):\n    return [1, 2]\n"),
+    ),
+]
+
+
+class Renderer:
+    """A prompt is its characters."""
+
+    def prompt(self, messages) -> list[int]:
+        return [ord(character) for message in messages for character in message["content"]]
+
+
+def drawn(source: SourceConfig, count: int, mirror=None) -> list:
+    """Prompts as the RL stage draws them."""
+    mixture = Mixture([source], kind="prompt", seed=0, repeat=True, shuffle=False, mirror=mirror)
+    return PromptCursor(mixture, Renderer(), longest=100_000).take(count)
+
+
+def right_and_wrong(case, record) -> tuple[str, str]:
+    adapter, _, right, wrong = case
+    if adapter != "sciq":
+        return right, wrong
+    return record["answer"], "B" if record["answer"] == "A" else "A"
+
+
+def test_each_adapter_of_prompts_has_a_case_and_each_reward_is_named_by_one():
+    assert {adapter for adapter, *_ in CASES} == {name for name, kind in ENTRIES if kind == "prompt"}
+
+
+def test_a_right_and_a_wrong_answer_to_every_adapters_prompt_are_told_apart(tmp_path):
+    records = []
+    for number, (adapter, row, *_) in enumerate(CASES):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        (prompt,) = drawn(SourceConfig(url=f"file:{path}", adapter=adapter), 1)
+        records.append(prompt.record)
+    assert {record["reward"] for record in records} == set(entries.names("reward"))
+    answers = [right_and_wrong(case, record) for case, record in zip(CASES, records, strict=True)]
+    with RewardPool("auto", timeout_s=60.0) as pool:
+        rights = pool.score([(record, right) for record, (right, _) in zip(records, answers, strict=True)])
+        wrongs = pool.score([(record, wrong) for record, (_, wrong) in zip(records, answers, strict=True)])
+    names = [f"{number} {adapter}" for number, (adapter, *_) in enumerate(CASES)]
+    assert {n: (s.value, s.error) for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, (1.0, ""))
+    assert {n: (s.value, s.error) for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, (0.0, ""))
+
+
+@pytest.mark.slow
+def test_humanevals_own_solutions_pass_and_mutated_ones_fail():
+    if "NANODAG_MIRROR" not in os.environ:
+        pytest.skip("NANODAG_MIRROR names no mirror of the hub")
+    source = SourceConfig(url="hub:openai/openai_humaneval/openai_humaneval:test")
+    prompts = drawn(source, 164, mirror=Path(os.environ["NANODAG_MIRROR"]))
+    mutated = "\n_right = {name}\ndef {name}(*a, **k):\n    return _changed(_right(*a, **k))\n" + CHANGED
+    samples = []
+    for prompt in prompts:
+        metadata = prompt.record["metadata"]
+        whole = metadata["before"] + prompt.record["answer"]
+        samples += [
+            (prompt.record, fenced(whole)),
+            (prompt.record, fenced(whole + mutated.format(name=metadata["entry_point"]))),
+        ]
+    with RewardPool("auto", num_processes=2, timeout_s=60.0) as pool:
+        scores = pool.score(samples)
+    assert [(score.value, score.error) for score in scores] == [(1.0, ""), (0.0, "")] * 164
+
+
+CHANGED = """
+def _changed(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return value + type(value)([0]) if isinstance(value, (list, tuple)) else f"{{value}}x"
+"""

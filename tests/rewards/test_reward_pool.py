@@ -1,0 +1,142 @@
+"""The pool of reward processes: what fails, fails its sample only."""
+
+import os
+import time
+
+import psutil
+import pytest
+
+from nanodag.errors import ConfigError, MissingTool
+from nanodag.rewards import sandbox
+from nanodag.rewards.pool import RewardPool
+
+REWARDS = """
+import os, time
+
+def kind(prompt, completion):
+    if completion == "raise":
+        raise RuntimeError("a reason")
+    if completion == "hang":
+        while True:
+            time.sleep(1)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "print":
+        print("noise" * 1000)
+    if completion == "memory":
+        bytearray(1 << 40)
+    if completion == "nan":
+        return float("nan")
+    return len(completion) / 10
+
+def longest(prompt, completions):
+    if "short" in completions:
+        return [1.0]
+    return [float(one == max(completions, key=len)) for one in completions]
+"""
+
+
+@pytest.fixture
+def own_reward(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "my_rewards:kind"
+
+
+def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_reward, tmp_path):
+    with RewardPool(own_reward, num_processes=2, timeout_s=1.0) as pool:
+        kinds = ["abc", "raise", "hang", "exit", "memory", "nan", "print", "abcd"]
+        scores = dict(zip(kinds, pool.score([({}, kind) for kind in kinds]), strict=True))
+    assert scores["abc"].value == 0.3 and scores["abcd"].value == 0.4 and scores["print"].value == 0.5
+    assert {kind: scores[kind].value for kind in ("raise", "hang", "exit", "memory", "nan")} == dict.fromkeys(
+        ("raise", "hang", "exit", "memory", "nan")
+    )
+    own = tmp_path / "my_rewards.py"
+    assert scores["raise"].error == f"RuntimeError: a reason ({own}, line 6, in kind)"
+    assert "took longer than 1 s" in scores["hang"].error
+    assert "ended with code 3" in scores["exit"].error
+    assert "MemoryError" in scores["memory"].error
+    assert "finite" in scores["nan"].error and f"{own}, line 4" in scores["nan"].error  # where the function begins
+
+
+def test_a_group_reward_sees_the_answers_to_one_prompt_and_no_others(own_reward):
+    with RewardPool({"group:my_rewards:longest": 1.0, own_reward: 1.0}, num_processes=2) as pool:
+        first = pool.submit_group({}, ["a", "abc", "ab"])
+        second = pool.submit_group({}, ["abcdef", "x"])
+        scores = [[future.result() for future in group] for group in (first, second)]
+    assert [[score.components["longest"] for score in group] for group in scores] == [[0, 1, 0], [1, 0]]
+    assert scores[0][1].value == pytest.approx(1.3) and scores[0][1].components["my_rewards"] == pytest.approx(0.3)
+
+
+def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_reward):
+    with RewardPool("group:my_rewards:longest") as pool:
+        failed = [future.result() for future in pool.submit_group({}, ["short", "a"])]
+        right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
+    (reason,) = {score.error for score in failed}
+    assert reason.startswith("ValueError: my_rewards:longest returned 1 rewards for 2 answers (")
+    assert reason.endswith("my_rewards.py, line 20, in longest)")
+    assert [score.value for score in right] == [0.0, 1.0]
+
+
+def test_a_group_reward_is_a_function_by_path():
+    with pytest.raises(ConfigError, match="group:exact needs a function as group:"):
+        RewardPool("group:exact")
+
+
+def test_each_prompt_may_name_its_own_reward():
+    with RewardPool("auto") as pool:
+        scores = pool.score(
+            [({"reward": "exact", "answer": "4"}, "4"), ({"reward": "gsm8k", "answer": "4"}, "4"), *SHUFFLED]
+        )
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0, 0.0]
+
+
+SHUFFLED = [({"reward": "gsm8k", "answer": "4"}, "#### 4"), ({"reward": "exact", "answer": "4"}, "5")]
+
+
+def test_a_reward_that_does_not_exist_is_refused_with_the_names_there_are():
+    with pytest.raises(ConfigError, match=r"no reward named 'exakt'. Choose one of exact, math"):
+        RewardPool("exakt")
+
+
+def test_a_reward_that_cannot_be_imported_stops_the_run_not_one_sample():
+    with RewardPool("no_such_module:reward") as pool, pytest.raises(ConfigError, match="cannot be imported"):
+        pool.score([({}, "x")])
+
+
+def test_where_there_is_no_sandbox_the_reward_code_stops_the_run_not_one_sample(monkeypatch):
+    def none():
+        raise MissingTool("there is none")
+
+    monkeypatch.setattr(sandbox, "walls", none)
+    prompt = {"reward": "code", "answer": "", "metadata": {"tests": ["assert f() == 1"]}}
+    with RewardPool("auto") as pool, pytest.raises(MissingTool, match="there is none"):
+        pool.submit(prompt, "def f(): return 1")
+
+
+def test_processes_end_when_the_pool_is_closed(own_reward):
+    before = _children()  # of other tests in this process
+    pool = RewardPool(own_reward)
+    pool.score([({}, "abc")])
+    pool.close()
+    deadline = time.monotonic() + 5
+    while _children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _children() <= before
+
+
+def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_reward):
+    pool = RewardPool(own_reward, timeout_s=2.0)
+    pool.score([({}, "abc")])
+    first, *rest = [pool.submit({}, "hang") for _ in range(50)]
+    given_up = pool.submit({}, "abc")
+    assert given_up.cancel()
+    while not first.running():
+        time.sleep(0.01)
+    pool.close()
+    assert "took longer" in first.result(timeout=0).error
+    assert all(future.cancelled() for future in rest)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}

@@ -1,0 +1,119 @@
+"""Sums of rewards, rewards from a server, rewards of a model."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from nanodag.config.schema import RLStage
+from nanodag.errors import ConfigError
+from nanodag import registry as entries
+from nanodag.rewards.f1 import f1
+from nanodag.rewards.pool import RewardPool
+from nanodag.rewards.reward import Reward
+from nanodag.rewards.weighted import labels, weighted_sum
+from nanodag.tokenizer.bpe import save_tokenizer
+from tests.http_server import Quiet, serving
+from tests.rl.stages import BYTES, VOCABULARY
+
+
+def test_f1_by_hand_and_against_padding():
+    prompt = {"answer": "The Eiffel Tower", "metadata": {}}
+    assert f1(prompt, "the eiffel tower!") == Reward(1.0, {"exact": 1.0})
+    assert f1(prompt, "Eiffel's tower in Paris").value == pytest.approx(2 * 1 / (4 + 2))  # only "tower" is shared
+    assert f1(prompt, "tower " * 50).value == pytest.approx(2 / 52)
+    assert f1(prompt, "the a an").value == 0.0 and f1({"answer": "a", "metadata": {}}, "the").components["exact"] == 0.0
+    several = {"answer": "", "metadata": {"answers": ["four", "4"]}}
+    assert f1(several, "4").value == 1.0
+
+
+def test_a_weighted_sum_names_its_parts():
+    found = weighted_sum({"f1": 1.0, "my.rewards:style": -0.5}, [Reward(0.5, {"exact": 0.0}), Reward(1.0)])
+    assert found == Reward(0.0, {"f1": 0.5, "f1_exact": 0.0, "style": 1.0})
+    assert labels(["remote:http://a", "remote:http://b", "model:/m", "math"]) == ["remote", "remote_2", "model", "math"]
+
+
+def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
+    prompt = {"reward": "exact", "answer": "4", "metadata": {}}
+    with RewardPool({"auto": 1.0, "f1": 0.25}) as pool:
+        right, other, failed = pool.score([(prompt, "4"), (prompt, "4 or 5"), ({**prompt, "answer": None}, "4")])
+    assert right.value == 1.25 and right.components == {"exact": 1.0, "f1": 1.0, "f1_exact": 1.0}
+    assert other.value == pytest.approx(0.25 * 0.5) and other.components["exact"] == 0.0
+    assert failed.value is None and failed.error.startswith("exact: AttributeError")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [({}, "nothing to add up"), ({"f1": 0.0}, "weight of 0"), ({"f2": 1.0}, "no reward named 'f2'"),
+     ("remote:ftp://x", "http://"), ("model:here", "absolute path")],
+)  # fmt: skip
+def test_rewards_that_mean_nothing_are_refused(reward, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        RLStage(kind="rl", data=["file:x"], reward=reward)
+
+
+class Server(Quiet):
+    """A reward of the completion's length; `busy` is refused once, `bad` has no reward, `nan` is no number."""
+
+    sizes: ClassVar[list[int]] = []
+    refused = 0
+
+    def do_POST(self):
+        samples = self.content()["samples"]
+        if samples[0]["completion"] == "busy" and Server.refused < 1:
+            Server.refused += 1
+            self.send_error(503)
+            return
+        if samples[0]["completion"] == "denied":
+            self.send_error(403)
+            return
+        Server.sizes.append(len(samples))
+        answers = {"bad": {"error": "no taste"}, "nan": float("nan")}
+        rewards = [
+            answers.get(one["completion"], {"value": len(one["completion"]), "components": {"style": 0.5}})
+            for one in samples
+        ]
+        self.answer({"rewards": rewards})
+
+
+@pytest.fixture
+def url():
+    Server.sizes, Server.refused = [], 0
+    with serving(Server) as url:
+        yield f"{url}/score"
+
+
+def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
+    prompt = {"reward": "", "answer": "", "metadata": {}}
+    words = ["busy", "four", "bad", "nan", *["x"] * 8]
+    with RewardPool(f"remote:{url}", timeout_s=60.0) as pool:
+        scores = dict(zip(words, pool.score([(prompt, word) for word in words]), strict=True))
+        assert pool.score([(prompt, "denied")])[0].error.startswith("HTTPStatusError")
+    assert scores["busy"].value == 4.0 and scores["four"].components == {"style": 0.5} and scores["x"].value == 1.0
+    assert scores["bad"].error == "no taste" and "finite" in scores["nan"].error
+    assert sum(Server.sizes) == len(words) and max(Server.sizes) > 1 and Server.refused == 1
+
+
+def save_classifier(folder):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(BYTES, folder)
+    return folder
+
+
+def test_a_classifier_scores_the_answer_and_is_not_fooled_by_special_tokens(tmp_path):
+    model = entries.load("reward", f"model:{save_classifier(tmp_path)}")
+    prompt = {"messages": [{"role": "user", "content": "hi"}], "answer": "", "metadata": {}}
+    tokenizer = model._tokenizer
+    special = tokenizer.eos_token
+    ids = model._ids(prompt, f"no{special}")
+    assert ids.count(tokenizer.eos_token_id) == model._ids(prompt, "no").count(tokenizer.eos_token_id)
+    expected = model._model(input_ids=torch.tensor([model._ids(prompt, "no")])).logits.item()
+    assert model(prompt, "no").value == pytest.approx(expected)
+    with pytest.raises(ValueError, match="the reward model takes 64"):
+        model(prompt, "x" * 100)

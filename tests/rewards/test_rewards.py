@@ -1,0 +1,152 @@
+"""Rewards, with answers that try to cheat."""
+
+import pytest
+
+from nanodag.rewards.exact import exact
+from nanodag.rewards.gsm8k import gsm8k
+from nanodag.rewards.math_answer import math_answer
+from nanodag.rewards.multiple_choice import multiple_choice
+from nanodag.rewards.reasoning_gym_answer import reasoning_gym_answer
+from nanodag.rewards.reward import Reward
+
+
+def value(reward, answer: str, completion: str) -> float:
+    return reward({"answer": answer, "metadata": {}}, completion).value
+
+
+def test_exact_ignores_blanks_at_the_ends_and_nothing_else():
+    assert value(exact, "42", " 42\n") == 1.0
+    assert [value(exact, "42", text) for text in ("4 2", "42.", "41 42", "", "42 42")] == [0.0] * 5
+    assert value(exact, "", "") == 0.0
+
+
+@pytest.mark.parametrize("given", ["1234", "1,234", "$1,234.00", "1234.", "+1234", "1234\nI am sure.", " 1234 "])
+def test_gsm8k_accepts_the_number_however_it_is_spelled(given):
+    assert value(gsm8k, "1234", f"2 + 2 = 4\n#### {given}") == 1.0
+    assert value(gsm8k, "He pays.\n#### 1,234", f"#### {given}") == 1.0
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "1234",  # no mark
+        "#### 1 #### 1234",  # two guesses
+        "#### 1234\n#### 7",
+        "#### 1234 or 7",
+        "#### 1234 7",
+        "#### 1,2,3,4",
+        "#### 12,34",
+        "#### 1234e0",
+        "#### nan",
+        "#### ٣",  # another script's digit
+        "#### ",
+        "####",
+        "#### .",
+        "#### <<1234>>",
+        "#### " + "1234" * 100_000,
+    ],
+)
+def test_gsm8k_refuses_to_be_cheated(cheat):
+    assert value(gsm8k, "1234", cheat) == 0.0
+
+
+def test_gsm8k_says_when_the_prompt_itself_has_no_number():
+    with pytest.raises(ValueError, match="'many' has no number"):
+        gsm8k({"answer": "many"}, "#### 3")
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["B", "(B)", "B.", " B ", "B) Paris", "B. Paris", "**B**", "The answer is B.", "Answer: (B)", "the ANSWER is b"],
+)
+def test_multiple_choice_accepts_the_letter_however_it_is_stated(given):
+    assert value(multiple_choice, "B", given) == 1.0
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "A",
+        "",
+        "ABCD",
+        "A B C D",
+        "A) B) C) D)",
+        "B) or C)",
+        "(B) (C)",
+        "B. Paris\nC. Rome",
+        "The answer is B. The answer is C.",
+        "Answer: B\nAnswer: A",
+        "A bee is B",
+        "Because it is Paris",
+        "B is the second letter",
+    ],
+)
+def test_multiple_choice_refuses_to_be_cheated(cheat):
+    assert value(multiple_choice, "B", cheat) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        ("\\frac{1}{2}", "so \\boxed{0.5}"),
+        ("\\frac{1}{2}", "so \\boxed{\\frac{2}{4}}"),
+        ("\\boxed{12}", "\\boxed{12} as said, \\boxed{12}"),
+        ("$x^2+1$", "\\boxed{1+x^2}"),
+        ("7", "The sum is\n$7$"),
+    ],
+)
+def test_math_accepts_equal_expressions(answer, given):
+    assert value(math_answer, answer, given) == 1.0
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "",
+        "\\boxed{}",
+        "\\boxed{8}",
+        "\\boxed{7} \\boxed{8}",  # two guesses
+        "\\boxed{7, 8}",
+        "\\boxed{7 \\text{ or } 8}",
+        "\\boxed{\\{7, 8\\}}",
+        "7\nno idea",
+        "\\boxed{7",
+        "\\boxed{" + "9^" * 300 + "9}",
+    ],
+)
+def test_math_refuses_to_be_cheated(cheat):
+    assert value(math_answer, "7", cheat) == 0.0
+
+
+def entry(dataset: str, question: str, answer: str, **metadata):
+    return {
+        "answer": answer,
+        "metadata": {
+            "entry": {
+                "question": question,
+                "answer": answer,
+                "metadata": {"source_dataset": dataset, **metadata},
+            }
+        },
+    }
+
+
+def test_reasoning_gym_pays_nothing_for_partial_credit_unless_asked_to():
+    prompt = entry("spell_backward", "Spell this word backward: ammonia", "ainomma", word="ammonia", word_len=7)
+    assert reasoning_gym_answer(prompt, "ainomma").value == 1.0
+    assert reasoning_gym_answer(prompt, "<answer>ainomma</answer>").value == 1.0
+    for cheat in ("ainommx", "ainomma or 3", "None", "", "<answer>ainomma</answer><answer>x</answer>"):
+        assert reasoning_gym_answer(prompt, cheat).value == 0.0
+    partial = reasoning_gym_answer(prompt, "ainommx", strict=False)
+    assert 0.0 < partial.value < 1.0 and partial.components == {"verifier": partial.value}
+
+
+def test_reasoning_gym_verifier_that_raises_on_words_is_a_wrong_answer():
+    prompt = entry("prime_factorization", "Factorise 139", "139", number=139, factors=[139])
+    assert reasoning_gym_answer(prompt, "139").value == 1.0
+    assert reasoning_gym_answer(prompt, "words").value == 0.0
+
+
+def test_a_reward_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        Reward(float("nan"))

@@ -1,0 +1,227 @@
+"""The page of rollouts: what became of each, filters, colours, and that nothing in them is taken for markup."""
+
+import json
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.viewer.app import make_app
+from nanodag.viewer.shelf import Read, Shelf, shelf_of
+from nanodag.viewer.view import Painter, timeline_svg, together
+from nanodag.store import Store
+from nanodag.tokenizer.bpe import save_tokenizer
+
+A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
+
+
+def rollout(group, index, reward, spans, **more):
+    return Rollout(
+        group_id=f"{group}@0",
+        prompt_id=group,
+        sample_index=index,
+        spans=(prompt_span([ord("?")]), *spans),
+        finish_reason="stop",
+        reward=reward,
+        **more,
+    )
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    """One step: a group of two that was trained, one that was dropped for its spread, one whose reward failed."""
+    records = tmp_path / "records"
+    folder = records / "rollouts"
+    folder.mkdir(parents=True)
+    save_tokenizer({bytes([value]): value for value in range(256)}, tmp_path)
+    tool = Span(kind="tool", token_ids=(C,))
+    trained = [
+        rollout("right", 0, 1.0, [sampled_span([A, B], [-0.5, -0.25], 3)]),
+        rollout("right", 1, 0.0, [sampled_span([LESS], [-1.0], 3), tool, sampled_span([B], [-2.0], 4)]),
+    ]
+    dropped = [rollout("same", 0, 0.5, [sampled_span([A], [-0.1], 3)])]
+    failed = [rollout("broken", 0, None, [sampled_span([B], [-0.1], 3)], metadata={"reward_error": "it raised <b>"})]
+    write_rollouts(folder / "step-00000002.jsonl", trained)
+    write_rollouts(folder / "step-00000002.dropped.jsonl", failed + dropped)
+    write_rollouts(folder / "eval-00000002.jsonl", trained[:1])
+    (folder / "step-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "a < b"}) + "\n")
+    (folder / "eval-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "held"}) + "\n")
+    scores = [
+        {"group_id": "right@0", "sample_index": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
+        {"group_id": "right@0", "sample_index": 1, "advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
+    ]
+    (folder / "step-00000002.scores-0.jsonl").write_text(json.dumps(scores[0]) + "\n")
+    (folder / "step-00000002.scores-1.jsonl").write_text(json.dumps(scores[1]) + "\n" + '{"cut": ')
+    lines = [{"step": 2, "epoch": 0, "prompt_id": "right", "outcome": "trained", "reason": ""}]
+    lines.append({"step": 2, "epoch": 0, "prompt_id": "same", "outcome": "dropped", "reason": "zero_spread"})
+    (records / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spans = [["generate", 100.0, 101.5], ["trainer_waits", 100.0, 101.5], ["train", 101.5, 102.0]]
+    (records / "timeline.jsonl").write_text(json.dumps({"step": 2, "spans": spans}) + "\n")
+    metrics = [{"event": "step", "step": 2, "total": 2, "reward": 0.5}, {"event": "eval", "step": 2, "eval_reward": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    return Shelf(run="r", stage="rl", records=records, metrics=tmp_path / "metrics.jsonl", model=tmp_path)
+
+
+@pytest.fixture
+def get(shelf):
+    client = TestClient(make_app(shelf), base_url="http://127.0.0.1")
+    return lambda query="": client.get(f"/{query}")
+
+
+def test_each_rollout_says_what_became_of_it(shelf):
+    fates = {read.rollout.prompt_id: read.fate for read in shelf.read(2)}
+    assert fates == {"right": "trained", "same": "zero_spread", "broken": "reward_failed"}
+
+
+def test_the_page_shows_the_newest_step_with_every_rollout_and_who_waited(get):
+    page = get().text
+    assert "4 of 4 rollouts" in page and "Step 2" in page
+    assert "generate: 1.500 s" in page and "trainer waits: 1.500 s" in page
+
+
+@pytest.mark.parametrize(
+    ("query", "left"),
+    [
+        ("?lowest=0.5", 2),
+        ("?highest=0.4", 1),
+        ("?lowest=0.4&highest=0.6", 1),
+        ("?fate=zero_spread", 1),
+        ("?fate=reward_failed", 1),
+        ("?prompt=rig", 2),
+        ("?finish=length", 0),
+        ("?fate=%00", 0),
+        ("?lowest=&highest=&fate=&finish=&prompt=", 4),
+    ],
+)
+def test_a_filter_leaves_what_meets_it(get, query, left):
+    assert f"{left} of 4 rollouts" in get(query).text
+
+
+def test_held_out_rollouts_are_a_set_of_their_own(get):
+    page = get("?set=eval").text
+    assert "1 of 1 rollouts" in page and "Evaluation after step 2" in page
+
+
+def test_colours_are_scaled_by_the_largest_and_follow_the_sign(shelf):
+    first, second = Painter(shelf.model).cards(shelf.read(2)[:2], "advantage")
+    assert [token.style for token in first.tokens] == ["background:rgba(22,163,74,0.150)"] * 2  # 0.5 of 2.0
+    red = "background:rgba(220,38,38,0.600)"
+    assert [token.style for token in second.tokens] == [red, "", red]
+    assert second.tokens[1].hint == "id 99 · tool"
+    assert first.tokens[0].hint == "id 97 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
+
+
+def test_tokens_of_two_versions_have_two_colours(shelf):
+    _, second = Painter(shelf.model).cards(shelf.read(2)[:2], "version")
+    assert len({second.tokens[0].style, second.tokens[2].style}) == 2 and second.tokens[1].style == ""
+
+
+def test_what_a_model_wrote_is_not_markup(get):
+    page = get().text
+    assert "it raised &lt;b&gt;" in page and "it raised <b>" not in page and ">&lt;</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("?lowest=much", "lowest is &#39;much&#39;, which is no number"),
+        ("?step=9", "There is no step-00000009.jsonl"),
+        ("?colour=pink", "colour is &#39;pink&#39;"),
+        ("?page=x", "page is &#39;x&#39;"),
+        ("?step=²", "step is &#39;²&#39;, which is no number of a step"),
+        ("?step=-1", "step is &#39;-1&#39;"),
+        ("?step=1e3", "step is &#39;1e3&#39;"),
+        ("?step=" + "9" * 5000, "step is &#39;9999999999"),
+        ("?step=" + "9" * 400, "step is &#39;9999"),
+        ("?step=999999999", "There is no step-999999999.jsonl"),
+        ("?set=eval&step=٣", "step is"),
+        ("?set=evil", "set is &#39;evil&#39;"),
+        ("?page=²", "page is &#39;²&#39;"),
+        ("?page=0", "page is &#39;0&#39;"),
+        ("?page=" + "9" * 5000, "page is &#39;99"),
+        ("?page=2", "page is &#39;2&#39;, and the last one is 1"),
+        ("?lowest=nan", "lowest is &#39;nan&#39;, which is no number"),
+        ("?highest=1e999", "highest is &#39;1e999&#39;, which is no number"),
+        ("?steps=2", "there is no &#39;steps&#39;"),
+    ],
+)
+def test_a_wrong_query_is_answered_with_the_reason(get, query, said):
+    answer = get(query)
+    assert answer.status_code == 400 and said in answer.text
+    assert len(re.search(r'class="error">([^<]*)<', answer.text)[1]) < 300
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/%00", "/%2e%2e/etc/passwd", "/" + "a" * 5000, "/?" + "a" * 5000])
+def test_a_path_that_is_not_there_is_answered_and_nothing_breaks(shelf, path):
+    client = TestClient(make_app(shelf), base_url="http://127.0.0.1", raise_server_exceptions=False)
+    assert client.get(path).status_code in (400, 404)
+    assert client.post("/").status_code == 405
+
+
+def test_a_stage_without_a_step_yet_says_so(shelf):
+    (shelf.metrics).write_text("")
+    for path in (shelf.records / "rollouts").glob("*"):
+        path.unlink()
+    answer = TestClient(make_app(shelf), base_url="http://127.0.0.1").get("/")
+    assert answer.status_code == 200 and "No step has been trained yet" in answer.text
+
+
+def test_a_page_elsewhere_cannot_read_this_one_through_a_name_of_its_own(shelf):
+    assert TestClient(make_app(shelf), base_url="http://evil.example").get("/").status_code == 400
+
+
+def test_a_timeline_has_a_lane_a_side_and_nothing_for_no_spans():
+    assert timeline_svg([]) == ""
+    drawn = timeline_svg([("generate", 5.0, 6.0), ("train", 6.0, 8.0)])
+    assert drawn.count("<rect") == 2 and ">samplers<" in drawn and ">trainer<" in drawn and ">weights<" not in drawn
+
+
+def test_the_shelf_of_a_stage_under_way_is_its_workspace(tmp_path):
+    workspace = tmp_path / "work"
+    (workspace / "records").mkdir(parents=True)
+    (workspace / "job.json").write_text(json.dumps({"inputs": {"model": "/model"}}))
+    stages = {"rl": {"kind": "rl", "workspace": str(workspace)}, "sft": {"kind": "sft"}}
+    found = shelf_of(Store(tmp_path / "store"), {"run": "r", "order": ["sft", "rl"], "stages": stages})
+    assert (found.stage, found.records, str(found.model)) == ("rl", workspace / "records", "/model")
+
+
+def test_the_right_answer_stands_beside_every_sample_whose_prompt_has_one(shelf, get):
+    page = get().text
+    # once at the head of the group, once beside each of its two samples
+    assert page.count('class="answer">a &lt; b</dd>') == 3 and page.count("<dt>right answer</dt>") == 3
+    assert 'class="answer">held</dd>' in get("?set=eval").text
+    assert shelf.evaluations() == [2]
+    for path in (shelf.records / "rollouts").glob("*.answers.jsonl"):
+        path.unlink()
+    assert "right answer" not in get().text, "of an older run"
+
+
+def test_the_samples_of_a_prompt_stand_together_and_no_page_splits_them():
+    mixed = [Read(rollout=rollout(name, n, 1.0, []), fate="trained") for n in range(3) for name in "abc"]
+    pages = together(mixed, 7)
+    assert [[read.rollout.prompt_id for read in page] for page in pages] == [["a"] * 3 + ["b"] * 3, ["c"] * 3]
+    assert [len(page) for page in together(mixed, 2)] == [3, 3, 3]
+    assert together([], 7) == [[]]
+
+
+def test_a_prompt_is_shown_once_with_the_mean_of_its_rewards(get):
+    page = get("?prompt=right").text
+    assert page.count('<pre class="prompt">') == 1 and page.count('class="sample"') == 2
+    assert "<dt>mean reward</dt><dd>0.5</dd>" in page
+
+
+def test_links_lead_to_the_steps_before_and_after_and_keep_the_filter(shelf):
+    lines = [{"event": "step", "step": step, "total": 9} for step in (1, 2, 5)]
+    shelf.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = TestClient(make_app(shelf), base_url="http://127.0.0.1").get("/?step=2&page=1&fate=trained").text
+    links = dict(re.findall(r'<a data-key="(\w+)" href="\?([^"]*)"', page))
+    assert links == {"ArrowLeft": "step=1&amp;fate=trained", "ArrowRight": "step=5&amp;fate=trained"}
+
+
+def test_the_page_has_two_looks_and_loads_nothing(get):
+    page = get().text
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+    assert all(url.startswith(("?", "data:image/svg")) for url in re.findall(r'(?:href|src)="([^"]*)"', page))
+    for text in re.findall(r"#[0-9a-f]{3,6}", page.rpartition("</style>")[2]):
+        raise AssertionError(f"{text} is the same by day and by night")
