@@ -97,8 +97,8 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every case by the trainer's objective, gradients laid out as the peers' are."""
     import torch
 
-    from nanodag.config.schema import RLStage
     from nanodag import registry as entries
+    from nanodag.config.schema import RLStage
     from nanodag.rl.losses.aggregation import Totals
     from nanodag.rl.rollouts.shaping import with_overlong_penalty
     from nanodag.rl.trainer.update import Objective, Scored
@@ -144,8 +144,8 @@ def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.nda
     import torch
 
     from nanodag.rl.advantages.gae import gae, reward_of_last
-    from nanodag.rl.trainer.critic import whitened
     from nanodag.rl.losses.value_loss import value_loss
+    from nanodag.rl.trainer.critic import whitened
 
     rewards = reward_of_last(tensors["rewards"].double(), row.mask, row.sequence_ids)
     advantages, returns = gae(

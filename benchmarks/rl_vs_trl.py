@@ -102,8 +102,8 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
     """CPU-seconds of each measured step of the stage: generation, training, rest, all. setting: fp32, bf16, or
     bf16-training with a sampler in fp32, whose compiled steps are faster than torch's in bf16 for so small a model."""
     from nanodag.config.schema import RLStage
-    from nanodag.worker.launch import worker_environment
     from nanodag.worker.job import Job, write_job
+    from nanodag.worker.launch import worker_environment
 
     precision = setting.removesuffix("-training")
     sampled = "fp32" if setting == "bf16-training" else precision

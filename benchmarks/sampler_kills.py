@@ -27,9 +27,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.config.schema import RLStage
-from nanodag.worker.launch import worker_environment
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
+from nanodag.worker.launch import worker_environment
 
 REWARD = '''
 def letters(prompt, completion):

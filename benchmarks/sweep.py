@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.stage import key_of
 from nanodag.sweep.run import begin_sweep, find_built

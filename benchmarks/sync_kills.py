@@ -30,20 +30,20 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.trainer.export import write_model
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.fleet.watch import Server
 from nanodag.inference.client import SamplerClient
-from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.router_process import RouterClient, RouterProcess
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.samplers import Samplers
+from nanodag.rl.fleet.watch import Server
+from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.export import write_model
+from nanodag.sampler.fingerprints import Fingerprints
 
 CONTEXT = 128
 BUCKET_BYTES = 4000

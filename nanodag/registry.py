@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from nanodag.own_code.blame import with_place
 from nanodag.errors import ConfigError
-from nanodag.own_code.functions import function_at
 from nanodag.errors.words import listed, nearest
+from nanodag.own_code.blame import with_place
+from nanodag.own_code.functions import function_at
 
 ENTRIES: dict[str, dict[str, str]] = {
     "advantage": {

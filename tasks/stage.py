@@ -25,14 +25,14 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.tasks import Task
 
-from nanodag.worker.job import logs
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
-from nanodag.worker.respawn import SERVING, end_with_parent
-from nanodag.run.kinds import KINDS
+from nanodag.errors.words import counted
 from nanodag.report import words
+from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.run.stage import carry_out
-from nanodag.errors.words import counted
+from nanodag.worker.job import logs
+from nanodag.worker.respawn import SERVING, end_with_parent
 from tasks.pool import carry_out_in_pool
 
 PROGRESS_EVERY_S = 2.0

@@ -5,14 +5,12 @@ import os
 import sys
 from pathlib import Path
 
-from nanodag.errors import NanodagError
 from nanodag.chat.chat import chat
+from nanodag.errors import NanodagError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanodag.chat", description="Talk to a checkpoint in the terminal."
-    )
+    parser = argparse.ArgumentParser(prog="python -m nanodag.chat", description="Talk to a checkpoint in the terminal.")
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="the longest answer")

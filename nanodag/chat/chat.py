@@ -21,8 +21,8 @@ from rich.console import Console
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 HELP = """\

@@ -10,9 +10,9 @@ from rich.text import Text
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors import StoreBusy
-from nanodag.run.progress import size
-from nanodag.run.retention import Policy, best_of, free, plan
+from nanodag.errors.words import size
 from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.retention import Policy, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.check import Finding, check, targets
 

@@ -14,10 +14,10 @@ from rich.tree import Tree
 from nanodag.cli.keep import open_store
 from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
-from nanodag.run.diff import SECTIONS, Row, compare
 from nanodag.errors import StoreError
+from nanodag.errors.words import duration, size
 from nanodag.report.ancestry import Origin, origin_of, picture_of
-from nanodag.run.progress import duration, size
+from nanodag.run.diff import SECTIONS, Row, compare
 from nanodag.store.export import export
 from nanodag.store.files import write_bytes
 

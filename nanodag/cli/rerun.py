@@ -9,8 +9,8 @@ from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
-from nanodag.own_code.find import note_python_path
 from nanodag.run.preflight import check_before_start
+from nanodag.run.python_path import note_python_path
 from nanodag.run.record import pipeline_file, recorded_run, store_of
 from nanodag.server.local_server import server_of
 

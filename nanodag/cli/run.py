@@ -15,14 +15,14 @@ from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
-from nanodag.own_code.find import note_python_path
+from nanodag.errors.words import counted, duration
 from nanodag.run.preflight import check_before_start
-from nanodag.run.progress import duration, progress_of
+from nanodag.run.progress import progress_of
+from nanodag.run.python_path import note_python_path
 from nanodag.run.record import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
-from nanodag.server.local_server import FINAL_STATES, Api, Running, Server, server_of
 from nanodag.run.stale import advice, left_alone
+from nanodag.server.local_server import FINAL_STATES, Api, Running, Server, server_of
 from nanodag.store import Store
-from nanodag.errors.words import counted
 
 STOP_TIMEOUT_S = 90.0
 LOST_AFTER_S = 10.0

@@ -15,12 +15,11 @@ from nanodag.config.derive import facts
 from nanodag.config.resolve import leaves
 from nanodag.config.schema import PretrainStage
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
-from nanodag.run.progress import duration, size
-from nanodag.store.provenance import code_revision
+from nanodag.errors.words import counted, duration, listed, nearest, size
 from nanodag.run.record import pipeline_file, state_of, store_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
-from nanodag.errors.words import counted, listed, nearest
+from nanodag.store.provenance import code_revision
 
 NEWEST = 10
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from nanodag.cli.nightly import asked, follow
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
-from nanodag.own_code.find import note_python_path
+from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
+from nanodag.run.python_path import note_python_path
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.sweep.points import make_sweep
-from nanodag.errors.words import counted
 
 
 def start_sweep(

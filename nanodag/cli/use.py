@@ -15,12 +15,13 @@ from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors import ArtifactNotFound, MissingTool
-from nanodag.worker.launch import worker_environment
-from nanodag.store.provenance import PROJECT, usable_cores
+from nanodag.errors.words import listed, nearest
+from nanodag.host.folders import PROJECT
+from nanodag.host.processor import usable_cores
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.server.local_server import Server, server_of
 from nanodag.store import Store
-from nanodag.errors.words import listed, nearest
+from nanodag.worker.launch import worker_environment
 
 MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
 

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanodag.run.progress import StageProgress, duration, progress_of
+from nanodag.errors.words import duration
+from nanodag.run.progress import StageProgress, progress_of
 from nanodag.store import Store
 
 STYLES = {

@@ -17,8 +17,7 @@ from nanodag.config.schema import (
     TokenizerStage,
 )
 from nanodag.errors import ConfigError
-from nanodag.host.processor import multiplies_bf16_fast
-from nanodag.store.provenance import usable_cores
+from nanodag.host.processor import multiplies_bf16_fast, usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 MOST_REPLICAS = 4

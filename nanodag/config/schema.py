@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nanodag import registry as entries
 from nanodag.config.nightly import NightlyConfig
 from nanodag.data.config import SourceConfig
-from nanodag import registry as entries
-from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 from nanodag.errors.words import listed, nearest, said
+from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
@@ -399,8 +399,8 @@ class CriticConfig(Section):
 
 class TeacherConfig(Section):
     """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
-    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.trainer.teacher_server), or `none`.
-    coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
+    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.trainer.teacher_server), or
+    `none`. coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
 
     model: str = "none"
     url: str = later("none")

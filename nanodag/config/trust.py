@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nanodag import registry as entries
 from nanodag.config.schema import Pipeline, RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
+from nanodag.host.folders import PROJECT
 from nanodag.own_code.find import file_of
-from nanodag.store.provenance import PROJECT
-from nanodag import registry as entries
 
 SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
 OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag

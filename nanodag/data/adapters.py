@@ -12,13 +12,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanodag.own_code.blame import with_place
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
 from nanodag.data.records import KINDS, Kind, Wanted, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
-from nanodag.own_code.functions import function_at
 from nanodag.errors.words import listed, nearest
+from nanodag.own_code.blame import with_place
+from nanodag.own_code.functions import function_at
 
 _GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
 

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from nanodag.errors import SourceError
+from nanodag.host.folders import cache_folder
 
 _known: dict[Path, dict[str, str]] = {}
 
@@ -41,13 +41,6 @@ def folder_sha256(folder: Path) -> str:
 def default_cache_path() -> Path:
     """Where digests are remembered."""
     return cache_folder() / "digests.jsonl"
-
-
-def cache_folder() -> Path:
-    """What this user's processes share between runs; all of it can be deleted."""
-    if folder := os.environ.get("NANODAG_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
 
 
 def _read_cache(cache_path: Path) -> dict[str, str]:

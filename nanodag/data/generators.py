@@ -15,8 +15,8 @@ from nanodag.data.formats import LazyRows
 from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
-from nanodag.own_code.functions import function_at
 from nanodag.own_code.find import file_of
+from nanodag.own_code.functions import function_at
 
 _BLOCK_ROWS = 1024
 _ROW_BYTES = 1024  # a guess: rows are made when they are taken, so a block costs nothing to hold

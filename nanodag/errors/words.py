@@ -37,3 +37,22 @@ def said(value: Any) -> str:
         shown = ", ".join(said(one) for one in value[:3])
         return f"[{shown}{', ...' if len(value) > 3 else ''}]"
     return f"{value!r:.100}" if isinstance(value, str) else f"{value}"
+
+
+def duration(seconds: float) -> str:
+    """`4.2s`, `3m07s`, `2h05m`; empty for what is not known."""
+    if seconds < 0:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes = int(seconds) // 60
+    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def size(num_bytes: float) -> str:
+    """`1.2 MB` and the like."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError

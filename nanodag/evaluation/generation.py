@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nanodag.sampler.engine import Engine
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.sampler.engine import Engine
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -1,4 +1,4 @@
-"""What this machine's processor and GPUs multiply fast. No torch: the control plane asks."""
+"""This machine's processor and GPUs: cores, and what they multiply fast. No torch: the control plane asks."""
 
 import functools
 import os
@@ -14,6 +14,11 @@ FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 ISAS_WITH_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def multiplies_bf16_fast(device: str) -> bool:

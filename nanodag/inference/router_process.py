@@ -12,8 +12,8 @@ from nanodag.errors import SamplerLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import LOST, OK, SamplerClient
 from nanodag.inference.doors import TOKEN_VARIABLE
-from nanodag.inference.sglang_options import Option, arguments
 from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.sglang_options import Option, arguments
 from nanodag.inference.sglang_process import foreign_environment, is_healthy
 
 ENTRY = Path(__file__).with_name("router_entry.py")

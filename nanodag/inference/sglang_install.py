@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanodag.errors import MissingTool
-from nanodag.run.progress import duration, size
+from nanodag.errors.words import duration, size
 
 Device = Literal["cpu", "cuda"]
 

@@ -12,9 +12,9 @@ import httpx
 
 from nanodag.host.ports import free_port, network_environment
 from nanodag.inference.doors import TOKEN_VARIABLE
-from nanodag.inference.sglang_options import Option, arguments
 from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
+from nanodag.inference.sglang_options import Option, arguments
 
 SHIM = Path(__file__).with_name("sglang_shim.py")
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nanodag.config.dial import Shape
 from nanodag.errors import ConfigError
-from nanodag.model.decoder import Decoder
 from nanodag.model.architecture import Architecture, Rope, read_checkpoint
+from nanodag.model.decoder import Decoder
 from nanodag.store.files import write_json
 
 TOKENIZER_FILES = (

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
-from nanodag.model.architecture import Architecture
 
 IGNORED = -100
 Want = Literal["loss", "logprobs", "logits", "hidden"]

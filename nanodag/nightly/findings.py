@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.run.composed import note_page, publish_page
 from nanodag.config.cron import zone_of
 from nanodag.errors import ConfigError, ServerBusy, ServerError
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.nightly.scores import scores_of
+from nanodag.run.composed import note_page, publish_page
 from nanodag.run.record import StageResult
 
 PAGE_STAGE = "trend"

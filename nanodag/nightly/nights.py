@@ -8,11 +8,11 @@ from datetime import datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from nanodag.run.composed import open_composed
 from nanodag.config import Pipeline, resolve
 from nanodag.config.cron import last_due, zone_of
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
+from nanodag.run.composed import open_composed
 from nanodag.run.record import Run, is_alive, pipeline_file, store_of
 from nanodag.store import Store
 from nanodag.store.files import locked

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.report import tables, words
-from nanodag.run.report_context import context_stages
 from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import Part, Report, Section
 from nanodag.report.tables import Cell, Table
+from nanodag.run.report_context import context_stages
 from nanodag.run.stale import stale_stages
 from nanodag.store import Artifact, Store
 

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from nanodag.errors import ConfigError
 from nanodag import registry as entries
+from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
 
 START_TIMEOUT_S = 120.0

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from nanodag.own_code.blame import with_place
-from nanodag.errors import ConfigError
 from nanodag import registry as entries
-from nanodag.worker.children import ignore_stop_signals
+from nanodag.errors import ConfigError
+from nanodag.own_code.blame import with_place
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.weighted import weighted_sum
+from nanodag.worker.children import ignore_stop_signals
 
 ALARM_GRACE_S = 5.0
 MOST_TEXT = 1000  # with file and line, or of what a server says

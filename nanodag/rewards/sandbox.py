@@ -2,13 +2,13 @@
 
 bubblewrap (`bwrap`) gives the program namespaces of its own: of users, mounts, processes, network, IPC, host name and
 cgroups. It has no capability, cannot gain one (no_new_privs), and makes at most the system calls of Podman's default
-profile (nanodag.rewards.seccomp). It sees /usr, the interpreter and itself, read-only, a small /tmp and /dev/shm, and the
-standard library, no installed package. As root it is started as ROOT_BECOMES, who owns nothing: the kernel does not
+profile (nanodag.rewards.seccomp). It sees /usr, the interpreter and itself, read-only, a small /tmp and /dev/shm, and
+the standard library, no installed package. As root it is started as ROOT_BECOMES, who owns nothing: the kernel does not
 bind root to a number of processes, in a user namespace either.
 
 Bounded are time, the address space, files and output of each process, their number, and the memory of all together: in
-a cgroup where one can be made (nanodag.rewards.cgroup), else by a look every WATCH_S seconds. A machine that has no such
-walls is refused, unless NANODAG_SANDBOX=limits says that resource limits are enough.
+a cgroup where one can be made (nanodag.rewards.cgroup), else by a look every WATCH_S seconds. A machine that has no
+such walls is refused, unless NANODAG_SANDBOX=limits says that resource limits are enough.
 """
 
 import logging
@@ -29,8 +29,7 @@ from pathlib import Path
 import psutil
 
 from nanodag.errors import MissingTool
-from nanodag.rewards import cgroup
-from nanodag.rewards import seccomp
+from nanodag.rewards import cgroup, seccomp
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.own_code.find import take_python_path
-from nanodag.store.provenance import code_revision, environment, process_started
+from nanodag.run.python_path import take_python_path
 from nanodag.run.record import Run, StageResult, left_before
 from nanodag.store import Artifact, Store, stage_key
+from nanodag.store.provenance import code_revision, environment, process_started
 
 
 def open_composed(

@@ -1,7 +1,7 @@
 """What can be known of a pipeline before anything starts: functions, files, models, benchmarks and the first rows.
 
-A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own modules
-too, never gets into the command's process. What passed is not looked at again while nothing of it has changed.
+A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own
+modules too, never gets into the command's process. What passed is not looked at again while nothing of it has changed.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from typing import Any
 
 from nanodag.config import Pipeline
 from nanodag.errors import ConfigError
-from nanodag.store.provenance import code_digest
+from nanodag.errors.words import counted
 from nanodag.store import write_json
 from nanodag.store.files import writing
-from nanodag.errors.words import counted
+from nanodag.store.provenance import code_digest
 
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
 MOST_FAULTS = 10

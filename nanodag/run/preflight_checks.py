@@ -1,5 +1,6 @@
-"""`python -m nanodag.run.preflight_checks ANSWER DOING`: looks at what a pipeline on stdin names, and writes what is wrong
-with it into the file ANSWER; the file DOING says what is being looked at. No torch, unless a user's own module has it.
+"""`python -m nanodag.run.preflight_checks ANSWER DOING`: looks at what a pipeline on stdin names, and writes what is
+wrong with it into the file ANSWER; the file DOING says what is being looked at. No torch, unless a user's own module
+has it.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.schema import BenchmarkConfig, ChatStage, EvalStage, ReportStage, RLStage, SupervisedStage
@@ -24,11 +26,10 @@ from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError
 from nanodag.evaluation.forms import FORMS, find_form
+from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.find import file_of
 from nanodag.run.preflight import state_of
-from nanodag import registry as entries
-from nanodag.inference.sglang_install import find_python
 
 NUM_ROWS = 3
 # How functions of the user's own are called, positionally.

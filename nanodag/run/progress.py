@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanodag.errors import StoreError
+from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
 from nanodag.store import Store
 
@@ -158,22 +159,3 @@ def _speed(works: Sequence[Mapping[str, Any]], rate: float) -> str:
     if unit == "bytes":
         return f"{size(rate)}/s"
     return f"{rate:.3g} {unit}/s" if rate >= 1 else f"{1 / rate:.3g} s/{unit.removesuffix('s')}"
-
-
-def duration(seconds: float) -> str:
-    """`4.2s`, `3m07s`, `2h05m`; empty for what is not known."""
-    if seconds < 0:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes = int(seconds) // 60
-    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def size(num_bytes: float) -> str:
-    """`1.2 MB` and the like."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError

@@ -18,12 +18,13 @@ from nanodag.config import Pipeline, Resolved, order_of, resolve
 from nanodag.config.resolve import read_document
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
+from nanodag.errors.words import nearest
+from nanodag.host.folders import PROJECT
 from nanodag.run.kinds import KINDS
-from nanodag.own_code.find import take_python_path
-from nanodag.store.provenance import PROJECT, code_revision, is_process, process_started
+from nanodag.run.python_path import take_python_path
 from nanodag.run.stale import ENDED_WELL, config_digest, following, left_alone, stale_stages
 from nanodag.store import Artifact, Store
-from nanodag.errors.words import nearest
+from nanodag.store.provenance import code_revision, is_process, process_started
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 from nanodag.config import AnyStage, resolve
 from nanodag.errors import ArtifactNotFound, StageFailed, StoreError
 from nanodag.run.kinds import KINDS
-from nanodag.worker.launch import Result, run_worker
-from nanodag.store.provenance import environment
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
-from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
 from nanodag.run.stage import cluster_context, key_of
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.files import files_below, sha256_of
+from nanodag.store.provenance import environment
+from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
 from nanodag.worker.job import Job
+from nanodag.worker.launch import Result, run_worker
 
 
 @dataclass(frozen=True, kw_only=True)

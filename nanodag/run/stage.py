@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.schema import RLStage
 from nanodag.config.trust import functions_in, sources_in
@@ -17,17 +18,16 @@ from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.model.import_model import model_identity
-from nanodag.run.kinds import KINDS
-from nanodag.worker.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 from nanodag.own_code.find import file_of
-from nanodag.store.provenance import environment
-from nanodag.run.report_context import context_stages
-from nanodag import registry as entries
+from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, result_of
-from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
 from nanodag.store import Artifact, stage_key
+from nanodag.store.provenance import environment
+from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
 from nanodag.worker.job import Job
+from nanodag.worker.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def carry_out(
     """The result of one stage of a run: found in the store, or built.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
-    on_metrics: as in nanodag.worker.launch.run_worker. send: has the stage built elsewhere, in the same store, and returns
-    when it is. most_restarts: how often the caller calls this again, after a StageInterrupted.
+    on_metrics: as in nanodag.worker.launch.run_worker. send: has the stage built elsewhere, in the same store, and
+    returns when it is. most_restarts: how often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """

@@ -17,8 +17,8 @@ from pathlib import Path
 import uvicorn
 
 from nanodag.errors import BadRequest
-from nanodag.model.architecture import read_checkpoint
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, TOKEN_VARIABLE, Doors
+from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES
 
 log = logging.getLogger("nanodag.sampler")

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.protocol import Completion, FinishReason, Request, check_request
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import Model
-from nanodag.inference.protocol import Completion, FinishReason, Request, check_request
 from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import Listener, Running, Sample, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps

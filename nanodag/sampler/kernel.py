@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodag.data.digests import cache_folder
+from nanodag.host.folders import cache_folder
 from nanodag.model.architecture import Architecture
 from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights

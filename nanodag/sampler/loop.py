@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from nanodag.errors import SamplerError
-from nanodag.sampler.engine import Engine
 from nanodag.inference.protocol import PauseMode
+from nanodag.sampler.engine import Engine
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -22,8 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.doors import TooLarge
-from nanodag.sampler.engine import Engine
-from nanodag.sampler.loop import EngineLoop
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,
@@ -34,6 +32,8 @@ from nanodag.inference.protocol import (
     Request,
     completion_to_wire,
 )
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.loop import EngineLoop
 from nanodag.sampler.slots import Listener, Running
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_endpoints import WeightEndpoints

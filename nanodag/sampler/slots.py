@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanodag.sampler.drawing import DrawSettings, sample_key
 from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, Request, VersionSpan
+from nanodag.sampler.drawing import DrawSettings, sample_key
 
 MAX_TOP_K = 1 << 31  # more than any vocabulary
 

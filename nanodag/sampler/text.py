@@ -6,8 +6,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nanodag.errors import BadRequest
-from nanodag.inference.protocol import SamplingParams
 from nanodag.host.regular import regular
+from nanodag.inference.protocol import SamplingParams
 
 SPARE_TOKENS = 4
 

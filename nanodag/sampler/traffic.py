@@ -10,8 +10,8 @@ from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
 from nanodag.errors import BadRequest
-from nanodag.sampler.loop import EngineLoop
 from nanodag.inference.protocol import Body, parse_body
+from nanodag.sampler.loop import EngineLoop
 
 Result = TypeVar("Result")
 

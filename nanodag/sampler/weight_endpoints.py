@@ -17,9 +17,6 @@ from starlette.routing import Route
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.sampler.engine import Engine
-from nanodag.sampler.fingerprints import fingerprints_of, overall
-from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.inference.weight_bodies import (
     BeginUpdateBody,
     DestroyGroupBody,
@@ -29,6 +26,9 @@ from nanodag.inference.weight_bodies import (
     UpdateWeightsBody,
     WeightsCheckerBody,
 )
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.fingerprints import fingerprints_of, overall
+from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
 from nanodag.sampler.weights import Weights, fingerprint_checkpoint
 

@@ -26,9 +26,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
+from nanodag.host.regular import exists, regular
 from nanodag.model.architecture import Architecture, read_json
 from nanodag.sampler.fingerprints import fingerprints_of
-from nanodag.host.regular import exists, regular
 
 VOCABULARY_BLOCK = 64
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.

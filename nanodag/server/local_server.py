@@ -27,12 +27,12 @@ import psutil
 from nanodag.config import Pipeline
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
-from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port
-from nanodag.store.provenance import code_digest, is_process, process_started
+from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.files import locked, writing
+from nanodag.store.provenance import code_digest, is_process, process_started
 
 HOST = "127.0.0.1"
 TAIL_LINES = 15

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from typing import Any
 import psutil
 
 from nanodag import __version__
+from nanodag.host.folders import PROJECT
+from nanodag.host.processor import usable_cores
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "rustbpe", "datasets", "lm_eval", "prefect", "numpy")
-PROJECT = Path(__file__).resolve().parent.parent
 _CODE_FOLDERS = ("nanodag", "tasks", "flows")
 
 
@@ -50,11 +50,6 @@ def environment(device: str) -> dict[str, Any]:
         "device": device,
         "versions": _versions(),
     }
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_started(process: psutil.Process) -> float:

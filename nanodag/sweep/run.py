@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nanodag.run.composed import open_composed
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
+from nanodag.run.composed import open_composed
 from nanodag.run.record import Run, StageResult, is_alive, pipeline_file, result_of, store_of
 from nanodag.run.stage import key_of
 from nanodag.run.stale import config_digest

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.mixture import Mixture, Part
+from nanodag.data.records import record_bytes
+from nanodag.errors import ConfigError, SourceError
 from nanodag.train.packing import (
     Batch,
     Packer,
@@ -20,8 +22,6 @@ from nanodag.train.packing import (
     packer_state_from_json,
     packer_state_to_json,
 )
-from nanodag.data.records import record_bytes
-from nanodag.errors import ConfigError, SourceError
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
 

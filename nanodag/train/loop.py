@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from nanodag.config.schema import SupervisedStage
-from nanodag.train.packing import Batch
 from nanodag.errors import TrainingDiverged
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from nanodag.train.engine import Engine
 from nanodag.train.objective import Objective, to_device
+from nanodag.train.packing import Batch
 from nanodag.train.schedule import rate_factor
 from nanodag.train.validation import Score
 from nanodag.worker.job import stop_requested

@@ -18,7 +18,8 @@ Model = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. num_labels: predictions with loss."""
+    """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. num_labels: predictions with
+    loss."""
 
     input_ids: Tensor
     labels: Tensor

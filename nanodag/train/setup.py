@@ -13,14 +13,14 @@ from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.schema import ChatStage, PretrainStage, SupervisedStage
 from nanodag.data.adapters import kind_of
-from nanodag.train.batches import TokenBatches
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
+from nanodag.model.architecture import Architecture
 from nanodag.model.build import initialise, load, qwen3_architecture, save
 from nanodag.model.decoder import Decoder, Layer
-from nanodag.model.architecture import Architecture
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.batches import TokenBatches
 from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.engine import Engine
 from nanodag.train.loop import Plan

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.train.packing import Batch
 from nanodag.train.engine import Engine
 from nanodag.train.objective import to_device
+from nanodag.train.packing import Batch
 
 log = logging.getLogger(__name__)
 

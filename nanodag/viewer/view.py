@@ -11,8 +11,8 @@ from typing import Literal
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.viewer.shelf import Read
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.viewer.shelf import Read
 
 Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanodag.own_code.blame import is_users, place
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.own_code.blame import is_users, place
 from nanodag.worker.job import STOPPED_EXIT_CODE
 
 TAIL_LINES = 15

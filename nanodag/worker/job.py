@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from nanodag.worker.job import logs
 from nanodag.config.schema import AnyStage
 from nanodag.store.files import write_json
+from nanodag.worker.job import logs
 
 log = logging.getLogger(__name__)
 

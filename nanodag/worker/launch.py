@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.host.ports import network_environment
+from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
 
 LOG_NAME = "worker.log"
@@ -77,8 +77,8 @@ def _spawned(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    watchdog = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME), str(niceness)]
-    with (workspace / LOG_NAME).open("ab") as log_stream:
+    watchdog = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME),
+    str(niceness)] with (workspace / LOG_NAME).open("ab") as log_stream:
         process = subprocess.Popen(
             [*watchdog, *command],
             env=dict(environment),
@@ -132,8 +132,8 @@ def run_worker(
     descriptors of locks that must outlive this process until that is done. restarts, restarts_left: as in
     nanodag.worker.failure.Ended.
 
-    Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the workspace
-    and the last log lines when no result was published.
+    Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the
+    workspace and the last log lines when no result was published.
     """
     (job.workspace / "result.json").unlink(missing_ok=True)
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)

@@ -1,4 +1,5 @@
-"""One other node of a stage: `python -m nanodag.worker.node`, started over there by what nanodag.worker.nodes reaches it with.
+"""One other node of a stage: `python -m nanodag.worker.node`, started over there by what nanodag.worker.nodes reaches
+it with.
 
 The first line of stdin says what to run; the watchdog then runs it, and ends it when stdin ends.
 """
@@ -8,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from nanodag.worker.nodes import NOT_SHARED_EXIT_CODE, address_towards
 from nanodag.host.ports import network_environment
+from nanodag.worker.nodes import NOT_SHARED_EXIT_CODE, address_towards
 
 
 def main() -> int:
@@ -24,7 +25,8 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what runs here has nothing to read
     up.write_text(told["token"])
     os.execv(
-        sys.executable, [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), told["usage"], "0", *told["command"]]
+        sys.executable,
+        [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), told["usage"], "0", *told["command"]],
     )
 
 

@@ -1,12 +1,12 @@
 """The machines that one stage is spread over: which they are, how another one is reached, what runs on each.
 
-`python -m nanodag.worker.nodes MODULE job.json` carries out a supervised stage on all of them and ends as it ended; RL's
-controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and its
-samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
-command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at this
-machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in `ps`, and the
-end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection, nothing is left
-running.
+`python -m nanodag.worker.nodes MODULE job.json` carries out a supervised stage on all of them and ends as it ended;
+RL's controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and
+its samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
+command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at
+this machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in `ps`, and
+the end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection, nothing is
+left running.
 
 All nodes have the same Python environment at the same path, and share the folder of the stage's workspace.
 """

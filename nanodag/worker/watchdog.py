@@ -1,7 +1,7 @@
 """Runs one command and makes sure that it does not outlive whoever asked for it.
 
-`python -m nanodag.worker.watchdog FD USAGE NICENESS COMMAND...`: FD is the read end of a pipe whose write end only the asking
-process holds. When that end closes (the asker ended, by SIGKILL too) the command's whole process group is ended:
+`python -m nanodag.worker.watchdog FD USAGE NICENESS COMMAND...`: FD is the read end of a pipe whose write end only the
+asking process holds. When that end closes (the asker ended, by SIGKILL too) the command's whole process group is ended:
 SIGTERM, then SIGKILL after GRACE_S. One line of JSON with what the command took is appended to the file USAGE. Exits
 with the command's code, or 128 + signal.
 """

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanodag.errors import BadRequest
 from nanodag.chat.chat import Conversation
+from nanodag.errors import BadRequest
 from nanodag.tokenizer.chat import ChatRenderer
 
 

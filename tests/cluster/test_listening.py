@@ -11,9 +11,9 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nanodag.worker.launch import worker_command
 from nanodag.host.ports import network_environment
 from nanodag.inference.bound_store import BoundStore
+from nanodag.worker.launch import worker_command
 from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
 

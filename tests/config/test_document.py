@@ -13,7 +13,7 @@ from nanodag.config import resolve
 from nanodag.config.document import MAX_BYTES, parse_yaml
 from nanodag.config.resolve import leaves
 from nanodag.errors import ConfigError
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 from tests.config.test_resolve import STAGES
 
 SHIPPED = (PROJECT / "pipeline.yaml").read_text()

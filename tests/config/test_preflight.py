@@ -12,9 +12,9 @@ import yaml
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from nanodag.own_code.find import note_python_path
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
+from nanodag.run.python_path import note_python_path
 from tests.config.test_resolve import STAGES
 
 MODULE = """
@@ -203,7 +203,8 @@ def test_a_run_has_the_pythonpath_of_who_asked_for_it_and_not_the_servers(tmp_pa
     code = """
         import os, subprocess, sys
         from pathlib import Path
-        from nanodag.own_code.find import file_of, take_python_path
+        from nanodag.own_code.find import file_of
+        from nanodag.run.python_path import take_python_path
         take_python_path(Path(sys.argv[1]), sys.argv[2])
         import of_whom_pf
         child = subprocess.run([sys.executable, "-c", "import of_whom_pf; print(of_whom_pf.WHO)"], stdout=-1, text=True)

@@ -10,7 +10,7 @@ from nanodag.config import order_of, resolve, result_config
 from nanodag.config.resolve import leaves, portable
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 
 SHIPPED = PROJECT / "pipeline.yaml"
 STAGES = {

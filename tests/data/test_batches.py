@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from nanodag.train.batches import TokenBatches
 from nanodag.data.config import SourceConfig
-from nanodag.train.packing import unpack
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.batches import TokenBatches
+from nanodag.train.packing import unpack
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
 

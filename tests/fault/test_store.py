@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.store.provenance import PROJECT, process_started
+from nanodag.host.folders import PROJECT
 from nanodag.run.record import is_alive
 from nanodag.store import Checkpoints, Store
+from nanodag.store.provenance import process_started
 from tests.store.making import KEY, forge, product_in, publish
 
 PUBLISHING = Path(__file__).parent / "publishing.py"

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from nanodag.config import resolve
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 
 SUPERVISED = {
     "sequence_length": 128,

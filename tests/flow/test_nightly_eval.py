@@ -13,8 +13,8 @@ from prefect.settings import PREFECT_API_URL
 import tasks.nightly
 from flows.nightly_eval import nightly_eval, schedule
 from flows.speedrun import speedrun
-from nanodag.run.kinds import KINDS
 from nanodag.nightly.switch import read_switch, turn
+from nanodag.run.kinds import KINDS
 from nanodag.server.local_server import Api
 from nanodag.store import Store
 from tests.http_server import listening

@@ -5,7 +5,7 @@ import yaml
 from prefect.client.orchestration import get_client
 
 from flows.speedrun import speedrun
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 from nanodag.store import Store
 from tests.flow.reduced import write_reduced
 from tests.flow.tiny_mirror import write_mirror

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
+from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
 from nanodag.run.retention import Policy, free, plan
-from nanodag.run.record import open_run
-from nanodag.worker.devices import hold, places_folder, places_for
 from nanodag.run.stage import carry_out
+from nanodag.worker.devices import hold, places_folder, places_for
 
 FAKES = Path(__file__).parent.parent / "fakes"
 

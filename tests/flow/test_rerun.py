@@ -5,8 +5,8 @@ import pytest
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
-from nanodag.run.composed import open_composed
 from nanodag.errors import ConfigError
+from nanodag.run.composed import open_composed
 from nanodag.run.record import merged, open_run, recorded_run
 from nanodag.run.stale import following
 from nanodag.store import Store

@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
-from nanodag.server.local_server import local_server as server_module
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
-from nanodag.store.provenance import process_started
 from nanodag.server.local_server import Api, ProcessId, Running, Server
+from nanodag.server.local_server import local_server as server_module
+from nanodag.store.provenance import process_started
 
 
 class Prefect(ThreadingHTTPServer):
@@ -177,7 +177,11 @@ def test_what_was_started_and_never_recorded_is_ended_and_nothing_else(tmp_path,
     server, _ = recorded(4200)
     code = "import time; time.sleep(500)"
     started = []
-    for folder, name in ((tmp_path, "nanodag.worker.respawn"), (tmp_path, "flows.server"), (tmp_path.parent, "flows.server")):
+    for folder, name in (
+        (tmp_path, "nanodag.worker.respawn"),
+        (tmp_path, "flows.server"),
+        (tmp_path.parent, "flows.server"),
+    ):
         command = [sys.executable, "-S", "-c", code, "-m", name]
         started.append(subprocess.Popen(command, cwd=folder, start_new_session=True))
     time.sleep(0.2)

@@ -13,11 +13,11 @@ import pytest
 
 from nanodag.cli.show import _took
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
-from nanodag.worker.launch import begin_try, usage_of
 from nanodag.run.progress import progress_of
-from nanodag.run.retention import Policy, plan
 from nanodag.run.record import open_run
+from nanodag.run.retention import Policy, plan
 from nanodag.run.stage import carry_out
+from nanodag.worker.launch import begin_try, usage_of
 from tests.fault.processes import pids_in, wait_until
 
 

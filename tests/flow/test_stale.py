@@ -8,9 +8,9 @@ from rich.console import Console
 
 from nanodag.cli.run import choose_stale
 from nanodag.cli.show import show_stages, show_status
-from nanodag.run.diff import compare
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
+from nanodag.run.diff import compare
 from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
 from nanodag.run.stage import _report_context, carry_out
 from nanodag.run.stale import left_alone, stale_stages

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nanodag import registry as entries
 from nanodag.data.adapter_entries import ENTRIES
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag import registry as entries
-from nanodag.rl.rollouts.prompts import PromptCursor
 from nanodag.rewards.pool import RewardPool
+from nanodag.rl.rollouts.prompts import PromptCursor
 
 CHOICES = {"text": ["up", "down", "round"], "label": ["A", "B", "C"]}
 HUMANEVAL = {

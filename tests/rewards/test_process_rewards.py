@@ -10,12 +10,12 @@ import torch
 from nanodag.config.schema import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError
-from nanodag.rl.advantages.grpo import grpo
-from nanodag.rl.advantages.process import process_grpo, step_rewards
-from nanodag.rl.rollouts.filters import nonzero_spread
-from nanodag.rl.control.generation import Generator
 from nanodag.rewards.pool import RewardPool, Score
 from nanodag.rewards.steps import token_places
+from nanodag.rl.advantages.grpo import grpo
+from nanodag.rl.advantages.process import process_grpo, step_rewards
+from nanodag.rl.control.generation import Generator
+from nanodag.rl.rollouts.filters import nonzero_spread
 from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
 from nanodag.run.stage import code_identity
 from nanodag.tokenizer.bpe import save_tokenizer

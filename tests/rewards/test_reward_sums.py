@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from nanodag import registry as entries
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag import registry as entries
 from nanodag.rewards.f1 import f1
 from nanodag.rewards.pool import RewardPool
 from nanodag.rewards.reward import Reward

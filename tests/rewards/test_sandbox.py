@@ -18,8 +18,7 @@ import pytest
 
 import nanodag
 from nanodag.errors import MissingTool
-from nanodag.rewards import cgroup
-from nanodag.rewards import sandbox
+from nanodag.rewards import cgroup, sandbox
 from nanodag.rewards.sandbox import run_python
 from tests.rewards.hostile import ATTACKS, PRELUDE
 

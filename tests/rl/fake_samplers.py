@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.samplers import Samplers
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.router_process import RouterClient
+from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.samplers import Samplers
 
 NUM_BUCKETS = 2
 PATIENCE_S = 20.0

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.schema import RLStage
-from nanodag.worker.launch import worker_environment
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
+from nanodag.worker.launch import worker_environment
 from tests.rl.models import save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}

@@ -14,14 +14,14 @@ from torch import multiprocessing
 
 from nanodag.config.schema import RLStage
 from nanodag.errors import SamplerError
-from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.trainer.export import write_model
-from nanodag.rl.fleet.samplers import Samplers
 from nanodag.inference.client import SamplerClient
-from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.fleet.samplers import Samplers
+from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.export import write_model
+from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.rl.models import save_tiny_model
 from tests.rl.spread import two_shares

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from nanodag.errors import ConfigError
 from nanodag import registry as entries
+from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from nanodag import registry as entries
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag import registry as entries
 from nanodag.rl.control.generation import Generator, Harvest
 from nanodag.rl.rollouts.metrics import drop_counts
 from nanodag.rl.rollouts.prompts import Prompt

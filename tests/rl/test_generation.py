@@ -9,11 +9,11 @@ from nanodag.config.schema import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
+from nanodag.rewards.pool import Score
 from nanodag.rl.control.generation import Generator, group_seed
 from nanodag.rl.rollouts.batch import read_harvest, write_harvest
 from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, read_ledger
-from nanodag.rewards.pool import Score
-from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 
 STOP = 0
 

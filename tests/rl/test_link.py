@@ -11,8 +11,8 @@ import time
 import pytest
 
 from nanodag.errors import StageFailed, TrainingDiverged
-from nanodag.worker.children import Children
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
+from nanodag.worker.children import Children
 
 RANK = """
 import os, sys, time

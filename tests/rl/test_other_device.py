@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from nanodag.config.schema import RLStage
 from nanodag import registry as entries
+from nanodag.config.schema import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.advantages.process import step_rewards
-from nanodag.rl.trainer.critic import ValueModel, whitened
 from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.trainer.rows import pack
+from nanodag.rl.trainer.critic import ValueModel, whitened
 from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.update import Objective, Scored
 from tests.rl.models import save_tiny_model
 from tests.rl.test_packing import RAGGED

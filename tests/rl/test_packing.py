@@ -9,9 +9,9 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.errors import ConfigError
-from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
+from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.rows import pack
 
 CPU = torch.device("cpu")
 

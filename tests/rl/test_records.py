@@ -3,9 +3,9 @@
 import json
 
 from nanodag.config.schema import RLStage
+from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import Harvest
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job
 from tests.rl.test_staleness import rollout

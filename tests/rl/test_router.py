@@ -12,13 +12,13 @@ import pytest
 
 from nanodag.errors import BadRequest, MissingTool, SamplerLost
 from nanodag.host.ports import free_port
-from nanodag.rl.fleet.router import Router
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.router_process import RouterClient, RouterProcess
+from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess, is_healthy
+from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
 from tests.rl.test_sync_health import answers, requests, until_busy, with_samplers

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 
 from nanodag.errors import SamplerError, StageFailed
-from nanodag.rl.rollouts.batch import Harvest
 from nanodag.rl.control.schedule import Position, Schedule, Stopped
+from nanodag.rl.rollouts.batch import Harvest
 
 STEPS = 5
 

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanodag.errors import SamplerError
-from nanodag.rl.trainer.export import write_model
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import DiskSync, differing
-from nanodag.inference.client import SamplerClient
+from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.inference.sampler_process import SamplerProcess
 from tests.rl.models import save_tiny_model
 
 

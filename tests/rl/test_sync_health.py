@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import SamplerLost
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.watch import Watch
-from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.inference.protocol import Request, SamplingParams
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run, start
 

@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.sync_kills import Bench, Case
 from nanodag.errors import SamplerLost
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.weight_sync import DiskSync
-from nanodag.rl.fleet.watch import Watch
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
 from nanodag.inference.router_process import RouterClient
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.fleet.watch import Watch
+from nanodag.rl.fleet.weight_sync import DiskSync
 from tests.rl.fake_samplers import PATIENCE_S, World
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from nanodag.errors import MissingTool
-from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.inference.sglang_install import find_python
+from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl.stages import make_job, metrics, start
 from tests.rl.test_sync_midway import SETTINGS, check_that_responses_went_on
 

@@ -14,12 +14,12 @@ from nanodag.config import result_config
 from nanodag.config.schema import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import Generator
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
-from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.run.stage import code_identity, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer

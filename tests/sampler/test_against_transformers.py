@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.sampler.engine import Engine
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.sampler.engine import Engine
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4], [100, 149, 50], [11] * 90]
 LLAMA3_ROPE = {

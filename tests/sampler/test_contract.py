@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.errors import BadRequest, MissingTool
 from nanodag.inference.client import SamplerClient
-from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.sampler.fingerprints import Fingerprints
 from tests.sampler.group import Trainer
 
 CONTEXT = 1024

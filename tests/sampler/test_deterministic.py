@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nanodag.errors import BadRequest
+from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler import model
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import Model
-from nanodag.inference.protocol import Request, SamplingParams
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 

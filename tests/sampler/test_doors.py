@@ -15,11 +15,11 @@ import torch
 from pydantic_core import to_json
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.model.architecture import read_checkpoint
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.doors import Doors
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.weights import load_weights
 
 TOKEN = "a-token-of-this-test"

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.sampler.engine import Engine
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.sampler.engine import Engine
 
 EOS = 7
 

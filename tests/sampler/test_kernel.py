@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
-from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.slots import SlotTable
 from nanodag.sampler.steps import CompiledSteps
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanodag.sampler.engine import Engine
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.sampler.engine import Engine
 from tests.sampler.other_device import NAME, OtherDevice
 
 DRAWN = (

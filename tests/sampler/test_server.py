@@ -14,9 +14,9 @@ import pytest
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
-from nanodag.sampler.engine import Engine
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.sampler.engine import Engine
 
 LONG = SamplingParams(max_new_tokens=250, ignore_eos=True)
 

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from nanodag.config.schema import SamplerConfig
 from nanodag.errors import MissingTool
-from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options
 from nanodag.inference.sglang_install import (
     default_folder,
     find_python,
@@ -19,6 +18,7 @@ from nanodag.inference.sglang_install import (
     progress_of,
     requirements,
 )
+from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options
 from nanodag.inference.sglang_process import SHIM
 
 NOWHERE = "http://127.0.0.1:9"  # no index there

@@ -8,8 +8,8 @@ import torch
 
 from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
 from tests.sampler.group import Trainer
 
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}

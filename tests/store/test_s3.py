@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 from nanodag.run.retention import Policy, free, plan
 from nanodag.store import Store
 from tests.store.making import KEY, product_in, publish

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 from nanodag.store import Store
 from tests.store.making import KEY, forge, product_in, publish
 

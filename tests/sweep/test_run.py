@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from nanodag.errors import ConfigError, StoreBusy
-from nanodag.store.provenance import process_started
 from nanodag.run.record import result_of
 from nanodag.run.stage import key_of
 from nanodag.store import Store
+from nanodag.store.provenance import process_started
 from nanodag.sweep.findings import conclude
 from nanodag.sweep.run import begin_sweep, find_built
 from tests.flow.conftest import STAGES

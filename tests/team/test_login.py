@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ConfigError
-from nanodag.worker.launch import worker_environment
 from nanodag.server.login import read_login
+from nanodag.worker.launch import worker_environment
 
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "gpu-1.example.org", "192.168.1.2"])

@@ -6,7 +6,7 @@ import subprocess
 
 import yaml
 
-from nanodag.store.provenance import PROJECT
+from nanodag.host.folders import PROJECT
 
 TEMPLATES = PROJECT / "docs" / "templates"
 

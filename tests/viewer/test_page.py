@@ -7,11 +7,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.store import Store
+from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
 from nanodag.viewer.shelf import Read, Shelf, shelf_of
 from nanodag.viewer.view import Painter, timeline_svg, together
-from nanodag.store import Store
-from nanodag.tokenizer.bpe import save_tokenizer
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
 

@@ -1,4 +1,5 @@
-"""Makes the filters from Podman's profile: `python nanodag/rewards/seccomp/make.py`, where libseccomp and pyseccomp are.
+"""Makes the filters from Podman's profile: `python nanodag/rewards/seccomp/make.py`, where libseccomp and pyseccomp
+are.
 
 Run it again when podman.json is replaced by a newer one. A rule that the profile gives to processes with a capability
 is left out, as a program in the sandbox has none. The profile is made for containers that may hold containers; what

@@ -7,11 +7,11 @@ A step:
     sync       they write the weights to memory, the samplers take them
     note       metrics, ledger; now and then evaluation and a checkpoint
 
-nanodag.rl.control.schedule says what of this runs beside what; with `max_staleness: 0` a step trains what its own weights
-sampled. A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every rank,
-position in the prompts, rollouts that wait to be trained, counts. With the embedded sampler in deterministic mode a
-stage that was killed at any instant and started again ends on the same bytes as one that was not. Not covered: samplers
-on other machines.
+nanodag.rl.control.schedule says what of this runs beside what; with `max_staleness: 0` a step trains what its own
+weights sampled. A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every
+rank, position in the prompts, rollouts that wait to be trained, counts. With the embedded sampler in deterministic mode
+a stage that was killed at any instant and started again ends on the same bytes as one that was not. Not covered:
+samplers on other machines.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.generation import Generator
+from nanodag.rl.control.schedule import Position, Schedule, Stopped
+from nanodag.rl.control.services import Services
+from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import Harvest, read_harvest, write_harvest
 from nanodag.rl.rollouts.learning import learning_of
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor, first_prompts
-from nanodag.rl.control.step_records import Records
-from nanodag.rl.control.schedule import Position, Schedule, Stopped
-from nanodag.rl.control.services import Services
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_carried, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns

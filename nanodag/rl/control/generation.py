@@ -13,13 +13,14 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
-from nanodag.config.schema import RLStage
 from nanodag import registry as entries
-from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
-from nanodag.rl.rollouts.batch import Dropped, Harvest
-from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
+from nanodag.config.schema import RLStage
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards.pool import RewardPool, Score
 from nanodag.rewards.steps import token_places
+from nanodag.rl.rollouts.batch import Dropped, Harvest
+from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
+from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout, reward_spread
 from nanodag.rl.rollouts.segments import (
     as_it_ended,
@@ -33,7 +34,6 @@ from nanodag.rl.rollouts.segments import (
 )
 from nanodag.rl.rollouts.shaping import shaped
 from nanodag.rl.rollouts.turns.runner import ANSWER, Turns
-from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16

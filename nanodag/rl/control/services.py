@@ -14,24 +14,24 @@ from typing import Any, cast
 from nanodag.config.derive import replicas_of
 from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
-from nanodag.worker.launch import worker_environment
-from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
-from nanodag.worker.nodes import Nodes
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.worker.children import Children
-from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
-from nanodag.rewards.pool import RewardPool
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.fleet.watch import Server
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.router_process import RouterClient, RouterProcess
+from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
+from nanodag.rewards.pool import RewardPool
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.samplers import Samplers
+from nanodag.rl.fleet.watch import Server
+from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
+from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
+from nanodag.worker.launch import worker_environment
+from nanodag.worker.nodes import Nodes
 
 log = logging.getLogger(__name__)
 

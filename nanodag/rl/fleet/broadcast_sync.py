@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import SamplerError
-from nanodag.rl.fleet.samplers import Member, Samplers
-from nanodag.rl.fleet.weight_sync import Ask, DiskSync, check_versions, check_weights
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
+from nanodag.rl.fleet.samplers import Member, Samplers
+from nanodag.rl.fleet.weight_sync import Ask, DiskSync, check_versions, check_weights
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from nanodag.errors import SamplerLost
-from nanodag.rl.fleet.watch import Server, Watch
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.router_process import RouterClient
+from nanodag.rl.fleet.watch import Server, Watch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
-from nanodag.rl.fleet.router import Router, in_thread
-from nanodag.rl.fleet.watch import Server, Watch
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
+from nanodag.rl.fleet.router import Router, in_thread
+from nanodag.rl.fleet.watch import Server, Watch
 
 log = logging.getLogger(__name__)
 MOMENT_S = 0.25  # for a server that ended to be seen to have ended; doubled at each attempt

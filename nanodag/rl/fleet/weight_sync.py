@@ -5,9 +5,9 @@ weights. The first weights and every `sync_check_every`th after them are verifie
 that it gives away, each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py), and a tensor that
 differs ends the stage by its name.
 
-Two ways; the other one is nanodag.rl.fleet.broadcast_sync. disk: rank 0 writes a Hugging Face directory, parameters gathered
-in buckets, and the samplers read it. It must be kept until the next weights are loaded, because a sampler that dies is
-started again with it.
+Two ways; the other one is nanodag.rl.fleet.broadcast_sync. disk: rank 0 writes a Hugging Face directory, parameters
+gathered in buckets, and the samplers read it. It must be kept until the next weights are loaded, because a sampler that
+dies is started again with it.
 """
 
 import logging

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nanodag.errors import SamplerError
-from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, prompt_span
 from nanodag.inference import protocol
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, prompt_span
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.config.schema import RLStage
 from nanodag import registry as entries
+from nanodag.config.schema import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
 from nanodag.rl.advantages.process import process_grpo, step_rewards
-from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.rollouts.rollout import Rollout, groups_of
+from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.policy import Row, check_beside
 from nanodag.rl.trainer.reference import Reference
-from nanodag.rl.rollouts.rollout import Rollout, groups_of
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.rl.trainer.update import Objective, Scored

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from nanodag.config.schema import OptimizerConfig, RLStage
 from nanodag.errors import ConfigError
+from nanodag.model.architecture import read_checkpoint
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
-from nanodag.model.architecture import read_checkpoint
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.engine import Engine
 

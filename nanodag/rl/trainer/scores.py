@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nanodag.rl.trainer.policy import Row
 from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.trainer.policy import Row
 
 Scores = tuple[Row, Tensor, Tensor]
 """A row with its advantages and old log-probabilities, (N,) float32 each."""

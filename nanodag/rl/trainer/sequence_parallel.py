@@ -19,8 +19,8 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from nanodag.errors import ConfigError
-from nanodag.model.attention import Attend
 from nanodag.model.architecture import Architecture
+from nanodag.model.attention import Attend
 from nanodag.train.engine import start_ranks
 
 

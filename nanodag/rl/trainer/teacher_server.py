@@ -14,10 +14,10 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponen
 from torch import Tensor
 
 from nanodag.errors import BadRequest, ConfigError, SamplerError
-from nanodag.rl.trainer.policy import Row, check_tokens
-from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.trainer.policy import Row, check_tokens
 from nanodag.tokenizer.encoding import Encoding
 
 ATTEMPTS = 6

@@ -28,28 +28,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.worker.job import logs
 from nanodag.config.schema import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.lora import add_lora, merged
+from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.worker.children import ignore_stop_signals
 from nanodag.rl.trainer.credit import Credit, num_trained
 from nanodag.rl.trainer.export import write_model
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.rollouts.metrics import Sums
-from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.policy import Row, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
+from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.scores import Scores, write_scores
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.update import Objective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.engine import DTYPES, leave
 from nanodag.train.peak import matmul_peak
-from nanodag.worker.job import Job, read_job
+from nanodag.worker.children import ignore_stop_signals
+from nanodag.worker.job import Job, logs, read_job
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodag import registry as entries
 from nanodag.config.schema import LOSS_SETTINGS, RLStage
 from nanodag.errors import ConfigError
-from nanodag import registry as entries
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept

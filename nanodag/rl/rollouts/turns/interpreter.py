@@ -2,7 +2,7 @@
 
 import threading
 
-from nanodag.store.provenance import usable_cores
+from nanodag.host.processor import usable_cores
 from nanodag.rewards.sandbox import run_python
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.tools import with_tool
@@ -14,8 +14,8 @@ _RUNNING = threading.BoundedSemaphore(usable_cores())
 async def interpreter(
     sampler: TurnSampler, sample: Sample, *, most_calls: int = 4, seconds: float = 5.0, most_result_tokens: int = 256
 ) -> Sample:
-    """A call is a program of its own, run in the sandbox (`nanodag.rewards.sandbox`) for at most `seconds`; its result is
-    what it printed, or the last line of its error. Nothing is kept from one call to the next.
+    """A call is a program of its own, run in the sandbox (`nanodag.rewards.sandbox`) for at most `seconds`; its result
+    is what it printed, or the last line of its error. Nothing is kept from one call to the next.
 
     A program that looks at the clock or draws random numbers makes a run that is not the same the second time.
     """

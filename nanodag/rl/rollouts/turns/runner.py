@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from nanodag import registry as entries
 from nanodag.config.schema import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
-from nanodag import registry as entries
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span
 from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
 from nanodag.tokenizer.encoding import Encoding
 

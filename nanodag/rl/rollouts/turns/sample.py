@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rl.rollouts.rollout import FinishReason, Span
 from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of, span_of
-from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 

@@ -1,0 +1,13 @@
+"""Folders of this machine: the checkout, and what this user's processes share."""
+
+import os
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def cache_folder() -> Path:
+    """What this user's processes share between runs; all of it can be deleted."""
+    if folder := os.environ.get("NANODAG_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
