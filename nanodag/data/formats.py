@@ -5,6 +5,7 @@ import io
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -45,7 +46,7 @@ class RowFile(ABC):
         for number in range(len(self.blocks())):
             rows = self.read(number)
             for index in range(len(rows)):
-                yield lambda rows=rows, index=index: rows[index]
+                yield partial(rows.__getitem__, index)
 
 
 class LazyRows(Sequence[Row]):
@@ -174,7 +175,7 @@ class TextFile(RowFile):
     def stream(self) -> Iterator[Callable[[], Row]]:
         with open_binary(self.path) as stream:
             for record in self._records(stream, 1, 0):
-                yield lambda record=record: self._decode(record)
+                yield partial(self._decode, record)
 
     def _blocks(self) -> list[tuple[int, int, int, int]]:
         if self._index is None:

@@ -59,7 +59,7 @@ class Mixture:
         self._kind = kind
         self._repeat = repeat and not once
         by_epochs = mixes_by_epochs(self.sources)
-        self._signature = [seed, rank, world, part, once, repeat, shuffle]
+        self._signature: list[Any] = [seed, rank, world, part, once, repeat, shuffle]
         self._signature += [config.model_dump(mode="json") for config in self.sources]
         self._streams = [
             _Stream(

@@ -116,12 +116,14 @@ class Checkpoint(TemplateLM):
         """The prompt up to where the assistant speaks. Raises ConfigError for a tokenizer without a template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.folder} has no chat template; set chat: false for this eval stage.")
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        assert isinstance(text, str)
+        return text
 
     # ---- what lm-eval asks for
 
@@ -205,7 +207,7 @@ class Checkpoint(TemplateLM):
         return sorted({i for i in (*ends, self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) if i is not None})
 
     def _decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def score(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
         """Scores of every answer of every question, in order."""

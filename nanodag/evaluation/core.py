@@ -127,7 +127,7 @@ def find_files(config: BenchmarkConfig) -> dict[str, Path]:
 
 def read_items(path: Path, limit: int) -> list[Item]:
     """A task's items, shuffled as nanochat does, the first `limit` of them (0: all)."""
-    items = [row for _, row in open_source(f"file:{path}").rows()]
+    items: list[Item] = [row for _, row in open_source(f"file:{path}").rows()]
     random.Random(1337).shuffle(items)
     return items[:limit] if limit else items
 

@@ -148,7 +148,9 @@ def _attention(segments: Tensor) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             enable_gqa=query.shape[2] != key.shape[2],

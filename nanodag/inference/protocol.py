@@ -210,9 +210,10 @@ class GenerateBody(Wire):
     def num_prompts(self) -> int:
         return len(self.prompts())
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[Any]:
+        """Each prompt: a string, or its token ids."""
         given = self.input_ids if self.text is None else self.text
-        return given if self.is_batch else [given]
+        return given if isinstance(given, list) and self.is_batch else [given]
 
     def of_prompt(self, name: str, index: int) -> Any:
         """The value of ``name`` for prompt ``index``, whether it was given once or for each."""

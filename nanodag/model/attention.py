@@ -108,6 +108,7 @@ def _variable_length(document_ids: Tensor) -> Attend:
             window_size=(-1, 0),
             enable_gqa=query.shape[2] != key.shape[2],
         )
+        assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
         return out.unflatten(0, (rows, length))
 
     return attend

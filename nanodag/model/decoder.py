@@ -11,7 +11,7 @@ Names and arithmetic agree with transformers, so a checkpoint of one is a checkp
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
         self.model = Body(of, self.functions)
         self.lm_head = Head(of)
         if of.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
         self._frequencies = rope_frequencies(of)
 
     def forward(

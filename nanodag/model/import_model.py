@@ -91,8 +91,8 @@ def _local_folder(model: str, mirror: Path | None) -> Path | None:
             raise SourceError(f"Model {model!r}: there is no folder {folder}.")
         return folder
     name, _ = _hub_name(model)
-    folder = mirror / name if mirror is not None else None
-    return folder if folder is not None and (folder / "config.json").is_file() else None
+    mirrored = mirror / name if mirror is not None else None
+    return mirrored if mirrored is not None and (mirrored / "config.json").is_file() else None
 
 
 def _wanted_files(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Worker of a report stage: `python -m nanodag.report job.json`."""
 
 import time
+from typing import Any
 
 from nanodag.report.contamination import contamination_table
 from nanodag.report.page import build_report, to_html, to_markdown
@@ -22,7 +23,7 @@ def main() -> None:
     finish(job, metrics=metrics, cost={"work_seconds": time.monotonic() - began})
 
 
-def write_report(job: Job, contamination: Table | None) -> dict[str, int]:
+def write_report(job: Job, contamination: Table | None) -> dict[str, Any]:
     """Write both pages into the job's output; returns their sizes in bytes."""
     report = build_report(
         job.run,

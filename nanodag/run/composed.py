@@ -35,7 +35,7 @@ def open_composed(
     stages = {}
     for stage in to_do:
         config = pipeline.stages[stage]
-        facts = {"kind": config.kind, "inputs": dict(config.inputs), "state": "waiting", "forced": []}
+        facts: dict[str, Any] = {"kind": config.kind, "inputs": dict(config.inputs), "state": "waiting", "forced": []}
         stages[stage] = {**before.get("stages", {}).get(stage, {}), **facts}
     record = {
         **{"run": name, "state": "running", "reason": "", "flow_run": flow_run, "revision": code_revision()},

@@ -101,7 +101,7 @@ def draw(scores: Tensor, settings: DrawSettings, counts: np.ndarray) -> tuple[np
     """
     greedy = settings.greedy_rows
     all_greedy = len(greedy) == len(scores)
-    likeliest = _likeliest(scores, None if all_greedy else greedy) if len(greedy) else None
+    likeliest = _likeliest(scores, None if all_greedy else greedy) if len(greedy) else np.zeros(0, dtype=np.int64)
     probabilities = torch.softmax(scores, dim=-1, out=scores)
     if all_greedy:
         tokens, chosen = likeliest, _gather(probabilities, likeliest)

@@ -179,7 +179,7 @@ class Engine:
         waiting = [sample for sample in self.waiting if is_aborted(sample.running)]
         if waiting:
             self.waiting = deque(sample for sample in self.waiting if not is_aborted(sample.running))
-        rows = [int(row) for row in self.table.active_rows if is_aborted(self.table.samples[row].running)]
+        rows = [row for row in self.table.active_rows.tolist() if is_aborted(self.table.sample_at(row).running)]
         for sample in [*waiting, *map(self.table.empty, rows)]:
             self._end(sample, reason)
         return len(waiting) + len(rows)
@@ -224,8 +224,8 @@ class Engine:
         self.forget_prompts()
         if version is not None:
             self.weight_version = version
-        for row in self.table.active_rows:
-            self._note_version(self.table.samples[row], int(self.table.counts[row]))
+        for row in self.table.active_rows.tolist():
+            self._note_version(self.table.sample_at(row), int(self.table.counts[row]))
 
     def forget_prompts(self) -> None:
         """Run the prompt of every request from here on, even if a slot still holds it."""
@@ -268,7 +268,7 @@ class Engine:
             key = prefix.tobytes()
             source = self._prompt_rows.get(key)
             # The row that holds the prompt is the best place for it; otherwise the lowest, which keeps steps short.
-            row = source if source in free else free[0]
+            row: int = source if source is not None and source in free else free[0]
             free.remove(row)
             if source is not None:
                 self.model.start_from_prompt(row, len(prefix), source)
@@ -299,14 +299,8 @@ class Engine:
         batches: list[list[tuple[np.ndarray, list[int]]]] = []
         for prompt in sorted(prompts, key=lambda entry: len(entry[0])):
             length = len(prompt[0])
-            last = batches[-1] if batches else None
-            fits = (
-                last is not None
-                and (len(last) + 1) * length <= BATCH_PREFILL_TOKENS
-                and length <= 1.25 * len(last[0][0])
-            )
-            if fits and not self.model.deterministic:
-                last.append(prompt)
+            if batches and not self.model.deterministic and _fits(length, batches[-1]):
+                batches[-1].append(prompt)
             else:
                 batches.append([prompt])
         return batches
@@ -375,7 +369,7 @@ class Engine:
         """Send what streams, and end what met a stop string; returns the rows that are still to be ended."""
         table, remaining = self.table, set(ended.tolist())
         for row in sorted(table.watched):
-            sample = table.samples[row]
+            sample = table.sample_at(row)
             count = int(table.counts[row])
             sample.output_ids = table.output_ids[row, :count].tolist()
             sample.logprobs = table.logprobs[row, :count].tolist()
@@ -386,6 +380,11 @@ class Engine:
                 remaining.discard(row)
                 self._end(table.empty(row), FinishReason(type="stop", matched=stop), text)
             elif sample.running.wants_stream and row not in remaining:
-                text = self._text_of(sample, None)
-                sample.running.listener(sample.index, completion(sample, None, self.weight_version, text))
+                so_far = self._text_of(sample, None)
+                sample.running.listener(sample.index, completion(sample, None, self.weight_version, so_far))
         return np.array(sorted(remaining), dtype=np.int64)
+
+
+def _fits(length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> bool:
+    """Whether a prompt of that many tokens joins a batch of shorter ones without much padding."""
+    return (len(batch) + 1) * length <= BATCH_PREFILL_TOKENS and length <= 1.25 * len(batch[0][0])

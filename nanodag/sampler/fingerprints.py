@@ -107,7 +107,7 @@ def _padded(name: str, tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _hex(digest: Any) -> str:

@@ -175,7 +175,10 @@ class SamplerServer:
         wake = asyncio.get_running_loop().call_soon_threadsafe
 
         def listener_of(prompt: int) -> Listener:
-            return lambda index, completion: wake(queue.put_nowait, (prompt, index, completion))
+            def listen(index: int, completion: Completion) -> None:
+                wake(queue.put_nowait, (prompt, index, completion))
+
+            return listen
 
         try:
             running = await self.traffic.in_loop(

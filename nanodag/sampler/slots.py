@@ -83,6 +83,12 @@ class SlotTable:
         self.num_rows = int(self.active_rows[-1]) + 1 if len(self.active_rows) else 0
         """Rows up to the last active one."""
 
+    def sample_at(self, row: int) -> Sample:
+        """The sample of an active row."""
+        sample = self.samples[row]
+        assert sample is not None, row
+        return sample
+
     def free_rows(self) -> np.ndarray:
         return np.flatnonzero(~self.active)
 
@@ -116,8 +122,8 @@ class SlotTable:
 
     def empty(self, row: int) -> Sample:
         """Free a row and give its sample back with all it has drawn."""
-        sample = self.samples[row]
-        assert sample is not None and self.active[row], row
+        assert self.active[row], row
+        sample = self.sample_at(row)
         count = int(self.counts[row])
         sample.output_ids = self.output_ids[row, :count].tolist()
         sample.logprobs = self.logprobs[row, :count].tolist()

@@ -72,7 +72,7 @@ class CompiledSteps:
         self._drawn_logprobs = np.zeros(table.num_slots)
         self._outcomes = np.zeros(table.num_slots, dtype=np.uint8)
         own = {"drawn_tokens": self._drawn_tokens, "drawn_logprobs": self._drawn_logprobs, "outcomes": self._outcomes}
-        kept = [name for name, _ in _Table._fields_ if name not in own and hasattr(table, name)]
+        kept = [name for name, *_ in _Table._fields_ if name not in own and hasattr(table, name)]
         self._arrays = {name: getattr(table, name) for name in kept} | own
         self._stop_ids = table.stop_ids
         self._addresses = _Table(

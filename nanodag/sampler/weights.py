@@ -246,8 +246,8 @@ def _layer(take: _Taker, prefix: str, a: Architecture) -> LayerWeights:
     mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
     gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
     return LayerWeights(
-        qkv=_stored(_fold_gain(norm, _fuse_heads(*projections, a)), take.dtype),
-        qkv_bias=_fuse_heads(*biases, a) if biases else None,
+        qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), take.dtype),
+        qkv_bias=_fuse_heads(biases, a) if biases else None,
         qk_gain=_qk_gain(take, attention, a) if a.qk_norm else None,
         output=take.turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
         output_bias=take.optional(attention + "o_proj.bias", (a.hidden_size,)),
@@ -282,8 +282,10 @@ def _interleaved(head_dim: int) -> Tensor:
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
 
 
-def _fuse_heads(query: Tensor, key: Tensor, value: Tensor, a: Architecture) -> Tensor:
-    """(Q*D, ...), (K*D, ...), (K*D, ...) -> (K*(G+2)*D, ...), grouped by key/value head, interleaved for rotation."""
+def _fuse_heads(parts: Sequence[Tensor], a: Architecture) -> Tensor:
+    """Query (Q*D, ...), key (K*D, ...) and value (K*D, ...) -> (K*(G+2)*D, ...), grouped by key/value head, interleaved
+    for rotation."""
+    query, key, value = parts
     order = _interleaved(a.head_dim)
     rest = query.shape[1:]
     heads = query.view(a.num_kv_heads, a.heads_per_kv, a.head_dim, *rest)[:, :, order]

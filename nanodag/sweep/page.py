@@ -8,6 +8,7 @@ from nanodag.report import words
 from nanodag.report.page import Part, Report, Section
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
+from nanodag.store import Artifact
 from nanodag.sweep.points import Sweep
 from nanodag.sweep.results import Row, Score
 
@@ -39,7 +40,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[Row]) -> Report:
         note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
         parts = [Part(svg=panels_svg(panels, name="curves"))]
         made.append(Section(title="Curves", note=note, parts=parts, in_markdown=False))
-    seconds = sum(float(row.artifact.cost.get("seconds", 0.0)) for row in _distinct(rows))
+    seconds = sum(float(artifact.cost.get("seconds", 0.0)) for artifact in _distinct(rows))
     cards = [
         Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
         Cell(text=words.duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
@@ -168,9 +169,9 @@ def _curve_panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-def _distinct(rows: Sequence[Row]) -> list[Row]:
-    """A row for each artifact: points may share one."""
-    return list({row.artifact.key: row for row in rows if row.artifact is not None}.values())
+def _distinct(rows: Sequence[Row]) -> list[Artifact]:
+    """Each artifact once: points may share one."""
+    return list({row.artifact.key: row.artifact for row in rows if row.artifact is not None}.values())
 
 
 def _sorted(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

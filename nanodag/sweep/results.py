@@ -63,7 +63,7 @@ class Row:
 
 def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[Row]:
     """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it."""
-    rows = []
+    rows: list[Row] = []
     first: dict[str, Path] = {}
     for point in sweep.points:
         result = results.get(point.stages[sweep.stage])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,17 @@ class DeviceBatch:
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Move a batch of arrays to a device."""
-    arrays = (batch.input_ids, batch.labels, batch.position_ids, batch.document_ids)
-    tensors = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
-    return DeviceBatch(*tensors, num_labels=batch.num_labels)
+
+    def moved(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return DeviceBatch(
+        input_ids=moved(batch.input_ids),
+        labels=moved(batch.labels),
+        position_ids=moved(batch.position_ids),
+        document_ids=moved(batch.document_ids),
+        num_labels=batch.num_labels,
+    )
 
 
 class Objective(Protocol):

@@ -73,7 +73,8 @@ class Shares:
 
     def _own(self, name: str) -> Tensor:
         parameter = self._parameters[name]
-        return (parameter.ds_tensor if self._is_spread else parameter).detach().reshape(-1)
+        own = getattr(parameter, "ds_tensor") if self._is_spread else parameter  # noqa: B009 - DeepSpeed sets it
+        return own.detach().reshape(-1)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """The bytes of a tensor whose parts the ranks have, without what fills up the last."""

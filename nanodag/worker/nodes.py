@@ -41,8 +41,10 @@ AGAIN_AFTER_S = 5.0
 END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
 MOMENT_S = 5.0
 # What another node takes over of this one's environment, beside what is set for the stage.
-PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_")
-PASSED_ON += ("PYTHON", "NANODAG_", "WANDB_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK")
+PASSED_ON = (
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
+    *("PYTHON", "NANODAG_", "WANDB_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK"),
+)
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
 

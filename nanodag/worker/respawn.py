@@ -28,10 +28,14 @@ def main() -> int:
     stopping = threading.Event()
     child: list[subprocess.Popen[bytes]] = []
 
+    def end_child() -> None:
+        for process in child:
+            process.terminate()
+
     def stop(signum: int, frame: object) -> None:
         stopping.set()
         # As a rule the whole group got the signal; a second one would cut short what the first set going.
-        late = threading.Timer(GRACE_S, lambda: [process.terminate() for process in child])
+        late = threading.Timer(GRACE_S, end_child)
         late.daemon = True
         late.start()
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 GRACE_S = 20.0
@@ -87,9 +88,9 @@ def _write_usage(path: Path, began: float, code: int) -> None:
 
 def end_group(child: Child, grace_s: float = GRACE_S) -> None:
     """End every process of the child's group, then what it left in other groups: SIGTERM, SIGKILL after grace_s."""
-    _end(lambda signum: os.killpg(child.pid, signum), child, grace_s)
+    _end(partial(os.killpg, child.pid), child, grace_s)
     for orphan in _children():
-        _end(lambda signum, orphan=orphan: os.kill(orphan, signum), child, grace_s)
+        _end(partial(os.kill, orphan), child, grace_s)
 
 
 def _end(send: Callable[[int], None], child: Child, grace_s: float) -> None:

@@ -139,7 +139,8 @@ class Schedule:
         watching = asyncio.create_task(self._watch())
         loops = asyncio.gather(training, sampling)
         try:
-            await asyncio.wait({loops, watching}, return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Future[Any]] = {loops, watching}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
             await loops

@@ -115,7 +115,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["generate_failed"] = float(num_broken)
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
         metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
-    return metrics | _component_means(scored)
+    return {**metrics, **_component_means(scored)}
 
 
 def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:

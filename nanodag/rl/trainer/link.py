@@ -163,7 +163,12 @@ class ControllerLink:
 async def _readable(connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection, lambda: ready.done() or ready.set_result(None))
+
+    def note() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(connection, note)
     try:
         await ready
     finally:

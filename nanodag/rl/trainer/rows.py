@@ -9,6 +9,7 @@ Letters: T tokens of the row, G prompts, R responses, N tokens to score (every r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +135,9 @@ def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_P
 def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> MicroBatch:
     token_ids: list[int] = []
     position_ids: list[int] = []
-    prompts, responses, members = [], [], []
+    prompts: list[Any] = []
+    responses: list[Any] = []
+    members: list[Any] = []
     predictors: list[int] = []
     targets: list[int] = []
     mask: list[int] = []
