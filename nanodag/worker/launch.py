@@ -77,10 +77,10 @@ def _spawned(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    watchdog = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME),
-    str(niceness)] with (workspace / LOG_NAME).open("ab") as log_stream:
+    command = [str(read_end), str(workspace / USAGE_NAME), str(niceness), *command]
+    with (workspace / LOG_NAME).open("ab") as log_stream:
         process = subprocess.Popen(
-            [*watchdog, *command],
+            [sys.executable, "-m", "nanodag.worker.watchdog", *command],
             env=dict(environment),
             pass_fds=(read_end, *hold),
             stdin=subprocess.DEVNULL,

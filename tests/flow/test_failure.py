@@ -158,13 +158,13 @@ def test_a_stage_of_a_sweep_or_night_is_not_gone_on_with_as_a_run(composed, retr
 def test_an_error_that_a_worker_only_logged_is_the_reason():
     """What RL's controller leaves: a line of level ERROR, no traceback."""
     said = "ConfigError: The reward 'myreward:f' cannot be used: No module named 'myreward'."
-    ended = Ended(code=1, lines=["10:00:01 INFO nanodag.rl: up", f"10:00:02 ERROR nanodag.rl.control.controller:
-    {said}"]) assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"refuses its config: {said}" said =
-    "StageFailed: The reward failed for every one of 8 rollouts of this step: KeyError: 'answer_column'" ended =
-    Ended(code=1, lines=[f"10:00:02 ERROR nanodag.rl.control.controller: {said}"]) assert cause_of(ended, stage="rl",
-    kind="rl", run="r").what == f"failed: {said}" ended = Ended(code=1, lines=[f"10:00:02 WARNING
-    nanodag.rl.control.controller: {said}", "10:00:03 INFO nanodag.rl: done"]) assert "exit code 1" in cause_of(ended,
-    stage="rl", kind="rl", run="r").what, "a warning was got over"
+    ended = Ended(code=1, lines=["10:00:01 INFO nanodag.rl: up", f"10:00:02 ERROR nanodag.rl: {said}"])
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"refuses its config: {said}"
+    said = "StageFailed: The reward failed for every one of 8 rollouts of this step: KeyError: 'answer_column'"
+    ended = Ended(code=1, lines=[f"10:00:02 ERROR nanodag.rl: {said}"])
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"failed: {said}"
+    ended = Ended(code=1, lines=[f"10:00:02 WARNING nanodag.rl: {said}", "10:00:03 INFO nanodag.rl: done"])
+    assert "exit code 1" in cause_of(ended, stage="rl", kind="rl", run="r").what, "a warning was got over"
 
 
 def test_the_users_own_line_stands_behind_the_reason_and_ours_does_not():
