@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nanodag.config.cron import fields_of, zone_of
+from nanodag.config.cron import check_schedule, zone_of
 
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,40}$")]
 
@@ -44,7 +44,7 @@ class NightlyConfig(BaseModel):
     @field_validator("schedule")
     @classmethod
     def _is_cron(cls, schedule: str) -> str:
-        fields_of(schedule)
+        check_schedule(schedule)
         return schedule
 
     @field_validator("timezone")

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
+from nanodag.model.rope import rope_frequencies
 
 IGNORED = -100
 Want = Literal["loss", "logprobs", "logits", "hidden"]
@@ -229,7 +230,7 @@ class Decoder(nn.Module):
         self.lm_head = Head(of)
         if of.tied:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
-        self._frequencies = rope_frequencies(of)
+        self._frequencies = rope_frequencies(of.rope, of.head_dim)
 
     def forward(
         self,
@@ -266,26 +267,3 @@ class Decoder(nn.Module):
         self._frequencies = self._frequencies.to(position_ids.device)
         angles = position_ids[..., None, None].float() * self._frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rope_frequencies(of: Architecture) -> Tensor:
-    """(D / 2,) float32: radians a position, for the rotary types that the sampler knows too.
-
-    Source: transformers, modeling_rope_utils.py (default, linear, llama3).
-    """
-    rope = of.rope
-    exponents = torch.arange(0, of.head_dim, 2, dtype=torch.int64).float() / of.head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        wavelengths = 2 * torch.pi / frequencies
-        longest = rope.original_positions / rope.low_freq_factor
-        shortest = rope.original_positions / rope.high_freq_factor
-        smooth = (rope.original_positions / wavelengths - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        blended = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-        slowed = torch.where(wavelengths > longest, frequencies / rope.factor, blended)
-        return torch.where(wavelengths < shortest, frequencies, slowed)
-    return frequencies

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanodag.model.architecture import Architecture, Rope
+from nanodag.model.rope import rope_frequencies
 from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
@@ -301,19 +302,6 @@ def _add_product(x: Tensor, y: Tensor, matrix: Tensor) -> None:
 
 
 def _rotations(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """(C, D/2) complex64: e^(i * position * frequency), in float32 throughout, as transformers computes it.
-
-    Source: RoFormer, arXiv:2104.09864; the llama3 kind: meta-llama/llama-models, models/llama3/model.py.
-    """
-    frequency = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    if rope.kind == "linear":
-        frequency = frequency / rope.factor
-    elif rope.kind == "llama3":
-        wavelength = 2 * torch.pi / frequency
-        blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        blend = blend.clamp(0, 1)
-        frequency = (1 - blend) * frequency / rope.factor + blend * frequency
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency
+    """(C, D/2) complex64: e^(i * position * frequency), in float32 throughout, as transformers computes it."""
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rope_frequencies(rope, head_dim)
     return torch.complex(angles.cos(), angles.sin())

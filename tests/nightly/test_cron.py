@@ -48,9 +48,9 @@ def test_it_agrees_with_croniter_on_random_schedules():
     ("cron", "said"),
     [
         ("0 3 * *", "has 4 fields; it needs 5"),
-        ("0 25 * * *", "hour '25' is not within 0 to 23"),
-        ("0 3 * * MON", "'MON' is no day of the week"),
-        ("*/0 3 * * *", "'\\*/0' is no minute"),
+        ("0 25 * * *", "bad hour"),
+        ("0 3 * * MONTAG", "bad day-of-week"),
+        ("*/0 3 * * *", "bad minute"),
     ],
 )
 def test_a_wrong_schedule_names_its_field(cron, said):
@@ -59,7 +59,7 @@ def test_a_wrong_schedule_names_its_field(cron, said):
 
 
 def test_a_day_that_never_comes_is_refused():
-    with pytest.raises(ConfigError, match="names no day"):
+    with pytest.raises(ConfigError, match="bad day-of-month"):
         last_due("0 3 31 2 *", datetime(2026, 11, 20, tzinfo=UTC))
 
 
