@@ -7,7 +7,8 @@ NANODAG_SGLANG_CPU=1:
    whose functions raise when they are called. With the options that nanodag gives on a CPU none is called.
 2. torchvision's operators: torchvision gives shape rules to `torchvision::nms` and `qnms`, operators of its compiled
    library, which a CPU build of torch may not load. They are declared, without being implemented.
-3. The store through which its ranks meet listens on its own address, not on every one of the machine.
+3. The store through which its process group meets listens on its own address, not on every one of the machine. (A
+   second store of SGLang, of its parallel state, still listens on every address.)
 4. The server ends when the process of that number ends, which started it, so that none is left behind.
 
 SGLang starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them: that is
@@ -90,7 +91,8 @@ def _declare_operators() -> object:
 def _bind_stores() -> None:
     import torch.distributed.rendezvous
 
-    torch.distributed.rendezvous.TCPStore = importlib.import_module("bound_store").BoundStore
+    bound = importlib.import_module("bound_store").BoundStore
+    torch.distributed.TCPStore = torch.distributed.rendezvous.TCPStore = bound
 
 
 def _end_with_parent(parent: int) -> None:
