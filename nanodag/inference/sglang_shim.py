@@ -1,21 +1,18 @@
 """Runs SGLang's server, in SGLang's own environment: `<its python> sglang_shim.py PARENT -- OPTIONS`.
 
-This is `python -m sglang.launch_server OPTIONS` of SGLang 0.5.23, and before it four things, the first two only where
+This is `python -m sglang.launch_server OPTIONS` of SGLang 0.5.23, and before it three things, the first two only where
 NANODAG_SGLANG_CPU=1:
 
 1. `sgl_kernel`: the CUDA kernels are imported when SGLang starts, and want libcuda. A stand-in is put in their place
    whose functions raise when they are called. With the options that nanodag gives on a CPU none is called.
 2. torchvision's operators: torchvision gives shape rules to `torchvision::nms` and `qnms`, operators of its compiled
    library, which a CPU build of torch may not load. They are declared, without being implemented.
-3. The store through which its ranks meet listens on its own address, not on every one of the machine.
-4. The server ends when the process of that number ends, which started it, so that none is left behind.
+3. The server ends when the process of that number ends, which started it, so that none is left behind.
 
 SGLang starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them: that is
-why 1 to 3 happen at import. Nothing else of SGLang is changed. This file may import nothing of nanodag but
-`bound_store.py`, which lies beside it and needs torch alone.
+why 1 and 2 happen at import. Nothing else of SGLang is changed. This file may import nothing of nanodag.
 """
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -87,12 +84,6 @@ def _declare_operators() -> object:
     return library
 
 
-def _bind_stores() -> None:
-    import torch.distributed.rendezvous
-
-    torch.distributed.rendezvous.TCPStore = importlib.import_module("bound_store").BoundStore
-
-
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
@@ -104,7 +95,6 @@ def _end_with_parent(parent: int) -> None:
 if os.environ.get(CPU_VARIABLE) == "1":
     sys.meta_path.insert(0, _Finder())
     _KEPT = _declare_operators()
-_bind_stores()
 
 
 def main() -> None:

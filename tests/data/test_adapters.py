@@ -178,7 +178,7 @@ def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
             {"body": "x"},
             "document",
             "auto",
-            r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*\['body'\]",
+            r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*columns are body",
         ),
         ({"text": 7}, "document", "auto", "needs a string `text`; found 7"),
         ({"question": "Q", "answer": "no number"}, "prompt", "gsm8k", "ends in `#### number`"),
