@@ -31,7 +31,7 @@ from nanodag.report import words
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.run.stage import carry_out
-from nanodag.worker.job import logs
+from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING, end_with_parent
 from tasks.pool import carry_out_in_pool
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from nanodag.config.schema import AnyStage
 from nanodag.store.files import write_json
-from nanodag.worker.job import logs
+from nanodag.worker import logs
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.schema import ClusterConfig, Pipeline, Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
+from nanodag.worker import nodes
 from nanodag.worker.failure import Ended, cause_of
-from nanodag.worker.job import nodes
 from nanodag.worker.nodes import Host, Nodes, chosen, read_hostfile
 
 HOSTFILE = """

@@ -3,8 +3,8 @@
 import pytest
 
 from nanodag.config import resolve
+from nanodag.host import processor as host
 from nanodag.host.folders import PROJECT
-from nanodag.host.processor import processor as host
 
 FLAGS = {"avx2": {"avx2"}, "avx512": {"avx512f"}, "avx512_bf16": {"avx512f", "avx512_bf16"}, "amx": {"amx_bf16"}}
 

@@ -7,8 +7,8 @@ import pytest
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.own_code.blame import with_place
+from nanodag.worker import failure
 from nanodag.worker.failure import Ended, cause_of, explained
-from nanodag.worker.job import failure
 
 OURS = str(Path(failure.__file__).parent / "train" / "loop.py")
 TRACEBACK = ["Traceback (most recent call last):", f'  File "{OURS}", line 3, in <module>', "    main()"]

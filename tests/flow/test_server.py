@@ -13,8 +13,8 @@ import pytest
 
 from nanodag.config.schema import ServerConfig
 from nanodag.errors import ServerError
+from nanodag.server import local_server as server_module
 from nanodag.server.local_server import Api, ProcessId, Running, Server
-from nanodag.server.local_server import local_server as server_module
 from nanodag.store.provenance import process_started
 
 

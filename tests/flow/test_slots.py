@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.worker import devices as slots
 from nanodag.worker.devices import Places, hold, named_gpus, num_gpus_of, places_for
-from nanodag.worker.job import devices as slots
 
 HOLDER = """
 import sys, time

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from nanodag.config.schema import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.trainer import teacher_server
 from nanodag.run.stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
