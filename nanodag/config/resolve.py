@@ -58,16 +58,15 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     tree["preset"] = preset
     origins["preset"] = "the command line, or by hardware"
     _absolute_paths(tree, file.absolute().parent)
-    from_file = [_at(tree, path) for path in FILE_ONLY]
+    from_file = _what_may_run(tree)
     for text in environment_overrides():
         name = "NANODAG_MIRROR" if text.startswith("mirror=") else "NANODAG_STORE"
         name += "_LOCAL" if text.startswith("store.local=") else ""
         _override(tree, text, origins, f"environment {name}")
     for text in overrides:
         _override(tree, text, origins, "override")
-    for path, value in zip(FILE_ONLY, from_file):
-        if _at(tree, path) != value:
-            name = ".".join(path)
+    for name, value in _what_may_run(tree).items():
+        if from_file.get(name) != value:
             raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
     _absolute_paths(tree, Path.cwd())
     try:
@@ -82,6 +81,14 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     shown = {name: origins.get(name, "default") for name, _ in leaves(pipeline)}
     shown |= {name: said for name, said in origins.items() if name.endswith("!")}
     return Resolved(pipeline=pipeline, origins=shown)
+
+
+def _what_may_run(tree: Any) -> dict[str, Any]:
+    """By dotted name, what FILE_ONLY means, and the interpreter of each stage's samplers."""
+    stages = _at(tree, ("stages",))
+    interpreters = [("stages", str(name), "sampler", "python") for name in stages] if isinstance(stages, dict) else []
+    found = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *interpreters)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _at(tree: Any, path: KeyPath) -> Any:

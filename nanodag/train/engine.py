@@ -349,7 +349,9 @@ def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
 
 
 def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False}
+    # Under ZeRO-3 the optimizer is called once for each sub-group of a rank's elements (1e9 by default), and would then
+    # make several updates a step, each without the other groups' gradients.
+    zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False, "sub_group_size": 1 << 50}
     for name in ("offload_optimizer", "offload_param"):
         if offload is not None and getattr(offload, name) != "none":
             zero[name] = {"device": "cpu", "pin_memory": device == "cuda"}

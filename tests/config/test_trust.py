@@ -114,3 +114,12 @@ def test_a_function_is_named_where_it_is_defined(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="only imported by lending"):
             function_at(f"lending:{name}")
     assert callable(function_at("lending:own")) and callable(function_at("lending:made"))
+
+
+@pytest.mark.parametrize(
+    "override", ["rl.sampler.python=/tmp/own", 'rl.sampler={"engine": "sglang", "python": "/tmp/own"}']
+)
+def test_no_override_names_the_interpreter_of_samplers(pipeline, override):
+    stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
+    with pytest.raises(ConfigError, match=r"rl\.sampler\.python says which code .* an override cannot set it"):
+        pipeline(override, stages=stages)
