@@ -152,7 +152,7 @@ def status(
     file: File = "",
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
 ) -> None:
-    """Show runs and their stages: states, keys, sizes, times.
+    """Show runs and stages: states, keys, sizes, times.
 
     took: from the stage's begin to its end in this run. worker, CPU: what its processes took when it was built, by the
     clock and in CPU time.

@@ -300,15 +300,17 @@ _KIND_OF_READER: dict[str, Kind] = {
 }
 
 
+class FormLoader(yaml.SafeLoader):
+    """Reads lm-eval's forms without what their functions are."""
+
+
+FormLoader.add_constructor("!function", lambda loader, node: node.value)
+
+
 def _form(path: Path) -> dict[str, Any]:
     """A YAML file of lm-eval's with the one that it includes; `!function x` as the text x."""
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_constructor("!function", lambda loader, node: node.value)
     try:
-        own = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader) or {}
+        own = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no form of lm-eval's: {_said(error)}") from error
     if not isinstance(own, dict):

@@ -22,7 +22,7 @@ def store(project, monkeypatch):
 
 def test_a_stage_alone_has_the_pipelines_key_and_force_adds_an_attempt(store):
     before = store.read_run("r")["stages"]
-    assert run_stage("r", "sft", return_state=True).message == "1 stages, 1 of them found in the store"
+    assert run_stage("r", "sft", return_state=True).message == "1 stage, 1 of them found in the store"
     assert run_stage("r", "sft", force=True, return_state=True).is_completed()
     after = store.read_run("r")["stages"]
     assert (after["sft"]["key"], after["sft"]["attempt"]) == (before["sft"]["key"], "0002")

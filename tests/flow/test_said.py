@@ -27,14 +27,14 @@ def silent(monkeypatch):
 def test_every_command_takes_the_store_wherever_it_stands():
     given = ["stages", "store.url=/else where", "mine", "-f", "my.yaml"]
     assert said.take(given) == ["stages", "mine", "-f", "my.yaml"]
-    assert environment_overrides() == ["store.url=/else where"]
+    assert environment_overrides() == ['store.url="/else where"']
     assert said.command("server stop") == "nanodag server stop 'store.url=/else where' --file my.yaml"
 
 
 def test_what_goes_on_to_the_flow_stays_an_override():
     given = ["run", "store.url=s3://b/x", "store.local=/fast", "rl.seed=1"]
     assert said.take(given) == given
-    assert environment_overrides() == ["store.url=s3://b/x", "store.local=/fast"]
+    assert environment_overrides() == ['store.url="s3://b/x"', 'store.local="/fast"']
 
 
 @pytest.mark.parametrize("command", [("server", "status"), ("stages",), ("gc",)])

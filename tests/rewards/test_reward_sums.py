@@ -45,7 +45,7 @@ def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [({}, "nothing to add up"), ({"f1": 0.0}, "weight of 0"), ({"f2": 1.0}, "no reward named 'f2'"),
+    [({}, "nothing to add up"), ({"f1": 0.0}, "weight of 0"), ({"f2": 1.0}, "no reward 'f2'"),
      ("remote:ftp://x", "http://"), ("model:here", "absolute path")],
 )  # fmt: skip
 def test_rewards_that_mean_nothing_are_refused(reward, message):

@@ -74,10 +74,10 @@ def test_a_users_own_filter_gets_its_options():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("no_such_filter", "no filter named 'no_such_filter'"),
+        ("no_such_filter", "no filter 'no_such_filter'"),
         ({"name": "length", "options": {"longest": 3}}, "has no option 'longest'; it takes highest, lowest, truncated"),
-        ("diversity", "needs 'lowest'"),
-        ("length", "needs 'one'"),
+        ("diversity", "needs the option 'lowest'"),
+        ("length", "needs an option"),
         ({"name": "nonzero_spread", "options": {"lowest": 1}}, "takes no options"),
     ],
 )

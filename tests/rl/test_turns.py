@@ -333,7 +333,7 @@ def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generate": "calculater"}, "no generate named 'calculater'. Choose one of calculator, python"),
+        ({"generate": "calculater"}, "no generate 'calculater'; choose one of calculator, python"),
         ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "unexpected keyword argument 'calls'"),
         ({"generate": {"name": "one_turn", "timeout_s": 3}}, "generate.timeout_s means nothing to one_turn"),
         ({"generate": "python", "partial_rollout_tokens": 4, "over_sampling": 4}, "has turns of its own"),
@@ -346,7 +346,7 @@ def test_a_config_that_cannot_work_is_refused(values, message):
 
 def test_a_function_that_is_not_async_and_a_foreign_chat_format_are_refused_before_the_first_step(folder):
     with pytest.raises(ConfigError, match="must be an `async def` function"):
-        made(folder, Script(None), generate="os.path:join")
+        made(folder, Script(None), generate="json:dumps")
     foreign = TemplateRenderer.__new__(TemplateRenderer)
     with pytest.raises(ConfigError, match="model's chat template is another"):
         Turns(config(generate="python"), Encoding(folder), foreign, context=CONTEXT, vocabulary=VOCABULARY)

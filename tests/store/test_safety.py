@@ -12,6 +12,7 @@ import yaml
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.host.folders import PROJECT
+from nanodag.run.preflight_checks import FormLoader
 from nanodag.store import Store
 from tests.store.making import KEY, forge, product_in, publish
 
@@ -39,10 +40,8 @@ def constant(value):
     return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
 
 
-def test_the_loader_of_yaml_is_a_safe_one():
-    from nanodag.config.resolve import _SAFE_LOADER
-
-    assert _SAFE_LOADER in (yaml.SafeLoader, getattr(yaml, "CSafeLoader", None))
+def test_the_loader_of_forms_is_a_safe_one():
+    assert issubclass(FormLoader, yaml.SafeLoader)
 
 
 def test_nothing_is_unpickled_and_no_file_brings_code():
@@ -53,8 +52,7 @@ def test_nothing_is_unpickled_and_no_file_brings_code():
             or (call in ("torch.load", "load_checkpoint_file") and given.get("weights_only") is not True)
             or (call in ("np.load", "numpy.load") and given.get("allow_pickle", False) is not False)
             or (
-                call == "yaml.load"
-                and given.get("Loader") not in ("yaml.SafeLoader", "yaml.CSafeLoader", "_SAFE_LOADER")
+                call == "yaml.load" and given.get("Loader") not in ("yaml.SafeLoader", "yaml.CSafeLoader", "FormLoader")
             )
             or call in ("yaml.unsafe_load", "yaml.full_load")
             or (call in ("eval", "exec") and name not in RUNS_ANSWERS)
