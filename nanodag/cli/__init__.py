@@ -66,7 +66,7 @@ def rerun(
     file: File = "",
     detach: Detach = False,
 ) -> None:
-    """Carry out a stage of a run again, all from one on, or what is stale.
+    """Carry out a stage again, all from one on, or what is stale.
 
     Give --stage, --from or --stale. What comes before is taken as the run left it. Without other values and without
     --force, what is finished is found in the store, and what failed goes on from its newest checkpoint.

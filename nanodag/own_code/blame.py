@@ -6,7 +6,7 @@ from pathlib import Path
 from types import CodeType
 
 MOST_SAID = 500
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _NOT_THEIRS = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 

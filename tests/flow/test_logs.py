@@ -56,7 +56,7 @@ def test_a_warnings_second_line_goes_with_it_and_the_next_one_does_not():
 
 def said_by(rank):
     code = (
-        "import logging, warnings; from nanodag import logs; logs.set_up();"
+        "import logging, warnings; from nanodag.worker import logs; logs.set_up();"
         "warnings.warn('two\\nlines', FutureWarning); log = logging.getLogger('nanodag.x');"
         "log.warning('said by all'); log.error('wrong here')"
     )
