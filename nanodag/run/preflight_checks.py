@@ -18,10 +18,10 @@ from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.schema import BenchmarkConfig, ChatStage, EvalStage, ReportStage, RLStage, SupervisedStage
-from nanodag.data.adapters import open_adapter
+from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.files import FileSource
-from nanodag.data.records import Kind
+from nanodag.data.records import Kind, Wanted
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError
@@ -61,10 +61,10 @@ class Checks:
             self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if "wandb" in stage.tracking:
             self._try(f"{name}.tracking", "wandb", _need_wandb)
-        for label, kind, sources in _mixtures(stage):
+        for label, wanted, sources in _mixtures(stage):
             self._try(f"{name}.{label}", f"mixture {sources}", lambda sources=sources: _weights_fit(sources))
             for number, source in enumerate(sources):
-                self._source(f"{name}.{label}.{number}", source, kind)
+                self._source(f"{name}.{label}.{number}", source, wanted)
         if stage.kind == "import":
             self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
         if isinstance(stage, EvalStage):
@@ -91,7 +91,8 @@ class Checks:
 
     # ---- data
 
-    def _source(self, where: str, source: SourceConfig, kind: Kind | None) -> None:
+    def _source(self, where: str, source: SourceConfig, wanted: Wanted | None) -> None:
+        kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
         what = f"{source.url} {source.adapter} {source.options} as {kind}"
         self._try(where, what, lambda: self._rows(source, kind))
 
@@ -267,13 +268,13 @@ def _said(error: BaseException) -> str:
     return text + place
 
 
-def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Kind | None, tuple[SourceConfig, ...]]]:
-    """Label, kind of record and sources of what a stage reads."""
+def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[SourceConfig, ...]]]:
+    """Label, what records are wanted and sources of what a stage reads."""
     if isinstance(stage, RLStage):
         yield "data", "prompt", stage.data
         yield "validation", "prompt", stage.validation
     elif isinstance(stage, ChatStage):
-        yield "data", "conversation", stage.data
+        yield "data", "chat", stage.data
     elif isinstance(stage, SupervisedStage) or stage.kind == "tokenizer":
         yield "data", "document", stage.data
     elif isinstance(stage, ReportStage):

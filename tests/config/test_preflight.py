@@ -12,10 +12,12 @@ import yaml
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
+from nanodag.host.folders import PROJECT
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
 from tests.config.test_resolve import STAGES
+from tests.flow.tiny_mirror import write_mirror
 
 MODULE = """
     import helper_of_mine_pf
@@ -215,3 +217,14 @@ def test_a_run_has_the_pythonpath_of_who_asked_for_it_and_not_the_servers(tmp_pa
         environment = os.environ | {"PYTHONPATH": str(servers)}
         done = subprocess.run([*command, run], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == said
+
+
+@pytest.mark.parametrize("preset", list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]))
+def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, monkeypatch):
+    monkeypatch.delenv("NANODAG_STORE", raising=False)
+    write_mirror(tmp_path / "mirror")
+    pipeline = resolve(PROJECT / "pipeline.yaml", preset, [f"mirror={tmp_path / 'mirror'}"]).pipeline
+    checks = Checks(pipeline, tmp_path / "doing")
+    for name in pipeline.stages:
+        checks.stage(name)
+    assert checks.faults == []
