@@ -9,7 +9,7 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
-from nanodag.errors import StoreError
+from nanodag.errors import NanodagError
 from nanodag.run.record import stage_names
 from nanodag.store import Store
 
@@ -58,7 +58,7 @@ def offer_runs(store: Store) -> None:
             schema = with_choices(deployment.parameter_openapi_schema or {}, store)
             if schema != deployment.parameter_openapi_schema:
                 client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema))
-    except (httpx.HTTPError, StoreError):
+    except (httpx.HTTPError, NanodagError):
         log.warning("The form of run-stage does not offer the newest run.", exc_info=True)
 
 

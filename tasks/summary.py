@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import httpx
+import jinja2
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import State
@@ -27,7 +29,7 @@ def concluded(run: Run, state: State[Any]) -> State[Any]:
             markdown=to_markdown(summary_report(record, summary)),
             description=f"Scores and stages of {run.name}",
         )
-    except NanodagError as error:  # what was built stays built
+    except (NanodagError, OSError, ValueError, httpx.HTTPError, jinja2.TemplateError) as error:  # what is built stays
         get_run_logger().warning("No summary of run %s: %s", run.name, error)
     if stale := stale_stages(record):
         state.message = f"{state.message}\nStale now: {', '.join(stale)}; build again with: {advice(run.name)}"

@@ -28,11 +28,13 @@ def run_night(
     from nanodag.cli.said import command
     from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX
+    from nanodag.run.python_path import note_python_path
 
     console = make_console()
     store, running, parameters = asked(overrides or [], preset=preset, file=file)
     name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
     api = running.api()
+    note_python_path(store.local, name)
     flow_run = api.create_run(running.deployments["nightly_eval"], name=name, parameters={"name": name, **parameters})
     console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if not detach:

@@ -22,7 +22,7 @@ from nanodag.errors.words import nearest, said
 KeyPath = tuple[str, ...]
 
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
-FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "reach"))
+FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "reach"), ("cluster", "hostfile"))
 MOST_PARTS = 12  # of a dotted name
 
 
@@ -84,10 +84,15 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
-    """By dotted name, what FILE_ONLY means, and the interpreter of each stage's samplers."""
+    """By dotted name, what FILE_ONLY means, and of each stage's samplers the interpreter and the options, of which
+    SGLang has some that import code."""
     stages = _at(tree, ("stages",))
-    interpreters = [("stages", str(name), "sampler", "python") for name in stages] if isinstance(stages, dict) else []
-    found = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *interpreters)}
+    of_samplers = [
+        ("stages", str(name), "sampler", field)
+        for name in (stages if isinstance(stages, dict) else ())
+        for field in ("python", "options", "router_options")
+    ]
+    found = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -100,7 +105,8 @@ def _at(tree: Any, path: KeyPath) -> Any:
 def environment_overrides() -> list[str]:
     """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
     pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
-    return [f"{name}={json.dumps(os.environ[variable])}" for name, variable in pairs if os.environ.get(variable)]
+    found = [(name, os.environ.get(variable)) for name, variable in pairs]
+    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in found if value]
 
 
 def portable(overrides: Sequence[str]) -> list[str]:
@@ -110,7 +116,7 @@ def portable(overrides: Sequence[str]) -> list[str]:
         name = text.partition("=")[0]
         value = value_of(text)
         absolute = _absolute_files(value, Path.cwd())
-        out.append(text if absolute == value else f"{name}={json.dumps(absolute)}")
+        out.append(text if absolute == value else f"{name}={json.dumps(absolute, ensure_ascii=False)}")
     return out
 
 

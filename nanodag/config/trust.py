@@ -5,6 +5,8 @@ overrides come from elsewhere too, as a flow run's parameters do; they are data,
 the pipeline file vouches for, and no others. `trusted_modules` stands in the file alone (nanodag.config.resolve).
 """
 
+import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -14,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanodag import registry as entries
-from nanodag.config.schema import Pipeline, RLStage
+from nanodag.config.schema import EvalStage, Pipeline, RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
@@ -28,6 +30,7 @@ OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeli
 
 def check_trust(pipeline: Pipeline, file: Path) -> None:
     """Raise ConfigError for the first function that a pipeline names without its file vouching for the module."""
+    check_forms(pipeline, file)
     for where, name in named_functions(pipeline):
         if name in SHIPPED or name in entries.SHIPPED:
             continue
@@ -45,6 +48,36 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
             f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
             f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "
             f"write trusted_modules: [{module}] into that file: an override cannot say so."
+        )
+
+
+def check_forms(pipeline: Pipeline, file: Path) -> None:
+    """Raise ConfigError for a benchmark's form that is a YAML file from elsewhere: such a file names functions, which
+    are imported from beside it."""
+    for name, stage in pipeline.stages.items():
+        for benchmark in stage.benchmarks if isinstance(stage, EvalStage) else ():
+            form = benchmark.form
+            of_lm_eval = form.startswith("lm_eval:")
+            parts = Path(form.removeprefix("lm_eval:")).parts
+            is_elsewhere = (
+                (".." in parts or form.removeprefix("lm_eval:").startswith("/"))
+                if of_lm_eval
+                else form.endswith(".yaml") and not Path(form).resolve().is_relative_to(file.parent.resolve())
+            )
+            if is_elsewhere:
+                raise ConfigError(
+                    f"stage {name}: the form {form} of benchmark {benchmark.name} lies elsewhere, and a form may name "
+                    f"functions. Put it below {file.parent}, or name one of lm-eval's as lm_eval:folder/file.yaml."
+                )
+
+
+def check_owner(file: Path) -> None:
+    """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
+    found = file.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{file} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; a pipeline file says "
+            "which code may run, so it must be yours, and not writable by everybody."
         )
 
 

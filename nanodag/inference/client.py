@@ -32,6 +32,8 @@ KEEPALIVE_EXPIRY_S = 2.0
 OK = HTTPStatus.OK
 LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
+REFUSALS = (400, 401, 403, 413, 421, 422)  # it will refuse the same again
+
 
 class SamplerClient:
     """One sampler. Any number of its coroutines may run at once in one event loop."""
@@ -133,9 +135,7 @@ class SamplerClient:
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._call("POST", "/update_weights_from_disk", body)
 
-    async def join_weight_group(
-        self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1"
-    ) -> None:
+    async def join_weight_group(self, *, name: str, port: int, rank: int, size: int) -> None:
         """Become a member, from `rank` on, of the group whose rank 0 waits at the port; answered when all are there."""
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": rank, "world_size": size}
         await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": "gloo"})
@@ -211,7 +211,7 @@ class SamplerClient:
 
     def _raise_for(self, path: str, status: int, content: bytes) -> NoReturn:
         message = f"{path} of {self.url} answered {status}: {_reason(content)}"
-        raise BadRequest(message) if status in (400, 422) else SamplerError(message)
+        raise BadRequest(message) if status in REFUSALS else SamplerError(message)
 
     def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())

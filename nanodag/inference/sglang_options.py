@@ -19,7 +19,8 @@ ROUTERS_OWN_OPTIONS = frozenset({
 def check_options(field: str, options: Mapping[str, Option], own: frozenset[str]) -> None:
     """Raise ValueError for an option that is not for the user to give."""
     for name in options:
-        if name.replace("_", "-") in own:
+        # Its parser takes abbreviations, too.
+        if any(known.startswith(name.replace("_", "-")) for known in own):
             raise ValueError(f"sampler.{field}.{name} follows from other fields of the config; leave it out")
 
 

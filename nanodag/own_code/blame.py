@@ -1,12 +1,13 @@
 """The line of a user's own code that an error came from: neither ours, nor Python's, nor an installed package's."""
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 from types import CodeType
 
 MOST_SAID = 500
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _NOT_THEIRS = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 

@@ -28,6 +28,7 @@ from nanodag.errors import ConfigError, MissingTool, NanodagError
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
+from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of
 from nanodag.run.preflight import state_of
 
@@ -112,7 +113,8 @@ class Checks:
         except NanodagError:
             raise
         except Exception as error:  # a user's adapter
-            raise ConfigError(f"adapter {source.adapter} fails at a row of {source.url}: {_said(error)}") from error
+            what = f"adapter {source.adapter} fails at a row of {source.url}"
+            raise ConfigError(f"{what}: {with_place(error)}") from error
         return records
 
     def _first_rows(self, url: str) -> list[tuple[int, dict[str, Any]]]:
@@ -125,7 +127,7 @@ class Checks:
         except NanodagError:
             raise
         except Exception as error:  # a user's function, or a file's content, may raise whatever it likes
-            raise ConfigError(f"{url} cannot be read: {_said(error)}") from error
+            raise ConfigError(f"{url} cannot be read: {with_place(error)}") from error
         inner = getattr(opened, "_source", opened)
         if isinstance(inner, FileSource):
             self.relied_on.update(str(path) for path in inner.paths)
@@ -249,23 +251,10 @@ class Checks:
         except AttributeError as error:
             raise ConfigError(f"{path}: {file} has no function {path.partition(':')[2]}") from error
         except Exception as error:  # a user's module may raise whatever it likes
-            raise ConfigError(f"{path} cannot be imported: {_said(error)}") from error
+            raise ConfigError(f"{path} cannot be imported: {with_place(error)}") from error
         if not callable(found):
             raise ConfigError(f"{path} is no function: {file} has it as {found!r:.60}")
         return found
-
-
-def _said(error: BaseException) -> str:
-    """An error in one line, with the file and line of the user's that raised it."""
-    text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-    trace = error.__traceback__
-    place = ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<") and "importlib" not in file and f"{os.sep}nanodag{os.sep}" not in file:
-            place = f" ({file}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return text + place
 
 
 def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[SourceConfig, ...]]]:
@@ -301,6 +290,9 @@ _KIND_OF_READER: dict[str, Kind] = {
 }
 
 
+MOST_INCLUDES = 20
+
+
 class FormLoader(yaml.SafeLoader):
     """Reads lm-eval's forms without what their functions are."""
 
@@ -308,16 +300,18 @@ class FormLoader(yaml.SafeLoader):
 FormLoader.add_constructor("!function", lambda loader, node: node.value)
 
 
-def _form(path: Path) -> dict[str, Any]:
+def _form(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML file of lm-eval's with the one that it includes; `!function x` as the text x."""
     try:
         own = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is no form of lm-eval's: {_said(error)}") from error
+        raise ConfigError(f"{path} is no form of lm-eval's: {with_place(error)}") from error
     if not isinstance(own, dict):
         raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
     above = own.get("include")
-    return {**_form(path.parent / above), **own} if isinstance(above, str) else own
+    if isinstance(above, str) and len(below) > MOST_INCLUDES:
+        raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MOST_INCLUDES} others")
+    return {**_form(path.parent / above, (*below, path)), **own} if isinstance(above, str) else own
 
 
 def _reader_of(form: Path) -> str:
@@ -329,9 +323,12 @@ def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
     """Raise ConfigError where a form speaks of a column that the row lacks: lm-eval would take it as empty."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
+    read = _form(form)
+    if "process_docs" in read:  # which makes columns of its own
+        return
     wanted: set[str] = set()
     for field in ("doc_to_text", "doc_to_target", "doc_to_choice"):
-        text = _form(form).get(field)
+        text = read.get(field)
         if isinstance(text, str) and text.isidentifier() and form.parent == FORMS:
             wanted.add(text)  # of ours it is always a column; elsewhere it may be text
         elif isinstance(text, str) and "{{" in text:

@@ -16,7 +16,7 @@ import psutil
 
 from nanodag.config import Pipeline, Resolved, order_of, resolve
 from nanodag.config.resolve import read_document
-from nanodag.config.trust import check_trust
+from nanodag.config.trust import check_owner, check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import nearest
 from nanodag.host.folders import PROJECT
@@ -46,6 +46,8 @@ class Run:
         self.name = name
         self.flow_run = flow_run  # Prefect's id
         self.code_path = code_path  # the pipeline file's folder: a user's own modules lie beside it
+        if str(code_path) not in sys.path:
+            sys.path.append(str(code_path))  # last, as in a worker
         self.pipeline: Pipeline = resolved.pipeline
         self.origins: Mapping[str, str] = resolved.origins
         self.store = store
@@ -135,13 +137,12 @@ def open_run(
     Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
     carries out that run.
     """
+    check_owner(pipeline_file(file))
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
     run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
     if unknown := [stage for stage in only if stage not in run.pipeline.stages]:
         raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
-    if str(run.code_path) not in sys.path:
-        sys.path.append(str(run.code_path))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
     before = store.read_run(name) if name in store.runs() else {}
@@ -197,8 +198,6 @@ def join_run(name: str, store: Store) -> Run:
     run = Run(name, resolved, store, Path(record["file"]).parent, record["flow_run"])
     run.is_joined = True
     run.composed = next((kind for kind in ("sweep", "nightly") if kind in record), "")
-    if str(run.code_path) not in sys.path:
-        sys.path.append(str(run.code_path))
     return run
 
 
@@ -326,7 +325,8 @@ def store_of(pipeline: Pipeline) -> Store:
 def places_of(pipeline: Pipeline, store: Store) -> list[str]:
     """Store and mirror as overrides, for a process with another environment and working directory. Quoted: a path may
     hold what means something in YAML."""
-    return [f"store.url={json.dumps(store.url)}", f"mirror={json.dumps(pipeline.mirror)}"]
+    values = {"store.url": store.url, "mirror": pipeline.mirror}
+    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
 
 
 def is_alive(record: Mapping[str, Any]) -> bool:

@@ -328,7 +328,8 @@ class Server:
         for signum in (signal.SIGTERM, signal.SIGKILL):
             if process is None or not process.is_alive():
                 return
-            os.killpg(process.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signum)
             deadline = time.monotonic() + grace_s
             while process.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -154,7 +154,7 @@ def _axis(text: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and _parsed(value) == value else json.dumps(value)
+    return value if isinstance(value, str) and _parsed(value) == value else json.dumps(value, ensure_ascii=False)
 
 
 def _parsed(raw: str) -> Any:

@@ -130,7 +130,10 @@ def planned_steps(folder: Path) -> int:
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / PROGRESS_FILE).read_text())["common"]
+    found = json.loads((folder / PROGRESS_FILE).read_text())
+    if "common" not in found:
+        raise CorruptArtifact(f"Checkpoint {folder} is of an older nanodag; remove it to begin the stage again.")
+    return found["common"]
 
 
 def _random_state() -> dict[str, Any]:

@@ -190,9 +190,7 @@ def packer_state_from_json(saved: dict[str, Any]) -> PackerState:
     keys = tuple((num_slots, negative) for num_slots, negative in saved["keys"])
     tokens = np.frombuffer(base64.b64decode(saved["tokens"]), dtype="<i4").astype(np.int32)
     trained = np.unpackbits(np.frombuffer(base64.b64decode(saved["trained"]), dtype=np.uint8)).astype(bool)
-    # Checkpoints of pretraining from before there was a choice have neither.
-    documents = saved.get("documents", [True] * len(keys))
-    surplus = saved.get("surplus_bytes", [0] * len(keys))
+    documents, surplus = saved["documents"], saved["surplus_bytes"]
     pieces = []
     first = 0
     for number, (num_slots, _) in enumerate(keys):

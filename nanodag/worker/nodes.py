@@ -46,7 +46,7 @@ PASSED_ON = (
     *("PYTHON", "NANODAG_", "WANDB_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK"),
 )
 
-_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
+_LINE = re.compile(r"(?P<name>[^\s-]\S*)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
 
 Process = subprocess.Popen[bytes]
 

@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
+from nanodag.config.trust import check_owner
 from nanodag.errors import ConfigError
+from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 from nanodag.own_code.functions import function_at
 
 TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}
@@ -123,3 +125,36 @@ def test_no_override_names_the_interpreter_of_samplers(pipeline, override):
     stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
     with pytest.raises(ConfigError, match=r"rl\.sampler\.python says which code .* an override cannot set it"):
         pipeline(override, stages=stages)
+
+
+EVAL = {"kind": "eval", "inputs": {"model": "import"}}
+
+
+@pytest.mark.parametrize("form", ["/elsewhere/x.yaml", "lm_eval:../../x.yaml", "lm_eval:/x.yaml"])
+def test_a_form_from_elsewhere_is_refused_as_it_may_name_functions(pipeline, form):
+    stages = {"import": {"kind": "import", "model": "file:m"}, "eval": {**EVAL, "benchmarks": [{"name": "x"}]}}
+    with pytest.raises(ConfigError, match="lies elsewhere, and a form may name functions"):
+        pipeline(f'eval.benchmarks=[{{"name": "x", "form": "{form}"}}]', stages=stages)
+    pipeline('eval.benchmarks=[{"name": "x", "form": "lm_eval:piqa/piqa.yaml"}]', stages=stages)
+
+
+@pytest.mark.parametrize("override", ["cluster.hostfile=/tmp/hosts", 'rl.sampler.options={"forward_hooks": "x"}'])
+def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
+    stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
+    with pytest.raises(ConfigError, match="an override cannot set it"):
+        pipeline(override, stages=stages)
+
+
+def test_a_pipeline_file_that_everybody_may_write_is_not_carried_out(tmp_path):
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("")
+    file.chmod(0o644)
+    check_owner(file)
+    file.chmod(0o666)
+    with pytest.raises(ConfigError, match="with mode -rw-rw-rw-"):
+        check_owner(file)
+
+
+def test_an_abbreviated_option_of_the_samplers_own_is_refused():
+    with pytest.raises(ValueError, match=r"sampler.options.hos follows from other fields"):
+        check_options("options", {"hos": "0.0.0.0"}, OWN_OPTIONS)
