@@ -123,7 +123,7 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.reward=group:mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
         ("rl.reward=model:/nowhere", "rl.reward: Model 'file:/nowhere': there is no folder /nowhere."),
         ("rl.reward=broken_pf:f", "rl.reward: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
-         "'nothing_of_this_name' (broken_pf.py, line 2)"),
+         "'nothing_of_this_name' (broken_pf.py, line 2, in <module>)"),
         ("rl.advantage=mine_pf:reward",
          "rl.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many positional arguments"),
         ("rl.policy_loss=mine_pf:no", "rl.policy_loss: mine_pf:no: mine_pf.py has no function no"),
@@ -146,7 +146,7 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
          "no column 'prompt'. The row's columns are choices, question; choose another adapter or repair the row."),
         ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
         ("rl.data=['python:mine_pf:failing_rows']", "rl.data.0: python:mine_pf:failing_rows cannot be read: "
-         "KeyError: 'answer_column' (mine_pf.py, line 19)"),
+         "KeyError: 'answer_column' (mine_pf.py, line 19, in failing_rows)"),
         ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']",
          "rl.data: In one mixture file:p.jsonl has a weight and file:q.jsonl has none."),
         ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no "
