@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from nanodag.errors import ConfigError, CorruptArtifact
+from nanodag.errors.words import counted
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.engine import Engine
 
@@ -74,7 +75,7 @@ def newest_of_all(checkpoints: Checkpoints, engine: Engine) -> Path | None:
     num_ranks = _common(folder)["num_ranks"]
     if num_ranks != engine.world_size:
         raise ConfigError(
-            f"Checkpoint {folder} was written by {num_ranks} ranks; this stage runs on {engine.world_size}. "
+            f"Checkpoint {folder} was written by {counted(num_ranks, 'rank')}; this stage runs on {engine.world_size}. "
             f"Set resources.num_ranks to {num_ranks}, or remove {checkpoints.path} to begin again."
         )
     return folder

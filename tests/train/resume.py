@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanodag.errors.words import counted
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.worker.job import read_job, write_job
 from tests.train import forks, stages
@@ -243,7 +244,7 @@ def all_moved(runs: Stages) -> bool:
             zero_stage=1, num_ranks=before, optimizer="muon", ended="stopped", weight_decay=0.0, keeps_best=True
         )
         said = runs.refusal(case, after)
-        good &= f"written by {before} ranks; this stage runs on {after}" in said
+        good &= f"written by {counted(before, 'rank')}; this stage runs on {after}" in said
         print(f"{before} -> {after} ranks: {said}", flush=True)
     return good
 

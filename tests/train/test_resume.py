@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanodag.errors.words import counted
 from tests.train.resume import STEPS, Case, Stages, pairs
 
 KILLED = Case(zero_stage=1, num_ranks=2, optimizer="muon", ended="killed", weight_decay=0.1, keeps_best=True)
@@ -44,4 +45,4 @@ def test_under_another_zero_stage_a_stage_goes_on_with_the_same_documents_and_lo
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3)])
 def test_by_another_number_of_ranks_a_stage_is_refused_and_its_checkpoints_stay(runs, before, after):
     case = Case(zero_stage=1, num_ranks=before, optimizer="muon", ended="stopped", weight_decay=0.0, keeps_best=True)
-    assert f"written by {before} ranks; this stage runs on {after}" in runs.refusal(case, after)
+    assert f"written by {counted(before, 'rank')}; this stage runs on {after}" in runs.refusal(case, after)

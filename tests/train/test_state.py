@@ -116,5 +116,5 @@ def test_ranks_that_find_different_checkpoints_are_refused_by_name(tmp_path):
 
 def test_another_number_of_ranks_is_refused_before_any_data_is_read(tmp_path):
     checkpoints, _, _ = saved_at_step_3(tmp_path)
-    with pytest.raises(ConfigError, match=r"written by 1 ranks; this stage runs on 2\. Set resources.num_ranks to 1"):
+    with pytest.raises(ConfigError, match=r"written by 1 rank; this stage runs on 2\. Set resources.num_ranks to 1"):
         newest_of_all(checkpoints, FakeEngine(world_size=2))
