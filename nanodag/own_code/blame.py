@@ -7,8 +7,8 @@ from pathlib import Path
 from types import CodeType
 
 MOST_SAID = 500
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_NOT_THEIRS = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+OURS = str(Path(__file__).parents[1]) + os.sep  # a checkout may lie in a folder of that name, with all libraries
+_NOT_THEIRS = (OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 
 def is_users(file: str) -> bool:

@@ -13,6 +13,8 @@ import sysconfig
 import warnings
 from functools import lru_cache
 
+from nanodag.own_code import blame
+
 OURS = ("nanodag", "__main__")
 # As `set_up` writes them.
 LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<text>(?P<logger>[\w.]+): .*)")
@@ -59,7 +61,7 @@ class ForPeople:
 
 def _is_of_a_library(path: str) -> bool:
     inside = "/site-packages/" in path or "/dist-packages/" in path or path.startswith(("<frozen", "<string>"))
-    return (inside or path.startswith(sysconfig.get_path("stdlib"))) and "/nanodag/" not in path
+    return (inside or path.startswith(sysconfig.get_path("stdlib"))) and not path.startswith(blame.OURS)
 
 
 @lru_cache
