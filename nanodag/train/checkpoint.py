@@ -23,6 +23,7 @@ from nanodag.errors import ConfigError, CorruptArtifact
 from nanodag.errors.words import counted
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.engine import Engine
+from nanodag.train.state import check_same
 
 PROGRESS_FILE = "progress.json"
 RANK_FILE = "rank-{:05d}.json"
@@ -111,14 +112,9 @@ def save_checkpoint(
 def load_checkpoint(folder: Path, engine: Engine, cursor: Cursor) -> tuple[Progress, list[torch.Tensor] | None]:
     """Put everything back; returns progress and the best weights. Raises CorruptArtifact when ranks disagree."""
     found = json.loads((folder / PROGRESS_FILE).read_text())
-    own = json.loads((folder / RANK_FILE.format(engine.rank)).read_text())
-    for name, value in found["common"].items():
-        if own["common"][name] != value:
-            raise CorruptArtifact(
-                f"The ranks of checkpoint {folder} disagree: {RANK_FILE.format(engine.rank)} says {name} "
-                f"{own['common'][name]}, {PROGRESS_FILE} says {value}. Remove the checkpoint to begin again from "
-                "the one before."
-            )
+    path = folder / RANK_FILE.format(engine.rank)
+    own = json.loads(path.read_text())
+    check_same(path, own["common"], found["common"], common_file=PROGRESS_FILE)
     best = engine.load(folder)
     cursor.load_state_dict(own["cursor"])
     _restore_random_state(own["random"])

@@ -73,7 +73,7 @@ class SavedState:
                 if not path.exists():
                     raise CorruptArtifact(f"Checkpoint {self._folder} lacks {path.name}, which {COMMON_FILE} counts.")
                 opened = stack.enter_context(safe_open(str(path), framework="pt"))
-                _check_same(path, json.loads(opened.metadata()["common"]), common)
+                check_same(path, json.loads(opened.metadata()["common"]), common, common_file=COMMON_FILE)
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     plane, parameter, offset = name.split("|")
                     part = opened.get_slice(name)
@@ -122,10 +122,11 @@ class SavedState:
         return common
 
 
-def _check_same(path: Path, claimed: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+def check_same(path: Path, claimed: Mapping[str, Any], common: Mapping[str, Any], *, common_file: str) -> None:
+    """Raise CorruptArtifact when a rank's file claims another value than the file that holds what is common."""
     for name, value in common.items():
         if claimed.get(name) != value:
             raise CorruptArtifact(
                 f"The ranks of checkpoint {path.parent} disagree: {path.name} says {name} {claimed.get(name)}, "
-                f"{COMMON_FILE} says {value}. Remove the checkpoint to begin again from the one before."
+                f"{common_file} says {value}. Remove the checkpoint to begin again from the one before."
             )
