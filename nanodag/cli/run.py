@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from nanodag.cli.said import command
-from nanodag.cli.show import print_stale, print_summary
+from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
 from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
@@ -20,7 +20,7 @@ from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
 from nanodag.run.record import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
-from nanodag.run.stale import advice, left_alone
+from nanodag.run.stale import left_alone
 from nanodag.server.local_server import FINAL_STATES, Api, Running, Server, server_of
 from nanodag.store import Store
 
@@ -116,7 +116,7 @@ def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline
     if build:
         console.print("They are built again.")
         return "build"
-    console.print(f"They stay as they are. To build them again: {advice(record['run'])}", markup=False)
+    console.print(f"They stay as they are. To build them again: {how_to_build_stale(record['run'])}", markup=False)
     return "keep"
 
 
@@ -207,12 +207,13 @@ class _Attended:
         self._tell_how_to_go_on()
 
     def _tell_end(self, state: dict[str, str]) -> int:
-        if record := self._record():
+        record = self._record()
+        if record:
             print_stale(self._console, record)
             print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
-            if any(stage["kind"] == "report" for stage in self._record()["stages"].values()):
+            if any(stage["kind"] == "report" for stage in record["stages"].values()):
                 self._console.print(f"Report: {command(f'report {self._name}')}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)

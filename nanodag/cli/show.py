@@ -133,13 +133,18 @@ def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> 
         console.print(line, style="yellow", markup=False, soft_wrap=True)
 
 
+def how_to_build_stale(run: str) -> str:
+    """The command that builds what is stale, for the same store and pipeline file."""
+    return command(advice(run).removeprefix("nanodag "))
+
+
 def print_stale(console: Console, record: Mapping[str, Any], stage: str = "") -> None:
     """Say which stages of a run are stale, why, and how they are built; of one stage alone where it is named."""
     stale = stale_stages(record)
     if not stale or (stage and stage not in stale):
         return
     said = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
-    line = f"stale: {said}. Build again what is stale with: {advice(record['run'])}"
+    line = f"stale: {said}. Build again what is stale with: {how_to_build_stale(record['run'])}"
     console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 
@@ -228,7 +233,7 @@ def show_stages(name: str, *, file: str) -> None:
         elif entry.get("reason"):
             console.print(f"  {entry['reason']}", style="red", markup=False, highlight=False)
     if stale:
-        console.print(f"\nBuild again what is stale with: {advice(record['run'])}", style=STYLES["stale"])
+        console.print(f"\nBuild again what is stale with: {how_to_build_stale(record['run'])}", style=STYLES["stale"])
 
 
 def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from nanodag.cli import said
 from nanodag.cli.run import run_pipeline, take_over
+from nanodag.cli.show import how_to_build_stale
 from nanodag.cli.watch import make_console
 from nanodag.config.resolve import environment_overrides
 from nanodag.errors import StoreBusy
@@ -35,6 +36,11 @@ def test_what_goes_on_to_the_flow_stays_an_override():
     given = ["run", "store.url=s3://b/x", "store.local=/fast", "rl.seed=1"]
     assert said.take(given) == given
     assert environment_overrides() == ['store.url="s3://b/x"', 'store.local="/fast"']
+
+
+def test_the_command_that_builds_what_is_stale_means_the_same_store(monkeypatch):
+    monkeypatch.setattr(said, "_said", ["store.url=/elsewhere"])
+    assert how_to_build_stale("mine") == "nanodag rerun mine --stale store.url=/elsewhere"
 
 
 @pytest.mark.parametrize("command", [("server", "status"), ("stages",), ("gc",)])
