@@ -98,7 +98,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     import torch
 
     from nanodag import registry as entries
-    from nanodag.config.schema import RLStage
+    from nanodag.config.kinds.rl import RLStage
     from nanodag.rl.losses.aggregation import Totals
     from nanodag.rl.rollouts.shaping import with_overlong_penalty
     from nanodag.rl.trainer.update import Objective, Scored

@@ -123,7 +123,7 @@ def our_side(options: argparse.Namespace, stage: int) -> Any:
     import torch
 
     from nanodag.config.dial import shape_of
-    from nanodag.config.schema import OptimizerConfig
+    from nanodag.config.supervised import OptimizerConfig
     from nanodag.model.build import initialise, qwen3_architecture
     from nanodag.model.decoder import Decoder, Layer
     from nanodag.train.engine import Engine

@@ -101,7 +101,7 @@ def copy_model(source: Path, folder: Path) -> None:
 def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
     """CPU-seconds of each measured step of the stage: generation, training, rest, all. setting: fp32, bf16, or
     bf16-training with a sampler in fp32, whose compiled steps are faster than torch's in bf16 for so small a model."""
-    from nanodag.config.schema import RLStage
+    from nanodag.config.kinds.rl import RLStage
     from nanodag.worker.job import Job, write_job
     from nanodag.worker.launch import worker_environment
 

@@ -12,8 +12,8 @@ from nanodag.cli.said import command
 from nanodag.cli.watch import STYLES, make_console
 from nanodag.config import resolve
 from nanodag.config.derive import facts
+from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.resolve import leaves
-from nanodag.config.schema import PretrainStage
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size
 from nanodag.run.record import pipeline_file, state_of, store_of

@@ -4,18 +4,14 @@ import os
 from typing import Any, TypeGuard
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.kinds.pretrain import PretrainStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
-from nanodag.config.schema import (
-    Pipeline,
-    PretrainStage,
-    Resources,
-    RLStage,
-    SamplerConfig,
-    ShapeConfig,
-    StageBase,
-    SupervisedStage,
-    TokenizerStage,
-)
+from nanodag.config.rl_parts import SamplerConfig
+from nanodag.config.stage import Resources, StageBase
+from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.processor import multiplies_bf16_fast, usable_cores
 

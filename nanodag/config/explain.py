@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.schema import AnyStage, Pipeline
+from nanodag.config.pipeline import AnyStage, Pipeline
 from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanodag.config.schema import Pipeline, RLStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import Pipeline
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
 

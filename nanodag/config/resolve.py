@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
+from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_ranges
-from nanodag.config.schema import Pipeline
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said

@@ -16,7 +16,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanodag import registry as entries
-from nanodag.config.schema import EvalStage, Pipeline, RLStage
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import Pipeline
 from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.harness import BenchmarkResult, run_benchmark

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.checkpoint import Checkpoint

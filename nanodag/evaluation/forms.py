@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
 

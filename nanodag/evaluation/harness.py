@@ -18,7 +18,7 @@ import lm_eval.tasks
 import yaml
 from lm_eval.evaluator import evaluate
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.forms import FORMS, find_form

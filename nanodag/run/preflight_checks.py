@@ -16,8 +16,11 @@ import yaml
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.kinds.report import ReportStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.ranges import check_lora
-from nanodag.config.schema import BenchmarkConfig, ChatStage, EvalStage, ReportStage, RLStage, SupervisedStage
+from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.files import FileSource

@@ -12,7 +12,7 @@ import httpx
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline, result_config
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source

@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from nanodag.config import Pipeline
-from nanodag.config.schema import ServerConfig
+from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port

@@ -12,7 +12,7 @@ import shutil
 import sys
 from typing import Any
 
-from nanodag.config.schema import ChatStage, SupervisedStage
+from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.train.engine import Engine, leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import Stage, prepare

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from nanodag.config.schema import OptimizerConfig, Precision, Resources
+from nanodag.config.section import Precision
+from nanodag.config.stage import Resources
+from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.bound_store import BoundStore
 from nanodag.train.optimizer import Segment, SegmentedOptimizer

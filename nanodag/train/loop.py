@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanodag.config.schema import SupervisedStage
+from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import TrainingDiverged
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint

@@ -1,6 +1,6 @@
 """The learning rate over a stage."""
 
-from nanodag.config.schema import ScheduleConfig
+from nanodag.config.supervised import ScheduleConfig
 
 
 def rate_factor(step: int, num_steps: int, config: ScheduleConfig) -> float:

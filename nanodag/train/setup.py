@@ -11,7 +11,8 @@ import torch
 
 from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
-from nanodag.config.schema import ChatStage, PretrainStage, SupervisedStage
+from nanodag.config.kinds.pretrain import PretrainStage
+from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError

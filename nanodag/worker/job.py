@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from nanodag.config.schema import AnyStage
+from nanodag.config.pipeline import AnyStage
 from nanodag.store.files import write_json
 from nanodag.worker import logs
 
@@ -31,7 +31,7 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, go on b
 class Job:
     """One stage to carry out.
 
-    config: the resolved stage config (a class of nanodag.config.schema). inputs: input name -> local verified folder.
+    config: the resolved stage config (a class of nanodag.config.kinds). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
     stage gets `preset`, `mirror`, `code` (a folder of the user's own modules) and `composed` (`sweep`, `nightly` or
     empty), a report what nanodag.report lists.

@@ -28,7 +28,8 @@ from pathlib import Path
 
 import psutil
 
-from nanodag.config.schema import ClusterConfig, Resources
+from nanodag.config.pipeline import ClusterConfig
+from nanodag.config.stage import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.host.ports import free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from nanodag.config.derive import derive
-from nanodag.config.schema import ClusterConfig, Pipeline, Resources
+from nanodag.config.pipeline import ClusterConfig, Pipeline
+from nanodag.config.stage import Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
 from nanodag.worker import nodes
 from nanodag.worker.failure import Ended, cause_of

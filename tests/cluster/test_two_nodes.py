@@ -12,7 +12,7 @@ import time
 import pytest
 from pydantic import TypeAdapter
 
-from nanodag.config.schema import AnyStage
+from nanodag.config.pipeline import AnyStage
 from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.namespaces import REACH, two_nodes
 from tests.rl import stages as rl_stages

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from nanodag.config import order_of, resolve, result_config
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.resolve import leaves, portable
-from nanodag.config.schema import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 

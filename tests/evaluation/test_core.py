@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import SourceError
 from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.core import TASKS, Task, centred, find_files, prompts_of, read_items, run_core, score_task

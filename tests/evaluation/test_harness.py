@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.schema import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.forms import shipped_forms

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanodag.config.schema import EvalStage
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.evaluation import __main__ as worker
 from nanodag.store.files import sha256_of
 from nanodag.worker.job import Job, MetricsLog, write_job

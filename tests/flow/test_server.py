@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
-from nanodag.config.schema import ServerConfig
+from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.server import local_server as server_module
 from nanodag.server.local_server import Api, ProcessId, Running, Server

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanodag.config.schema import ReportStage
+from nanodag.config.kinds.report import ReportStage
 from nanodag.report import tables, words
 from nanodag.report.contamination import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError
 from nanodag.rewards.pool import RewardPool, Score

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rewards.f1 import f1
 from nanodag.rewards.pool import RewardPool

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.launch import worker_environment

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import multiprocessing
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams

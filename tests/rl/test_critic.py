@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.losses.value_loss import value_loss
@@ -124,7 +124,7 @@ TRAINED = """
 import sys
 from pathlib import Path
 import torch
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from tests.rl.models import save_tiny_model
 
@@ -32,7 +32,7 @@ def test_a_token_that_the_teacher_likes_less_than_the_policy_loses_advantage():
 TRAINED = """
 import json, sys
 from pathlib import Path
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 from tests.rl.test_distillation import RESPONSES

@@ -3,7 +3,7 @@
 import pytest
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.control.generation import Generator, Harvest
 from nanodag.rl.rollouts.metrics import drop_counts

@@ -10,7 +10,7 @@ from tests.rl.models import save_tiny_model
 STEPS = """
 import json, sys
 from pathlib import Path
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 part = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float((g + s) % 2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import gae, reward_of_last
 from nanodag.rl.advantages.process import step_rewards

@@ -2,7 +2,7 @@
 
 import json
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import Harvest
 from nanodag.rl.rollouts.prompts import Prompt

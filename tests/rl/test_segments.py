@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import Generator
 from tests.rl.test_generation import STOP, FakeEncoding, FakePool, config, cursor_over, ids

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.trainer.policy import load_policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 warnings.simplefilter("ignore")
 from safetensors.torch import save_file
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from nanodag.train.engine import leave
 from tests.rl.models import rollout, save_tiny_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.trainer import teacher_server
@@ -61,7 +61,7 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
 TRAINED = """
 import json, sys
 from pathlib import Path
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.test_teacher_server import rollouts
 config = RLStage(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[], sampler={"context": 64},

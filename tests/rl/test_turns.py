@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from nanodag.config import result_config
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
@@ -239,7 +239,7 @@ DIVERGING = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
@@ -267,7 +267,7 @@ SKIPPING = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
@@ -310,7 +310,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import torch
 from transformers import AutoModelForCausalLM
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
@@ -360,7 +360,7 @@ import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import torch
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 

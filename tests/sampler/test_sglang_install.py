@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from nanodag.config.schema import SamplerConfig
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import MissingTool
 from nanodag.inference.sglang_install import (
     default_folder,

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from pydantic import ValidationError
 
-from nanodag.config.schema import ServerConfig
+from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ConfigError
 from nanodag.server.login import read_login
 from nanodag.worker.launch import worker_environment

@@ -14,7 +14,8 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from nanodag.config.dial import Shape  # noqa: E402
-from nanodag.config.schema import OptimizerConfig, Resources  # noqa: E402
+from nanodag.config.stage import Resources  # noqa: E402
+from nanodag.config.supervised import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from nanodag.config.schema import AnyStage
+from nanodag.config.pipeline import AnyStage
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.worker.job import Job, write_job
 

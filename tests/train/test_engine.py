@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from nanodag.config import result_config
-from nanodag.config.schema import Pipeline, RLStage, SFTStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.sft import SFTStage
+from nanodag.config.pipeline import Pipeline
 from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY
 
 
@@ -122,7 +124,7 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_no_weight(one_rank, ca
 
 def test_one_rank_comes_to_the_weights_of_a_loop_without_deepspeed(one_rank):
     """AdamW's part and Muon's against torch's own, from the loss and gradient of the model alone."""
-    from nanodag.config.schema import OptimizerConfig
+    from nanodag.config.supervised import OptimizerConfig
     from nanodag.model.build import initialise, qwen3_architecture
     from nanodag.model.decoder import Decoder
     from nanodag.train.optimizer import kind_of

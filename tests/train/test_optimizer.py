@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanodag.config.schema import OptimizerConfig
+from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanodag.config.schema import ScheduleConfig
+from nanodag.config.supervised import ScheduleConfig
 from nanodag.train.schedule import rate_factor
 
 

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rewards import sandbox

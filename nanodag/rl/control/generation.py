@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards.pool import RewardPool, Score
 from nanodag.rewards.steps import token_places

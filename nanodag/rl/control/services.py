@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nanodag.config.derive import replicas_of
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.inference.client import SamplerClient

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.rollouts.batch import Harvest
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt

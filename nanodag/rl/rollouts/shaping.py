@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.rollouts.rollout import Rollout
 
 OVERLONG = "overlong"  # the component that says how much was taken off

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
 from nanodag.rl.advantages.process import process_grpo, step_rewards

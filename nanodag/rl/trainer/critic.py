@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.build import load
 from nanodag.model.decoder import Decoder

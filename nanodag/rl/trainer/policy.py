@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanodag.config.schema import OptimizerConfig, RLStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.build import load

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals

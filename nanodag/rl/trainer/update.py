@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanodag import registry as entries
-from nanodag.config.schema import LOSS_SETTINGS, RLStage
+from nanodag.config.kinds.rl import LOSS_SETTINGS, RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nanodag import registry as entries
-from nanodag.config.schema import RLStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rl.rollouts.prompts import Prompt

@@ -1,0 +1,1 @@
+"""The kinds of stages, a file each."""

@@ -1,0 +1,43 @@
+"""Pretraining, from a shape or from a model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nanodag.config.supervised import ShapeConfig, SupervisedStage
+
+
+class PretrainStage(SupervisedStage):
+    """On documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input `model`;
+    continued pretraining: shape is left out, horizon_tokens given). tokens_per_parameter: the dial's horizon for each
+    parameter in matrices and output head."""
+
+    kind: Literal["pretrain"]
+    shape: ShapeConfig = ShapeConfig()
+    tokens_per_parameter: float = Field(10.5, gt=0)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it begins at the weights of another stage's model."""
+        return self.shape.depth == 0
+
+    def check_inputs(self) -> None:
+        """Raise ValueError unless it begins at one thing, and says what that thing needs."""
+        if ("tokenizer" in self.inputs) == ("model" in self.inputs):
+            found = ", ".join(self.inputs) or "none"
+            raise ValueError(
+                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to go on with"
+            )
+        if "tokenizer" in self.inputs:
+            if self.continues:
+                raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
+            return
+        if self.shape != ShapeConfig():
+            raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin anew")
+        if self.horizon_tokens in ("auto", 0):
+            raise ValueError(
+                f"horizon_tokens {self.horizon_tokens}: the dial's is for random weights; say for how many tokens the "
+                "model of inputs.model goes on"
+            )
+        if self.tokens_per_parameter != type(self).model_fields["tokens_per_parameter"].default:
+            raise ValueError("tokens_per_parameter means nothing to a model that goes on; leave it out")
