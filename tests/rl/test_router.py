@@ -134,7 +134,7 @@ def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_
         undisturbed = await answers(samplers, 6)
         step = asyncio.ensure_future(answers(samplers, 6))
         await until_busy(servers[1].url)
-        async with samplers.standing(), asyncio.timeout(30):
+        async with samplers.paused(), asyncio.timeout(30):
             os.kill(servers[1].pid, signal.SIGKILL)
             while samplers.num_restarts == 0:
                 await asyncio.sleep(0.05)
@@ -230,7 +230,7 @@ def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(m
         with pytest.raises(SamplerLost, match=r"failed 2 times behind the router.*code 1"):
             await samplers.generate(requests(1))
 
-    with_fake(model, tmp_path, work, most_losses=1)
+    with_fake(model, tmp_path, work, max_restarts=1)
 
 
 @pytest.mark.slow
