@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanodag.config.dial import Shape
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.model.architecture import Architecture, Rope, read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.store.files import write_json
@@ -98,7 +99,7 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
                 wanted[name].data.copy_(tensor)
                 found.add(name)
     if missing := sorted(set(wanted) - found):
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}.")
+        raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     return model
 
 

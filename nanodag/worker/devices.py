@@ -19,6 +19,7 @@ from pathlib import Path
 
 from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.errors.words import counted
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1)
         capacity = len(visible_gpus())
         if num_gpus > capacity:
             raise ConfigError(
-                f"The stage takes {num_gpus} GPUs and this machine has {capacity} for it (CUDA_VISIBLE_DEVICES, else "
-                "nvidia-smi); lower its resources.num_ranks (or gpus_per_node), or for rl sampler.replicas or "
-                "sampler.tensor_parallel."
+                f"The stage takes {counted(num_gpus, 'GPU')} and this machine has {capacity} for it "
+                "(CUDA_VISIBLE_DEVICES, else nvidia-smi); lower its resources.num_ranks (or "
+                "gpus_per_node), or for rl sampler.replicas or sampler.tensor_parallel."
             )
         return Places(name="gpu", capacity=capacity, wanted=num_gpus)
     return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
