@@ -32,7 +32,7 @@ from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
-from nanodag.own_code.find import file_of
+from nanodag.own_code.find import file_of, required_file
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -104,7 +104,7 @@ class Checks:
         """The first rows, as records of a kind, or as they are; the source is not empty."""
         url = parse_url(source.url)
         if url.kind == "python":
-            self._module(url.path.partition(":")[0])
+            self._module(url.path)
         if ":" in source.adapter:
             self._import(source.adapter)
         rows = self._first_rows(source.url)
@@ -237,18 +237,14 @@ class Checks:
 
     # ---- modules
 
-    def _module(self, module: str) -> Path:
-        if (file := file_of(module)) is None and module.partition(".")[0] in sys.stdlib_module_names:
-            raise ConfigError(f"{module} is a module of Python's own, and no function of yours")
-        if file is None:
-            raise ConfigError(
-                f"there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed packages"
-            )
+    def _module(self, path: str) -> Path:
+        """The file of a function's module."""
+        file = required_file(path.partition(":")[0], path)
         self.relied_on.add(str(file))
         return file
 
     def _import(self, path: str) -> Callable[..., Any]:
-        file = self._module(path.partition(":")[0])
+        file = self._module(path)
         try:
             found = entries.function_at(path)
         except AttributeError as error:
