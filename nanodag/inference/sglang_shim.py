@@ -89,11 +89,11 @@ def _declare_operators() -> object:
 
 def _listen_on_its_address_only() -> None:
     import sglang  # noqa: F401 - it sets variables that torch reads when it is imported
-    import torch.distributed.rendezvous
 
     from nanodag.inference.bound_store import BoundStore
 
-    torch.distributed.rendezvous.TCPStore = BoundStore
+    # Not by its attribute: torch.distributed has a function of that name in the module's place.
+    sys.modules["torch.distributed.rendezvous"].TCPStore = BoundStore  # type: ignore[attr-defined]
 
 
 if os.environ.get(CPU_VARIABLE) == "1":

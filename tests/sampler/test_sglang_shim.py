@@ -15,8 +15,9 @@ from tests.fault.processes import is_running, wait_until
 PACKAGES = {
     "sglang/__init__.py": "",
     "sglang/part.py": """
-import os, sys, time, torch.distributed.rendezvous
-print(os.getpid(), torch.distributed.rendezvous.TCPStore.__name__, flush=True)
+import os, sys, time
+from torch.distributed.rendezvous import TCPStore
+print(os.getpid(), TCPStore.__name__, flush=True)
 time.sleep(600)
 """,
     "sglang/launch_server.py": """
@@ -34,8 +35,8 @@ def run_server(options):
     "sglang/srt/server_args.py": "prepare_server_args = list",
     "sglang/srt/utils.py": "import time\ndef kill_process_tree(pid, include_parent): time.sleep(600)",
     "torch/__init__.py": "",
-    "torch/distributed/__init__.py": "class TCPStore: pass",
-    "torch/distributed/rendezvous.py": "from torch.distributed import TCPStore",
+    "torch/distributed/__init__.py": "class TCPStore: pass\nfrom torch.distributed.rendezvous import rendezvous",
+    "torch/distributed/rendezvous.py": "from torch.distributed import TCPStore\ndef rendezvous(): pass",
 }
 
 
