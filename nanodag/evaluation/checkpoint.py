@@ -20,8 +20,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from nanodag.errors import ConfigError
 from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
+from nanodag.model.folder import load
 
 if TYPE_CHECKING:
     from nanodag.evaluation.generation import Generator

@@ -13,8 +13,8 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.build import load
 from nanodag.model.decoder import Decoder, Layer
+from nanodag.model.folder import load
 from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
