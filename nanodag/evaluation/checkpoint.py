@@ -82,8 +82,6 @@ class Checkpoint(TemplateLM):
 
         return Generator(self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size)
 
-    # ---- tokens
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -124,8 +122,6 @@ class Checkpoint(TemplateLM):
         )
         assert isinstance(text, str)
         return text
-
-    # ---- what lm-eval asks for
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -175,8 +171,6 @@ class Checkpoint(TemplateLM):
             prompts.append(self.tok_encode(context))
             stops.append(tuple(settings.get("until", ())))
         return self.complete(prompts, stops)
-
-    # ---- shared with the samples of the report
 
     def complete(self, prompts: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[str]:
         """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn."""

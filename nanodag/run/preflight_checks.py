@@ -93,8 +93,6 @@ class Checks:
             raise ConfigError(f"there is no file {path}")
         self.relied_on.add(path)
 
-    # ---- data
-
     def _source(self, where: str, source: SourceConfig, wanted: Wanted | None) -> None:
         kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
         what = f"{source.url} {source.adapter} {source.options} as {kind}"
@@ -162,8 +160,6 @@ class Checks:
 
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 
-    # ---- models
-
     def _model(self, model: str) -> None:
         files = local_files(model, self._mirror)
         if files is None:
@@ -183,8 +179,6 @@ class Checks:
             return int(json.loads(path.read_text())["hidden_size"]) if path is not None else None
         except (ValueError, KeyError, TypeError):
             return None
-
-    # ---- RL
 
     def _rl(self, name: str, stage: RLStage) -> None:
         if stage.sampler.engine == "sglang":
@@ -234,8 +228,6 @@ class Checks:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say
             return
-
-    # ---- modules
 
     def _module(self, path: str) -> Path:
         """The file of a function's module."""

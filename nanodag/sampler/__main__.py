@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
-from nanodag.errors import BadRequest
+from nanodag.errors import BadRequest, MissingTool
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.inference.server_environment import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
@@ -78,14 +78,15 @@ def main() -> int:
         return 1
     try:
         serve(args, listener)
-    except BadRequest as error:
+    except (BadRequest, MissingTool) as error:
         log.error("cannot start: %s", error)
         return 1
     return 0
 
 
 def serve(args: argparse.Namespace, listener: socket.socket) -> None:
-    """Load the model and answer until SIGTERM. Raises BadRequest if the checkpoint or the options will not do."""
+    """Load the model and answer until SIGTERM. Raises BadRequest if the checkpoint or the options will
+    not do, MissingTool where its kernel cannot be built."""
     read_checkpoint(Path(args.model_path))  # before torch is imported, which takes seconds
     import torch
 

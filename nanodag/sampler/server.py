@@ -83,8 +83,6 @@ class SamplerServer:
             },
         )
 
-    # ---- generate
-
     async def generate(self, http: HttpRequest) -> Response:
         body = await body_of(http, GenerateBody)
         requests = await self._requests(body)
@@ -211,8 +209,6 @@ class SamplerServer:
             await asyncio.sleep(0)  # lets the loop see that the client has left
         yield b"data: [DONE]\n\n"
 
-    # ---- cache, pause, abort
-
     async def flush_cache(self, http: HttpRequest) -> Response:
         def flush() -> bool:
             if self.engine.table.active.any():
@@ -245,8 +241,6 @@ class SamplerServer:
 
         await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
         return Response()
-
-    # ---- looking
 
     async def health(self, http: HttpRequest) -> Response:
         return Response(status_code=200 if self.loop.is_alive and not self.loop.is_paused else 503)
