@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from nanodag.host.folders import PROJECT
 from nanodag.inference.server_environment import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
 from nanodag.inference.sglang_process import SHIM
 from tests.fault.processes import is_running, wait_until
@@ -63,3 +64,8 @@ def test_a_part_of_a_server_that_is_killed_while_the_part_starts_ends_too(server
     server.kill()
     server.wait()
     wait_until(lambda: not is_running(int(pid)))
+
+
+def test_what_sglangs_environment_loads_of_nanodag_needs_the_standard_library_alone():
+    code = f"import sys; sys.path.append({str(PROJECT)!r}); import nanodag.inference.server_environment"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
