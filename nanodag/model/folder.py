@@ -18,7 +18,6 @@ from nanodag.model.architecture import Architecture, read_checkpoint, read_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
 from nanodag.model.headers import INDEX, weight_files
-from nanodag.store.files import write_json
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SHARD_BYTES = 4 << 30
@@ -113,7 +112,7 @@ def write_folder(
     for path in beside:
         shutil.copyfile(path, temporary / path.name)
     kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
-    write_json(temporary / "config.json", {**kept, "dtype": DTYPE_NAMES[dtype]})
+    _write_json(temporary / "config.json", {**kept, "dtype": DTYPE_NAMES[dtype]})
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
 
@@ -156,4 +155,8 @@ def _name_shards(folder: Path, files: list[str], names: dict[str, str], total: i
         "metadata": {"total_size": total},
         "weight_map": {name: final[part] for name, part in sorted(names.items())},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+    _write_json(folder / INDEX, index)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")  # no fsync: a weight sync writes this, too
