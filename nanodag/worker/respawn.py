@@ -2,7 +2,7 @@
 
 The process that serves the flows may be killed, by hand or by the kernel for memory; without it a Retry in the UI waits
 for ever. So it runs below this small one, which starts it again. A command that fails by itself within STEADY_S of its
-start is not started again: the keeper ends with its code. SIGTERM to the group ends both.
+start is not started again: the supervisor ends with its code. SIGTERM to the group ends both.
 """
 
 import os
@@ -17,7 +17,7 @@ from nanodag.host.parent import killed_with_parent
 
 SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0
-MOST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 GRACE_S = 10.0
 
 
@@ -41,15 +41,15 @@ def main() -> int:
     wait_s = 1.0
     while not stopping.is_set():
         began = time.monotonic()
-        # In this process's group: who ends the keeper's group ends both.
+        # In this process's group: who ends the supervisor's group ends both.
         child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=partial(killed_with_parent, os.getpid()))]
         code = child[0].wait()
         lived_s = time.monotonic() - began
         if code >= 0 and lived_s < STEADY_S:
             return code
-        wait_s = 1.0 if lived_s > STEADY_S else min(2 * wait_s, MOST_WAIT_S)
+        wait_s = 1.0 if lived_s > STEADY_S else min(2 * wait_s, MAX_WAIT_S)
         if not stopping.is_set():
-            print(f"keeper: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
+            print(f"supervisor: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
             stopping.wait(wait_s)
     return 0
 
