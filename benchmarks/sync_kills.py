@@ -36,13 +36,13 @@ from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.model.folder import write_like
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
 
 CONTEXT = 128
@@ -148,13 +148,12 @@ class Trainer:
     def export(self, folder: str, fingerprint: bool = False, kept: bool = False) -> dict[str, Any]:
         found = self._fingerprints()
         own = ((name, tensor) for name, tensor in self.weights.tensors.items())
-        write_model(
-            self.broadcaster.kept() if kept else own,
+        write_like(
+            self.source,
             Path(folder),
-            source=self.source,
-            is_writer=True,
+            self.broadcaster.kept() if kept else own,
             dtype=torch.float32,
-            fingerprints=found if fingerprint else None,
+            on_tensor=found.add if fingerprint else None,
         )
         return {"fingerprints": found.all()}
 

@@ -25,11 +25,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.model.folder import write_like
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import Shares
 
@@ -75,13 +75,12 @@ class Trainer:
 
     def export(self, folder: str, fingerprint: bool) -> dict[str, Any]:
         found = Fingerprints("checkpoint")
-        write_model(
-            ((name, parameter.detach()) for name, parameter in self.model.named_parameters()),
+        write_like(
+            self.source,
             Path(folder),
-            source=self.source,
-            is_writer=True,
+            self.model.named_parameters(),
             dtype=self.dtype,
-            fingerprints=found if fingerprint else None,
+            on_tensor=found.add if fingerprint else None,
         )
         return {"fingerprints": found.all()}
 

@@ -10,6 +10,7 @@ from prefect import flow
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from nanodag.errors.words import counted
 from nanodag.sweep.begin import begin_sweep, find_built
 from tasks.stage_task import ending, outcome, own_flow_run
 from tasks.sweep import build_missing, comparison
@@ -58,4 +59,5 @@ def sweep(
     failed = [state for state in (stages, compared) if not state.is_completed()]
     if failed:
         return Failed(message="\n".join(state.message or "" for state in failed))
-    return Completed(message=f"{len(made.points)} points, {num_found} of {len(results)} stages found in the store")
+    num_points, num_stages = counted(len(made.points), "point"), counted(len(results), "stage")
+    return Completed(message=f"{num_points}, {num_found} of {num_stages} found in the store")

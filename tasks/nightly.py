@@ -11,6 +11,7 @@ from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed, State
 from prefect.tasks import exponential_backoff
 
+from nanodag.errors.words import counted
 from nanodag.nightly.findings import NightFindings, conclude, post
 from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
@@ -55,11 +56,13 @@ def trend(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
 def nothing_got_worse(found: NightFindings) -> State[Any]:
     """Fails, with an event, when a score is worse than last night's or the best by more than noise."""
     if not found.worse:
-        return Completed(message=f"none of {found.num_scores} scores is worse by more than noise")
+        return Completed(message=f"none of {counted(found.num_scores, 'score')} is worse by more than noise")
     get_run_logger().error("Worse by more than noise:\n%s", "\n".join(found.worse))
     resource = {"prefect.resource.id": f"nanodag.nightly.{found.night}", "prefect.resource.name": found.night}
     emit_event(EVENT, resource=resource, payload=found.as_json())
-    return Failed(message="\n".join([f"{len(found.worse)} of {found.num_scores} scores got worse:", *found.worse]))
+    return Failed(
+        message="\n".join([f"{len(found.worse)} of {counted(found.num_scores, 'score')} got worse:", *found.worse])
+    )
 
 
 @task(

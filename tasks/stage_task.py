@@ -8,6 +8,7 @@ on from its checkpoint.
 import atexit
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,13 @@ from prefect.tasks import Task
 
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.errors.words import counted
+from nanodag.host.parent import end_with_parent
 from nanodag.report import words
 from nanodag.run.build_stage import build_stage
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.worker import logs
-from nanodag.worker.respawn import SERVING, end_with_parent
+from nanodag.worker.respawn import SERVING
 from tasks.pool import build_in_pool
 
 PROGRESS_EVERY_S = 2.0
@@ -73,7 +75,8 @@ def own_flow_run() -> str:
     """Prefect's id of the flow run that this process runs; empty without one. Every flow asks for it before it
     begins anything: one that is served ends, from then on, with the process that serves."""
     if deployment.id:  # in a process of its own, started by the one that serves
-        end_with_parent(int(os.environ.get(SERVING, os.getppid())))
+        # Nobody could cancel it any more. SIGTERM: it says in the run's record that it ended.
+        end_with_parent(int(os.environ.get(SERVING, os.getppid())), signal.SIGTERM)
     return str(flow_run.id or "")
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from nanodag.cli.live_table import make_console
 from nanodag.config import resolve
 from nanodag.errors import StoreBusy
-from nanodag.errors.words import size
+from nanodag.errors.words import counted, size
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.run.retention import RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
@@ -80,8 +80,9 @@ def collect(*, keep_runs: int, keep_days: float, keep_best: Sequence[str], yes: 
     found = plan(store, policy)
     for note in found.notes:
         console.print(note, style="yellow", soft_wrap=True)
+    kept = f"{counted(found.num_kept, 'artifact')}, {size(found.kept_bytes)}"
     if not found.items:
-        console.print(f"Nothing can go: {found.num_kept} artifacts, {size(found.kept_bytes)}, all of use to a run.")
+        console.print(f"Nothing can go: {kept}, all of use to a run.")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("what", "name", "size", "why"):
@@ -91,9 +92,7 @@ def collect(*, keep_runs: int, keep_days: float, keep_best: Sequence[str], yes: 
     console.print(table)
     if len(found.items) > SHOWN:
         console.print(f"and {len(found.items) - SHOWN} more", style="dim")
-    console.print(
-        f"{size(found.num_bytes)} can go; {found.num_kept} artifacts, {size(found.kept_bytes)}, stay in {store.url}"
-    )
+    console.print(f"{size(found.num_bytes)} can go, of {store.url}; left: {kept}")
     if not yes:
         console.print("Nothing was removed. Do it with --yes.")
         return

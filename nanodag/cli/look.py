@@ -15,7 +15,7 @@ from nanodag.cli.keep import open_store
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.errors import StoreError
-from nanodag.errors.words import duration, size
+from nanodag.errors.words import counted, duration, size
 from nanodag.report.ancestry import Origin, origin_of, picture_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
 from nanodag.store.artifact_export import export
@@ -123,7 +123,9 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     for name in [n for n, state in found.files.items() if state != "same"]:
         console.print(f"{found.files[name]:<8} {name}", style="red", markup=False, soft_wrap=True)
     if found.is_same:
-        console.print(f"The same bytes in {len(found.files)} files: content {found.digest[:16]}.", style="green")
+        console.print(
+            f"The same bytes in {counted(len(found.files), 'file')}: content {found.digest[:16]}.", style="green"
+        )
         return 0
     for name in sorted({*artifact.metrics, *found.metrics}):
         then, now = artifact.metrics.get(name), found.metrics.get(name)

@@ -88,7 +88,8 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
         for entry in record["stages"].values()
         if "attempt" in entry
     }
-    told = f"{len(store.keys())} keys in {store.url}; the runs use {len(used)} artifacts, {size(sum(used.values()))}"
+    of_runs = f"{counted(len(used), 'artifact')}, {size(sum(used.values()))}"
+    told = f"{counted(len(store.keys()), 'key')} in {store.url}; the runs use {of_runs}"
     console.print(told, style="dim")
 
 
@@ -128,7 +129,7 @@ def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> 
         for line in lines:
             console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)
     if summary.num_compared and not (summary.better or summary.worse):
-        console.print(f"No difference beyond noise, in {summary.num_compared} comparisons.", style="dim")
+        console.print(f"No difference beyond noise, in {counted(summary.num_compared, 'comparison')}.", style="dim")
     for line in summary.warnings:
         console.print(line, style="yellow", markup=False, soft_wrap=True)
 
@@ -247,7 +248,7 @@ def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) ->
         f"key      {artifact.key}  attempt {artifact.attempt}",
         f"content  {artifact.digest}",
         f"files    {store.local / artifact.folder / 'files' if not store.is_remote else artifact.folder}"
-        f"  ({len(artifact.files)} files, {size(artifact.num_bytes)})",
+        f"  ({counted(len(artifact.files), 'file')}, {size(artifact.num_bytes)})",
     ]
     lines += [f"from     {label}: {up['stage']}  {up['key'][:12]}" for label, up in artifact.lineage.items()]
     lines += [f"data     {url}" for url in artifact.sources]

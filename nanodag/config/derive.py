@@ -32,13 +32,13 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
         updates["resources"] = _resources(name, stage, device, origins)
         stage = _precision(name, stage.model_copy(update=updates), origins)
         if _is_from_scratch(stage):
-            stage = _pretrain(name, stage, pipeline, origins)
+            stage = _pretrain(name, stage, origins)
         if isinstance(stage, SupervisedStage):
             stage = _supervised(name, stage, pipeline, origins)
         if isinstance(stage, RLStage):
             stage = _rl(name, stage, origins)
             if stage.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
-                shape = _pretrain("", source, pipeline, {}).shape
+                shape = _pretrain("", source, {}).shape
                 check_lora(name, stage, int(shape.width), pipeline.unchecked)
         stages[name] = stage
     return pipeline.model_copy(update={"stages": stages}), origins
@@ -125,7 +125,7 @@ def shape_from(config: ShapeConfig) -> Shape:
     return Shape(**{f: getattr(config, f) for f in fields})
 
 
-def _pretrain(name: str, stage: PretrainStage, pipeline: Pipeline, origins: dict[str, str]) -> PretrainStage:
+def _pretrain(name: str, stage: PretrainStage, origins: dict[str, str]) -> PretrainStage:
     said = shape_of(stage.shape.depth)
     updates = {}
     for field in ("width", "num_heads", "num_kv_heads", "head_width", "mlp_width", "tied_embeddings"):
@@ -182,7 +182,7 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
     if source is not None:
         begins = _is_from_scratch(stage)
         if not begins:  # the source's own `auto` may come later in the table
-            source = _pretrain(stage.inputs["model"], source, pipeline, {})
+            source = _pretrain(stage.inputs["model"], source, {})
         shape = shape_from(stage.shape if begins else source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         ratio = source.tokens_per_parameter
@@ -212,9 +212,8 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
         if stage.optimizer.matrix_lr == "auto":
             optimizer["matrix_lr"] = said.matrix_lr
             origins[f"{name}.optimizer.matrix_lr"] = why
-    for field in ("batch_tokens",):
-        if getattr(stage, field) == "auto" and field not in updates:
-            raise ConfigError(f"{name}.{field}: auto needs a pretrain stage above it; give a number.")
+    if stage.batch_tokens == "auto" and "batch_tokens" not in updates:
+        raise ConfigError(f"{name}.batch_tokens: auto needs a pretrain stage above it; give a number.")
     for field in ("learning_rate", "matrix_lr"):
         if getattr(stage.optimizer, field) == "auto" and field not in optimizer:
             if field == "matrix_lr" and stage.optimizer.name == "adamw":

@@ -90,9 +90,9 @@ def _message(problem: Mapping[str, Any]) -> str:
     if kind == "missing":
         return "has too few values" if isinstance(problem["loc"][-1], int) else "is missing"
     if kind == "too_short":
-        return f"must have at least {counted(context['min_length'], 'entry').replace('entrys', 'entries')}"
+        return f"must have at least {counted(context['min_length'], 'entry', 'entries')}"
     if kind == "too_long":
-        return f"must have at most {counted(context['max_length'], 'entry').replace('entrys', 'entries')}"
+        return f"must have at most {counted(context['max_length'], 'entry', 'entries')}"
     text = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     return text.removeprefix("stages.") if not problem["loc"] else text
 

@@ -24,7 +24,7 @@ from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
-from nanodag.own_code.find import file_of
+from nanodag.own_code.find import required_file
 
 SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
 OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
@@ -37,15 +37,11 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
         if name in SHIPPED or name in entries.SHIPPED:
             continue
         module = name.partition(":")[0]
+        if module.partition(".")[0] in sys.stdlib_module_names:  # whatever trusted_modules say: some have no file
+            raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
         if _is_below(module, pipeline.trusted_modules) or is_beside(module, file.parent):
             continue
-        if module.partition(".")[0] in sys.stdlib_module_names:
-            raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
-        if file_of(module, [file.parent]) is None:
-            raise ConfigError(
-                f"{where}: {name!r} cannot be had: there is no module {module} beside {file}, on PYTHONPATH or among "
-                "the installed packages."
-            )
+        required_file(module, f"{where} names {name!r}", [file.parent])
         raise ConfigError(
             f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
             f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "

@@ -15,7 +15,7 @@ from nanodag.data.formats import LazyRows
 from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
-from nanodag.own_code.find import file_of
+from nanodag.own_code.find import required_file
 from nanodag.own_code.functions import function_at
 
 _BLOCK_ROWS = 1024
@@ -101,9 +101,7 @@ def open_python(url: SourceURL) -> GeneratedSource:
     The module is found, not imported, until rows are read. The hash in the identity is that of its file alone.
     """
     module, _, function = url.path.partition(":")
-    code = file_of(module)
-    if code is None:
-        raise SourceError(f"Source {url.text!r}: there is no module {module} on this Python's path.")
+    code = required_file(module, f"Source {url.text!r}")
 
     def make() -> Any:
         try:

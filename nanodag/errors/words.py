@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from rich import filesize
+
 
 def nearest(name: str, options: Iterable[str], *, likeness: float = 0.6) -> str:
     """` Did you mean 'x'?` for the option whose last part is most like a name, the outermost of those, or nothing.
@@ -20,9 +22,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 stage`, `2 stages`. plural: of a noun that takes more than an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def said(value: Any) -> str:
@@ -40,19 +42,19 @@ def said(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`4.2s`, `3m07s`, `2h05m`; empty for what is not known."""
+    """`0.4 s`, `38 s`, `4 min 10 s`, `2 h 5 min`; empty for what is not known, a negative one."""
     if seconds < 0:
         return ""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes = int(seconds) // 60
-    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def size(num_bytes: float) -> str:
-    """`1.2 MB` and the like."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError
+    """`950 bytes`, `1.2 MB`: powers of 1000."""
+    return filesize.decimal(round(num_bytes))

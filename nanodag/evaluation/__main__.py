@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors.words import counted
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import BenchmarkResult, run_benchmark
@@ -97,7 +98,7 @@ def summary(result: BenchmarkResult) -> str:
     score = result.scores[result.metric]
     return (
         f"{result.name} {result.metric} {score.value:.3f} +- {score.stderr:.3f}, "
-        f"95 % interval {score.low:.3f} to {score.high:.3f}, {score.num_items} items"
+        f"95 % interval {score.low:.3f} to {score.high:.3f}, {counted(score.num_items, 'item')}"
     )
 
 

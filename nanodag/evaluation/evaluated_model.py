@@ -20,8 +20,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from nanodag.errors import ConfigError
 from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
+from nanodag.model.folder import load
 
 if TYPE_CHECKING:
     from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
@@ -84,8 +84,6 @@ class EvaluatedModel(TemplateLM):
             self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size
         )
 
-    # ---- tokens
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -126,8 +124,6 @@ class EvaluatedModel(TemplateLM):
         )
         assert isinstance(text, str)
         return text
-
-    # ---- what lm-eval asks for
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -177,8 +173,6 @@ class EvaluatedModel(TemplateLM):
             prompts.append(self.tok_encode(context))
             stops.append(tuple(settings.get("until", ())))
         return self.complete(prompts, stops)
-
-    # ---- shared with the samples of the report
 
     def complete(self, prompts: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[str]:
         """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn."""

@@ -15,8 +15,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"
-"""Of the environment that a server is started with: a command line is seen by every user of the machine."""
 DEFAULT_MAX_BODY_BYTES = 16 << 20
 OPEN_PATHS = ("/health", "/health_generate")
 

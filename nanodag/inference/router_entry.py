@@ -1,21 +1,21 @@
-"""Runs sglang-router, in SGLang's own environment: `<its python> router_entry.py PARENT -- OPTIONS`.
+"""Runs sglang-router, in SGLang's own environment: `<its python> router_entry.py OPTIONS`.
 
 `python -m sglang_router.launch_router` imports SGLang for its tracing, which a CPU build of torch does not survive; the
 router itself needs nothing of it. It keeps the interpreter's lock while it serves, so it has a process of its own, and
-this one looks whether the process of that number, which started it, is still there. All end together. This file may
-import nothing of nanodag.
+this one watches the process that started it. All end together. Of nanodag this file may import what needs the standard
+library only.
 """
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
-import time
+from pathlib import Path
 
-POLL_S = 0.2
-TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"  # nanodag.inference.doors
-PR_SET_PDEATHSIG = 1
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in SGLang's environment
+from nanodag.host.parent import killed_with_parent
+from nanodag.inference.server_environment import end_with_starter, take_token
+
+sys.path.pop()
 
 
 def _serve(options: list[str]) -> None:
@@ -26,27 +26,21 @@ def _serve(options: list[str]) -> None:
         sys.exit(f"{error} in {sys.executable}: install sglang-router==0.3.2 there, or set sampler.router: false")
     parser = argparse.ArgumentParser(prog="sglang-router")
     RouterArgs.add_cli_args(parser)
-    if token := os.environ.pop(TOKEN_VARIABLE, ""):  # not on the command line, which every user can read
+    if token := take_token():  # not on the command line, which every user can read
         options = [*options, f"--api-key={token}", f"--control-plane-api-keys=stage:stage:admin:{token}"]
     Router.from_args(RouterArgs.from_cli_args(parser.parse_args(options))).start()
 
 
 def main() -> None:
     """Serve until a signal ends it, or whoever started it has gone."""
-    split = sys.argv.index("--")
-    parent, options = int(sys.argv[1]), sys.argv[split + 1 :]
     here = os.getpid()
-    child = os.fork()
-    if child == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: the child ends with this process
-        if os.getppid() != here:  # which ended before that was asked for
-            sys.exit(1)
-        _serve(options)
+    if os.fork() == 0:
+        killed_with_parent(here)
+        _serve(sys.argv[1:])
         return
-    while os.getppid() == parent:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            sys.exit(1)
-        time.sleep(POLL_S)
+    end_with_starter()
+    os.wait()
+    sys.exit(1)
 
 
 if __name__ == "__main__":

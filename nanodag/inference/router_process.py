@@ -1,7 +1,6 @@
 """sglang-router in front of several SGLang servers: its process, and a client of it. No torch here."""
 
 import math
-import os
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -11,7 +10,6 @@ from pydantic_core import from_json
 from nanodag.errors import SamplerLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import LOST, OK, SamplerClient
-from nanodag.inference.doors import TOKEN_VARIABLE
 from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.inference.sglang_process import foreign_environment, is_healthy
@@ -60,11 +58,11 @@ class RouterProcess(ServerProcess):
             **DEFAULTS,
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
-        command = [str(python), str(ENTRY), str(os.getpid()), "--", *arguments(settings)]
+        command = [str(python), str(ENTRY), *arguments(settings)]
         # It asks servers of this machine only, through no proxy, as the client does.
         environment = {k: v for k, v in foreign_environment().items() if not k.lower().endswith("_proxy")}
-        environment[TOKEN_VARIABLE] = token
-        router = cls.spawn(command, log_path=Path(log_path), env=environment, url=f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        router = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
         try:
             router.wait_until(lambda: is_healthy(f"{router.url}/liveness"), start_timeout_s)
         except BaseException:

@@ -1,7 +1,7 @@
 """Start and stop an embedded sampler as a child process.
 
-The child ends with its parent: it watches who its parent is, and it stays in the parent's process group, so a signal to
-the group reaches both.
+The child ends with its parent: it watches who its parent is (`server_environment.py`), and it stays in the parent's
+process group, so a signal to the group reaches both.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Self
 
 from nanodag.errors import SamplerLost
 from nanodag.host.patience import Patience
-from nanodag.inference.doors import TOKEN_VARIABLE
+from nanodag.inference.server_environment import server_environment
 
 POLL_S = 0.02
 
@@ -31,8 +31,11 @@ class ServerProcess:
         self.log_path = log_path
 
     @classmethod
-    def spawn(cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], url: str = "") -> Self:
+    def spawn(
+        cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = "", url: str = ""
+    ) -> Self:
         """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
+        env = {**env, **server_environment(token)}
         with log_path.open("ab") as output:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
@@ -126,7 +129,7 @@ class SamplerProcess(ServerProcess):
             options: dict[str, object] = {
                 "model-path": model_path, "dtype": dtype, "device": device, "max-running-requests": max_batch,
                 "threads": threads, "random-seed": seed, "weight-version": weight_version, "port": port,
-                "ready-file": ready_file, "parent-pid": os.getpid(),
+                "ready-file": ready_file,
             }  # fmt: skip
             if context_length is not None:
                 options["context-length"] = context_length
@@ -137,8 +140,7 @@ class SamplerProcess(ServerProcess):
             command += ["--deterministic"] if deterministic else []
             # Spinning OpenMP threads starve the other process on a small machine.
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-            environment[TOKEN_VARIABLE] = token
-            sampler = cls.spawn(command, log_path=log_path, env=environment)
+            sampler = cls.spawn(command, log_path=log_path, env=environment, token=token)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)
                 port = int(json.loads(ready_file.read_text())["port"])

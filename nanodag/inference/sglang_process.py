@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 
 from nanodag.host.ports import free_port, network_environment
-from nanodag.inference.doors import TOKEN_VARIABLE
 from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option, arguments
@@ -82,9 +81,9 @@ class SGLangProcess(ServerProcess):
             **(CPU_OPTIONS if device == "cpu" else {}),
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
-        command = [str(python), str(SHIM), str(os.getpid()), "--", *arguments(settings)]
-        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads) | {TOKEN_VARIABLE: token}
-        server = cls.spawn(command, log_path=Path(log_path), env=environment, url=url)
+        command = [str(python), str(SHIM), *arguments(settings)]
+        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads)
+        server = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
         try:
             server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
         except BaseException:

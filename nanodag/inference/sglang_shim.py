@@ -1,16 +1,19 @@
-"""Runs SGLang's server, in SGLang's own environment: `<its python> sglang_shim.py PARENT -- OPTIONS`.
+"""Runs SGLang's server, in SGLang's own environment: `<its python> sglang_shim.py OPTIONS`.
 
-This is `python -m sglang.launch_server OPTIONS` of SGLang 0.5.23, and before it three things, the first two only where
+This is `python -m sglang.launch_server OPTIONS` of SGLang 0.5.23, and before it four things, the first two only where
 NANODAG_SGLANG_CPU=1:
 
 1. `sgl_kernel`: the CUDA kernels are imported when SGLang starts, and want libcuda. A stand-in is put in their place
    whose functions raise when they are called. With the options that nanodag gives on a CPU none is called.
 2. torchvision's operators: torchvision gives shape rules to `torchvision::nms` and `qnms`, operators of its compiled
    library, which a CPU build of torch may not load. They are declared, without being implemented.
-3. The server ends when the process of that number ends, which started it, so that none is left behind.
+3. Each process ends when the one that started it ends. SGLang asks the kernel for that too, but only once a part has
+   imported all that it needs: parts of a server that was killed while it started stayed for ever.
+4. The store where ranks meet listens on their address only; torch's own listens on every address of the machine.
 
 SGLang starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them: that is
-why 1 and 2 happen at import. Nothing else of SGLang is changed. This file may import nothing of nanodag.
+why all four happen at import. Nothing else of SGLang is changed. Of nanodag this file may import only what needs no
+more than the standard library and torch.
 """
 
 import importlib.abc
@@ -18,14 +21,14 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import threading
-import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in SGLang's environment
+from nanodag.inference.server_environment import end_with_starter, take_token
 
 CPU_VARIABLE = "NANODAG_SGLANG_CPU"
-TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"  # nanodag.inference.doors
-POLL_S = 0.5
 STAND_IN = "sgl_kernel"
 OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -84,25 +87,28 @@ def _declare_operators() -> object:
     return library
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    sys.stderr.write(f"the parent process {parent} is gone\n")
-    sys.stderr.flush()
-    os._exit(1)  # its parts end with it: SGLang asks the kernel for that
+def _listen_on_its_address_only() -> None:
+    import sglang  # noqa: F401 - it sets variables that torch reads when it is imported
+
+    from nanodag.inference.bound_store import BoundStore
+
+    # Not by its attribute: torch.distributed has a function of that name in the module's place.
+    sys.modules["torch.distributed.rendezvous"].TCPStore = BoundStore  # type: ignore[attr-defined]
 
 
 if os.environ.get(CPU_VARIABLE) == "1":
     sys.meta_path.insert(0, _Finder())
     _KEPT = _declare_operators()
+if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
+    end_with_starter()
+    _listen_on_its_address_only()
+sys.path.pop()
 
 
 def main() -> None:
     """Serve until a signal ends it."""
-    split = sys.argv.index("--")
-    own, options = sys.argv[1:split], sys.argv[split + 1 :]
-    threading.Thread(target=_end_with_parent, args=(int(own[0]),), daemon=True).start()
-    if token := os.environ.pop(TOKEN_VARIABLE, ""):
+    options = sys.argv[1:]
+    if token := take_token():
         options.append(f"--api-key={token}")  # here, where no other user can read it
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

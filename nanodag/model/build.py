@@ -1,29 +1,13 @@
-"""Makes, reads and writes models as plain Hugging Face directories."""
+"""Makes models of a size: architecture, first weights, and the config.json that says what they are."""
 
-import json
 import math
-import shutil
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from nanodag.config.dial import Shape
-from nanodag.errors import ConfigError
-from nanodag.model.architecture import Architecture, Rope, read_checkpoint
+from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.decoder import Decoder
-from nanodag.store.atomic import write_json
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def qwen3_architecture(shape: Shape, *, vocabulary: int, rope_theta: float, max_positions: int) -> Architecture:
@@ -73,84 +57,12 @@ def initialise(model: Decoder, seed: int) -> None:
             parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[1]), generator=generator)
 
 
-def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False) -> Decoder:
-    """The model in a Hugging Face directory, in float32 on CPU.
-
-    Raises ConfigError when its architecture is not built here or a tensor is missing, unknown or of another shape.
-    """
-    architecture = read_checkpoint(folder).architecture
-    model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
-    wanted = dict(model.named_parameters())
-    found = set()
-    for path in _weight_files(folder):
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name == "lm_head.weight" and architecture.tied:
-                    continue
-                if name not in wanted:
-                    raise ConfigError(f"{path} holds {name}, which a {architecture.model_type} model does not have.")
-                tensor = file.get_tensor(name)
-                if tensor.shape != wanted[name].shape:
-                    raise ConfigError(
-                        f"{name} in {path} has shape {tuple(tensor.shape)}; "
-                        f"config.json says {tuple(wanted[name].shape)}."
-                    )
-                wanted[name].data.copy_(tensor)
-                found.add(name)
-    if missing := sorted(set(wanted) - found):
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}.")
-    return model
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(f"{folder} holds neither model.safetensors nor {index.name}; older formats are not read.")
-    return [single]
-
-
-def save(
-    folder: Path, weights: dict[str, Tensor], *, tokenizer: Path, source: Path | None = None, architecture: Architecture
-) -> None:
-    """Write a Hugging Face directory that transformers, SGLang and vLLM load as it is.
-
-    weights: by name, whole, on CPU; a tied head may be among them and is left out. tokenizer: a folder whose tokenizer
-    files are copied. source: the folder whose config.json is kept but for the dtype; without it one is written for
-    the architecture.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {n: t.contiguous() for n, t in weights.items() if not (n == "lm_head.weight" and architecture.tied)}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)
-    dtype = DTYPE_NAMES[next(iter(kept.values())).dtype]
-    if source is not None:
-        config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype
-    else:
-        config = _qwen3_config(architecture, dtype)
-    generation = _read(folder / "generation_config.json")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in generation and source is None:
-            config[name] = generation[name]
-    write_json(folder / "config.json", config)
-
-
-def _read(path: Path) -> dict[str, object]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _qwen3_config(of: Architecture, dtype: str) -> dict[str, object]:
+def qwen3_config(of: Architecture) -> dict[str, object]:
+    """The config.json of a Qwen3-type model, but for the dtype and the tokenizer's ids."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "dtype": dtype,
         "head_dim": of.head_dim,
         "hidden_act": "silu",
         "hidden_size": of.hidden_size,

@@ -1,15 +1,40 @@
-"""What the headers of a Hugging Face directory's safetensors files say. No torch, nothing is loaded."""
+"""The safetensors files of a Hugging Face directory and what their headers say. No torch, nothing is loaded."""
 
 import json
 import math
 import struct
 from pathlib import Path
 
+from nanodag.errors import BadRequest
+from nanodag.host.regular import exists
+from nanodag.model.architecture import read_json
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model: those of its index, else model.safetensors. Others beside them are not of the model.
+
+    Raises BadRequest where there is neither, or where an index names a file that would lie elsewhere.
+    """
+    index = folder / INDEX
+    if not exists(index):
+        if not exists(folder / "model.safetensors"):
+            raise BadRequest(f"{folder} holds neither model.safetensors nor {INDEX}; older formats are not read")
+        return [folder / "model.safetensors"]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise BadRequest(f"{index} has no weight_map of tensors to files")
+    for name in names.values():
+        if Path(name).name != name or name in ("", ".."):
+            raise BadRequest(f"{index} names {name[:80]!r}, which does not lie in its folder")
+    return [folder / name for name in sorted(set(names.values()))]
+
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
     found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))

@@ -16,6 +16,7 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
+from nanodag.errors.words import counted
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import ENDED_WELL, advice, stale_stages
 from nanodag.store import Store
@@ -117,7 +118,7 @@ def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:
             stages[name] = config.model_copy(update=here)
     raw = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
     made = pipeline.model_dump(mode="json") | {
-        "description": f"Nightly evals of {len(choice.subjects)} models",
+        "description": f"Nightly evals of {counted(len(choice.subjects), 'model')}",
         "mirror": choice.mirror,
         "stages": raw,
     }

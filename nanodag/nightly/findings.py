@@ -9,6 +9,7 @@ from typing import Any
 
 from nanodag.config.cron import zone_of
 from nanodag.errors import ConfigError, ServerBusy, ServerError
+from nanodag.errors.words import counted
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.nightly.scores import scores_of
@@ -33,7 +34,7 @@ class NightFindings:
     def as_json(self) -> dict[str, Any]:
         """For an event or a webhook; `text` is what chat programs show."""
         text = "\n".join(
-            [f"nanodag {self.night}: {len(self.worse)} of {self.num_scores} scores got worse", *self.worse]
+            [f"nanodag {self.night}: {len(self.worse)} of {counted(self.num_scores, 'score')} got worse", *self.worse]
         )
         return {"night": self.night, "num_scores": self.num_scores, "worse": list(self.worse), "text": text}
 

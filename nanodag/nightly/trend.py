@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from nanodag.errors.words import counted
 from nanodag.nightly.compare import SAME_ANSWERS, NightComparison
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
@@ -41,7 +42,10 @@ def trend_report(
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [
         Cell(text=str(len(worse)), detail="scores worse by more than noise"),
-        Cell(text=str(len(scores)), detail=f"scores of {len({(s['label'], s['stage']) for s in scores})} models"),
+        Cell(
+            text=str(len(scores)),
+            detail=f"scores of {counted(len({(s['label'], s['stage']) for s in scores}), 'model')}",
+        ),
         Cell(
             text=str(sum(not score["was_found"] for score in scores)), detail="evaluated tonight, the rest were known"
         ),
@@ -61,7 +65,7 @@ def _tonight_table(scores: Sequence[Score], comparisons: Sequence[NightCompariso
         rows.append(
             [
                 Cell(text=line_name(score), detail=score["run"]),
-                Cell(text=score["benchmark"], detail=f"{metric}, {score['num_items']} items"),
+                Cell(text=score["benchmark"], detail=f"{metric}, {counted(score['num_items'], 'item')}"),
                 Cell(
                     text=words.value(score["value"], metric),
                     detail=words.interval(score["low"], score["high"], metric),

@@ -9,6 +9,18 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from nanodag.errors import ConfigError
+
+
+def required_file(module: str, where: str, folders: Sequence[Path | str] = ()) -> Path:
+    """As `file_of`. where: what names the module. Raises ConfigError where there is none."""
+    if (file := file_of(module, folders)) is None:
+        raise ConfigError(
+            f"{where}: there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed "
+            "packages."
+        )
+    return file
+
 
 def file_of(module: str, folders: Sequence[Path | str] = ()) -> Path | None:
     """The file that `import module` would read; None where there is none, or where Python itself has the module.

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
-from nanodag.report import words
+from nanodag.errors.words import counted, size
 from nanodag.report.tables import Cell, Table
 
 TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
@@ -55,7 +55,7 @@ def _row(overlap: Overlap) -> list[Cell]:
         Cell(text=str(overlap.rows_found), tone=tone),
         Cell(text=str(searched), detail=short),
         Cell(text=f"{100 * share:.1f} %"),
-        Cell(text=words.num_bytes(overlap.training_bytes), detail="" if overlap.complete else "then stopped"),
+        Cell(text=size(overlap.training_bytes), detail="" if overlap.complete else "then stopped"),
     ]
 
 
@@ -64,5 +64,5 @@ def _not_checked(overlap: Overlap) -> str:
     if overlap.rows == 0:
         return "the benchmark source has no rows"
     if overlap.rows_too_short == overlap.rows:
-        return f"all {overlap.rows} items are shorter than 13 words"
+        return f"of {counted(overlap.rows, 'item')} none has 13 words"
     return "" if overlap.training_bytes else "the training source has no text"

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
 from nanodag.report.gather import Column, Comparison, ReportedStage, columns_of, comparisons_of, stages_of, warnings_of
@@ -132,7 +133,7 @@ def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
                 )
             )
         elif compared:
-            cards.append(Cell(text=f"no {what}", detail=f"beyond noise, in {len(compared)} comparisons"))
+            cards.append(Cell(text=f"no {what}", detail=f"beyond noise, in {counted(len(compared), 'comparison')}"))
     return cards
 
 
@@ -140,7 +141,7 @@ def _cost_cards(stages: Mapping[str, ReportedStage]) -> list[Cell]:
     def total(name: str) -> float:
         return sum(tables.number(stage.cost, name) for stage in stages.values())
 
-    cards = [Cell(text=words.duration(total("seconds")), detail="of all stages together")]
+    cards = [Cell(text=duration(total("seconds")), detail="of all stages together")]
     if tokens := sum(tables.trained_tokens(stage) for stage in stages.values()):
         cards.append(Cell(text=words.count(tokens), detail="tokens trained on"))
     if flops := total("flops"):
@@ -232,6 +233,6 @@ def _config(stages: Mapping[str, ReportedStage], origins: Mapping[str, str]) -> 
     for stage in stages.values():
         table = tables.config_table(stage, origins)
         chosen = sum(row[2].text != "default" for row in table.rows)
-        note = f"{chosen} of {len(table.rows)} values chosen or derived"
+        note = f"{chosen} of {counted(len(table.rows), 'value')} chosen or derived"
         parts.append(Part(heading=stage.name, note=note, table=table, folded=True))
     return PageSection(title="Config", note="Every value, and where it comes from.", parts=parts, in_markdown=False)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
 from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
@@ -73,7 +74,8 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
         rows = [
             [Cell(text="better" if tone == "good" else "worse", tone=tone), Cell(text=text)] for text, tone in changes
         ]
-        note = f"Of {summary.num_compared} comparisons of a model with the one it comes from, {len(rows)} beyond noise."
+        compared = counted(summary.num_compared, "comparison")
+        note = f"Of {compared} of a model with the one it comes from, {len(rows)} beyond noise."
         parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
         sections.append(PageSection(title="Better and worse", note=note, parts=parts))
     stale = stale_stages(record)
@@ -83,7 +85,7 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
             Cell(text=entry["kind"]),
             Cell(text="stale" if name in stale else entry["state"], detail=stale.get(name, "")),
             Cell(text=entry.get("key", "")[:12], code=True),
-            Cell(text=words.duration(entry["cost"]["seconds"]) if entry.get("cost", {}).get("seconds") else ""),
+            Cell(text=duration(entry["cost"]["seconds"]) if entry.get("cost", {}).get("seconds") else ""),
         ]
         for name, entry in ((name, record["stages"][name]) for name in record["order"])
     ]

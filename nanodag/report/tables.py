@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config.resolve import leaves
+from nanodag.errors.words import duration, size
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
@@ -113,14 +114,14 @@ def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> 
     totals = {name: sum(number(s.cost, name) for s in stages.values()) for name in ("seconds", "cpu_seconds", "flops")}
     last = [
         Cell(text="all"),
-        Cell(text=words.duration(totals["seconds"])),
-        Cell(text=words.duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""),
+        Cell(text=duration(totals["seconds"])),
+        Cell(text=duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""),
         Cell(text=_count(sum(map(trained_tokens, stages.values())))),
         Cell(text=_count(sum(map(read_tokens, stages.values())))),
         Cell(text=""),
         Cell(text=words.count(totals["flops"]) if totals["flops"] else ""),
         Cell(text=""),
-        Cell(text=words.num_bytes(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))),
+        Cell(text=size(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))),
     ]
     headers = ["stage", "time", "CPU time", "trained", "read", "trained/s", "FLOPs", "MFU", "memory"]
     if price_per_hour:
@@ -139,14 +140,14 @@ def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
     kind = stage.kind if stage.kind != stage.name else ""
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
-        Cell(text=words.duration(seconds) if seconds else "", detail=tries_of(cost)),
-        Cell(text=words.duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
+        Cell(text=duration(seconds) if seconds else "", detail=tries_of(cost)),
+        Cell(text=duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
         Cell(text=_count(tokens), detail=_documents(stage)),
         Cell(text=_count(read_tokens(stage))),
         Cell(text=words.count(speed) if speed else ""),
         Cell(text=words.count(cost["flops"]) if number(cost, "flops") else ""),
         Cell(text=f"{100 * cost['mfu']:.1f} %" if number(cost, "mfu") else ""),
-        Cell(text=words.num_bytes(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
+        Cell(text=size(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
     ]
     return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
 
@@ -179,7 +180,7 @@ def tries_of(cost: Mapping[str, Any]) -> str:
     """`2 tries, the last 38 s`; empty where the first one was enough."""
     earlier = number(cost, "earlier_seconds")
     num = int(number(cost, "num_attempts"))
-    return f"{num} tries, the last {words.duration(number(cost, 'seconds') - earlier)}" if earlier else ""
+    return f"{num} tries, the last {duration(number(cost, 'seconds') - earlier)}" if earlier else ""
 
 
 def _count(tokens: float) -> str:

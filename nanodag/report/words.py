@@ -3,19 +3,9 @@
 import re
 from typing import Any
 
+from nanodag.errors.words import duration, size
+
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def duration(seconds: float) -> str:
-    """`0.4 s`, `38 s`, `4 min 10 s`, `2 h 5 min`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def count(number: float) -> str:
@@ -24,14 +14,6 @@ def count(number: float) -> str:
         if abs(number) >= scale:
             return f"{number / scale:.3g} {letter}"
     return f"{number:.3g}"
-
-
-def num_bytes(number: float) -> str:
-    """`1.5 GiB`, `220 MiB`."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            return f"{number / 1024**power:.3g} {unit}"
-    return f"{number:.0f} B"
 
 
 def is_share(metric: str) -> bool:
@@ -98,7 +80,7 @@ def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:
     if unit == "time":
         return duration(number), ""
     if unit == "size":
-        return num_bytes(number), ""
+        return size(number), ""
     if unit == "%":
         return f"{100 * number:.1f}", unit
     if unit in ("FLOPs", "tokens"):

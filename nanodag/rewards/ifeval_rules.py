@@ -1,7 +1,9 @@
 """IFEval's rules, one function an instruction: `fn(text, **arguments) -> bool`, arguments as in the dataset.
 
 Source of what each means: IFEval, arXiv:2311.07911, table 1, and the dataset's own wording. text has at least one
-character that is no blank.
+character that is no blank. A reward is optimised, so some ask more than lm-eval's, which only measure: a keyword is a
+whole word; a placeholder, a section and a postscript say something, and P.P.S. is no P.S.; exactly one of the allowed
+answers is given; JSON is an object or a list; something follows the repeated request.
 """
 
 import json

@@ -18,7 +18,7 @@ from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.model.import_model import model_identity
-from nanodag.own_code.find import file_of
+from nanodag.own_code.find import required_file
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
@@ -147,10 +147,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    module = entries.without_prefix(function).partition(":")[0]
-    file = file_of(module)
-    if file is None:
-        raise ConfigError(f"{function!r}: there is no module {module} beside the pipeline file or on Python's path.")
+    file = required_file(entries.without_prefix(function).partition(":")[0], function)
     return {"kind": "code", "name": function, "sha256": file_sha256(file)}
 
 

@@ -32,7 +32,7 @@ from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
-from nanodag.own_code.find import file_of
+from nanodag.own_code.find import file_of, required_file
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -93,8 +93,6 @@ class Checks:
             raise ConfigError(f"there is no file {path}")
         self.relied_on.add(path)
 
-    # ---- data
-
     def _source(self, where: str, source: SourceConfig, wanted: Wanted | None) -> None:
         kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
         what = f"{source.url} {source.adapter} {source.options} as {kind}"
@@ -104,7 +102,7 @@ class Checks:
         """The first rows, as records of a kind, or as they are; the source is not empty."""
         url = parse_url(source.url)
         if url.kind == "python":
-            self._module(url.path.partition(":")[0])
+            self._module(url.path)
         if ":" in source.adapter:
             self._import(source.adapter)
         rows = self._first_rows(source.url)
@@ -162,8 +160,6 @@ class Checks:
 
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 
-    # ---- models
-
     def _model(self, model: str) -> None:
         files = local_files(model, self._mirror)
         if files is None:
@@ -183,8 +179,6 @@ class Checks:
             return int(json.loads(path.read_text())["hidden_size"]) if path is not None else None
         except (ValueError, KeyError, TypeError):
             return None
-
-    # ---- RL
 
     def _rl(self, name: str, stage: RLStage) -> None:
         if stage.sampler.engine == "sglang":
@@ -235,20 +229,14 @@ class Checks:
         except ValueError:  # written in C: it does not say
             return
 
-    # ---- modules
-
-    def _module(self, module: str) -> Path:
-        if (file := file_of(module)) is None and module.partition(".")[0] in sys.stdlib_module_names:
-            raise ConfigError(f"{module} is a module of Python's own, and no function of yours")
-        if file is None:
-            raise ConfigError(
-                f"there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed packages"
-            )
+    def _module(self, path: str) -> Path:
+        """The file of a function's module."""
+        file = required_file(path.partition(":")[0], path)
         self.relied_on.add(str(file))
         return file
 
     def _import(self, path: str) -> Callable[..., Any]:
-        file = self._module(path.partition(":")[0])
+        file = self._module(path)
         try:
             found = entries.function_at(path)
         except AttributeError as error:

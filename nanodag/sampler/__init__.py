@@ -1,10 +1,5 @@
 """The embedded sampler: an inference server in a process of its own that speaks SGLang's protocol.
 
-protocol      what goes over the wire (no torch)
-client        asynchronous HTTP client (no torch)
-process       start and stop a server as a child process (no torch)
-sglang_process, sglang_install, sglang_shim   the same for SGLang; its environment; what runs in there (no torch)
-architecture  config.json of a Llama, Qwen2 or Qwen3 checkpoint -> shapes, or a refusal by name (no torch)
 weights       safetensors -> tensors in the layout that decoding wants
 fingerprints  what trainer and sampler compare after a change of weights
 model         forward pass: prefill one or several prompts, decode one token for every slot

@@ -10,21 +10,19 @@ import logging
 import os
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
 import uvicorn
 
-from nanodag.errors import BadRequest
-from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, TOKEN_VARIABLE, Doors
+from nanodag.errors import BadRequest, MissingTool
+from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
+from nanodag.inference.server_environment import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES
 
 log = logging.getLogger("nanodag.sampler")
 
 KEEP_ALIVE_S = 3600
-PARENT_POLL_S = 0.5
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +43,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--weight-version", default="default")
     add("--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, help="of a request; more is answered 413")
     add("--max-text-bytes", type=int, default=1 << 20, help="of a request's prompts that are given as text")
-    add("--parent-pid", type=int, help="end when this process is no longer the parent")
     return parser.parse_args(arguments)
 
 
@@ -69,8 +66,7 @@ class _Server(uvicorn.Server):
 def main() -> int:
     args = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if args.parent_pid is not None:
-        threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True).start()
+    end_with_starter()
     # Bound before the model is read, so that a port in use is known at once; it listens only when all is ready.
     # Its protocol is named, because asyncio switches Nagle's algorithm off only then: it costs 40 ms an answer.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -82,14 +78,15 @@ def main() -> int:
         return 1
     try:
         serve(args, listener)
-    except BadRequest as error:
+    except (BadRequest, MissingTool) as error:
         log.error("cannot start: %s", error)
         return 1
     return 0
 
 
 def serve(args: argparse.Namespace, listener: socket.socket) -> None:
-    """Load the model and answer until SIGTERM. Raises BadRequest if the checkpoint or the options will not do."""
+    """Load the model and answer until SIGTERM. Raises BadRequest if the checkpoint or the options will
+    not do, MissingTool where its kernel cannot be built."""
     read_checkpoint(Path(args.model_path))  # before torch is imported, which takes seconds
     import torch
 
@@ -117,7 +114,7 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
         Doors(
             server.application(),
             names={args.host, socket.gethostname()},
-            token=os.environ.pop(TOKEN_VARIABLE, ""),
+            token=take_token(),
             max_body_bytes=args.max_body_bytes,
         ),
         log_level="warning",
@@ -134,13 +131,6 @@ def _exit_on_crash(error: BaseException) -> None:
     """End the process at once: its clients learn of it by their broken connections."""
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(1)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    log.error("the parent process %d is gone", parent)
     os._exit(1)
 
 

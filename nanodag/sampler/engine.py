@@ -105,8 +105,6 @@ class Engine:
         self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
         self._row_prompts: dict[int, bytes] = {}
 
-    # ---- requests
-
     def validate(self, request: Request) -> None:
         """Raise BadRequest if the request cannot be served, now or ever. Touches no state: any thread may call it."""
         check_request(request, vocab_size=self.checkpoint.architecture.vocab_size, context_length=self.context_length)
@@ -190,8 +188,6 @@ class Engine:
         self.waiting.extendleft(reversed([self.table.empty(int(row)) for row in rows]))
         self.forget_prompts()
 
-    # ---- weights
-
     def load(self, path: Path) -> Weights:
         """Read a checkpoint that fits this engine's model. Touches no state: any thread may call it.
 
@@ -231,8 +227,6 @@ class Engine:
         """Run the prompt of every request from here on, even if a slot still holds it."""
         self._prompt_rows.clear()
         self._row_prompts.clear()
-
-    # ---- one step
 
     def step(self) -> None:
         """Decode, admit, draw one token for every sample that then runs, and report to the listeners."""
@@ -331,8 +325,6 @@ class Engine:
             self._forget_row(target)
             self.model.move(row, target, int(self.table.positions[row]))
             self.table.move(row, target)
-
-    # ---- ends
 
     def _end_row(self, row: int) -> None:
         table = self.table

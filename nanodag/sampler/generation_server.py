@@ -84,8 +84,6 @@ class SamplerServer:
             },
         )
 
-    # ---- generate
-
     async def generate(self, http: HttpRequest) -> Response:
         body = await body_of(http, GenerateBody)
         requests = await self._requests(body)
@@ -212,8 +210,6 @@ class SamplerServer:
             await asyncio.sleep(0)  # lets the loop see that the client has left
         yield b"data: [DONE]\n\n"
 
-    # ---- cache, pause, abort
-
     async def flush_cache(self, http: HttpRequest) -> Response:
         def flush() -> bool:
             if self.engine.table.active.any():
@@ -246,8 +242,6 @@ class SamplerServer:
 
         await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
         return Response()
-
-    # ---- looking
 
     async def health(self, http: HttpRequest) -> Response:
         """200 as long as the loop lives, also while it is paused: a router must not drop a paused server."""

@@ -1,13 +1,12 @@
 """Builds and calls `kernel.c`: prompts and steps of a model on one CPU core in one call instead of hundreds.
 
 The C compiler of the machine is asked once for each kind of processor; what it makes is kept in the user's cache folder
-(`NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`). Where there is no compiler, or a model is not
-of a shape that the kernel takes, torch decodes instead, with the same results up to rounding.
+(`NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`). On another device, on several
+threads, or where a model is not of a shape that the kernel takes, torch decodes, with the same results up to rounding.
 """
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -23,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodag.errors import MissingTool
 from nanodag.host.folders import cache_folder
 from nanodag.model.architecture import Architecture
 from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
-
-log = logging.getLogger(__name__)
 
 LANES = 16  # widths must be multiples of it
 PANEL_COLUMNS = 64  # of a matrix, that are multiplied at a time: PANEL * LANES of kernel.c at most
@@ -171,29 +169,31 @@ class Kernel:
 
 
 def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor) -> Kernel | None:
-    """The kernel for one model, or None where torch has to do: another device or shape, or no compiler."""
+    """The kernel for one model, or None where torch has to do: another device or shape, or several threads.
+
+    Raises MissingTool where no C compiler builds it."""
     a = architecture
     widths = (a.hidden_size, a.head_dim, a.intermediate_size)
     is_here = all(tensor.device.type == "cpu" for tensor in weights.tensors())
     if not is_here or any(width % LANES for width in widths) or torch.get_num_threads() != 1:
         return None
-    library = _library()
-    return None if library is None else Kernel(library, architecture, weights, buffers, rotations)
+    return Kernel(_library(), architecture, weights, buffers, rotations)
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+def _library() -> ctypes.CDLL:
+    named = os.environ.get("CC", "cc")
+    compiler = shutil.which(named)
     if compiler is None:
-        log.warning("There is no C compiler (cc): decoding takes about twice as long without the compiled kernel.")
-        return None
+        raise MissingTool(
+            f"There is no C compiler {named}, which builds the embedded sampler's kernel. Install gcc or clang, or "
+            "name one in CC."
+        )
     try:
-        path = _built(compiler)
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        log.warning("The decode kernel could not be built with %s; torch decodes instead. %s", compiler, detail)
-        return None
+        detail = str(getattr(error, "stderr", None) or error).strip()
+        raise MissingTool(f"{compiler} (CC, else cc) does not build the embedded sampler's kernel: {detail}") from error
     library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
     library.decode.argtypes = library.logits.argtypes = library.draw.argtypes = [c_void_p, c_void_p, c_int64]
     library.forward.restype = library.decode.restype = library.logits.restype = None

@@ -4,9 +4,8 @@
 ``logits`` turns what either left in ``hidden`` into scores. Decoding makes no views and allocates next to nothing: for
 each pair (rows, length) the views of all buffers are made once and kept (``decode_views.py``).
 
-On one CPU thread prompts and steps are calls of compiled code (``kernel.py``, ``steps.py``) where the
-machine has a C compiler; the torch path below is for every other device and shape, and what the compiled one is
-checked against.
+On one CPU thread prompts and steps are calls of compiled code (``kernel.py``, ``steps.py``); the torch path below is
+for every other device and shape, and what the compiled one is checked against.
 
 Deterministic mode. The compiled code sums in one order whatever runs beside. In torch, the bits for one slot must not
 depend on which other slots are busy, on its own number, or on how far the cache is read for a longer neighbour. So

@@ -26,8 +26,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular import exists, regular
-from nanodag.model.architecture import Architecture, read_json
+from nanodag.host.regular import regular
+from nanodag.model.architecture import Architecture
+from nanodag.model.headers import weight_files
 from nanodag.sampler.fingerprints import fingerprints_of
 
 VOCABULARY_BLOCK = 64
@@ -144,27 +145,14 @@ def fingerprint_checkpoint(path: Path) -> dict[str, str]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    index_path = path / "model.safetensors.index.json"
-    names = _files_of(index_path) if exists(index_path) else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
-    for name in names:
+    for file_path in weight_files(path):
         try:
-            with regular(path / name) as own, safe_open(own, framework="pt") as file:
+            with regular(file_path) as own, safe_open(own, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
-            raise BadRequest(f"{path / name} cannot be read: {error}") from error
+            raise BadRequest(f"{file_path} cannot be read: {error}") from error
     return tensors
-
-
-def _files_of(index_path: Path) -> list[str]:
-    """The files that an index names, which lie beside it. Raises BadRequest where one would lie elsewhere."""
-    names = read_json(index_path).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise BadRequest(f"{index_path} has no weight_map of tensors to files")
-    for name in names.values():
-        if Path(name).name != name or name in ("", ".."):
-            raise BadRequest(f"{index_path} names {name[:80]!r}, which does not lie in its folder")
-    return sorted(set(names.values()))
 
 
 class _Taker:

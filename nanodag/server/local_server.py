@@ -149,8 +149,6 @@ class LocalServer:
         (self.home / "server.json").unlink(missing_ok=True)
         return was_up or were_strays
 
-    # ---- below
-
     def _settings(self) -> str:
         """What a change of makes another server necessary. Of the login only when its file changed."""
         has_login = self._password_file != NO_LOGIN

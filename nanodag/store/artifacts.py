@@ -59,8 +59,6 @@ class Store(RunRecords):
                 f"The store's folder {self.local} cannot be made ({error}). Choose another with store.url=PATH."
             ) from error
 
-    # ---- artifacts
-
     def lookup(self, key: str) -> Artifact | None:
         """The newest attempt under a key that has a readable manifest and all its files in their recorded sizes.
 
@@ -189,8 +187,6 @@ class Store(RunRecords):
         last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
         return self._backend.put(artifact, parts, last + 1)
 
-    # ---- checkpoints of stages under way, where the store is remote (nanodag.store.mirror)
-
     def mirror(self, key: str, folder: Path) -> Mirror:
         """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
         if not isinstance(self._backend, RemoteBackend):
@@ -200,8 +196,6 @@ class Store(RunRecords):
     def mirrored(self) -> list[str]:
         """Keys whose checkpoints are mirrored."""
         return sorted(n for n in self._backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
-
-    # ---- taking away (what decides what goes: nanodag.run.retention)
 
     def hide(self, key: str, attempt: str) -> str:
         """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
@@ -228,8 +222,6 @@ class Store(RunRecords):
     def clear(self, leftover: str) -> None:
         """Remove one of `leftovers`."""
         self._backend.clear(leftover)
-
-    # ---- workspaces and locks
 
     def workspace(self, key: str) -> Path:
         """The folder in which a stage of this key works; kept until its result is published.
@@ -270,8 +262,6 @@ class Store(RunRecords):
         path = self.local / "locks" / f"{safe_name(key)}.lock"
         with locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up) as descriptor:
             yield descriptor
-
-    # ---- below
 
     def _read_manifest(self, key: str, attempt: str) -> Artifact:
         """Raises FileNotFoundError where there is no manifest, CorruptArtifact where it does not fit its files."""

@@ -11,6 +11,7 @@ from nanodag.config import AnyStage, Pipeline, order_of, resolve
 from nanodag.config.document import parse_yaml
 from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.store import canonical_json
 
 MAX_POINTS = 1000
@@ -90,7 +91,9 @@ def make_sweep(
         except ConfigError as error:
             raise ConfigError(f"Point {point.number} ({', '.join(point.overrides)}): {error}") from None
     stages, points = _joined(pipelines, points, stage)
-    made = base.model_copy(update={"stages": stages, "description": f"Sweep over {stage}, {len(points)} points"})
+    made = base.model_copy(
+        update={"stages": stages, "description": f"Sweep over {stage}, {counted(len(points), 'point')}"}
+    )
     return Sweep(stage, made, points)
 
 

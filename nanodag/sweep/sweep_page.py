@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from nanodag.errors.words import duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
@@ -43,7 +44,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
     seconds = sum(float(artifact.cost.get("seconds", 0.0)) for artifact in _distinct(rows))
     cards = [
         Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
-        Cell(text=words.duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
+        Cell(text=duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
         Cell(text=str(len(sweep.pipeline.stages)), detail="stages, those that points share counted once"),
     ]
     return Report(

@@ -8,7 +8,6 @@ STARTED = time.perf_counter()
 import logging
 import os
 import resource
-import shutil
 import sys
 from typing import Any
 
@@ -52,8 +51,6 @@ def main() -> None:
     except Stopped:
         log.info("Stopped on request at step %d, with a checkpoint.", loop.progress.step)
         leave(STOPPED_EXIT_CODE)
-    if job.output.exists() and engine.rank == 0:
-        shutil.rmtree(job.output)
     stage.export(job.output)
     stats = _summed_stats(engine, stage.source.stats())
     if metrics_log is not None:

@@ -88,7 +88,6 @@ class TokenBatches:
         buffer_pieces: int = 512,
         prefetch: bool = False,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._kind = kind
         self._rows, self._length = batch_rows, sequence_length
         self._too_long = too_long
@@ -113,6 +112,7 @@ class TokenBatches:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
         self._ahead: Future[tuple[Batch, _Position] | None] | None = None
         self._returned = self._position()
+        self._beginning = self.state_dict()
 
     def __iter__(self) -> "TokenBatches":
         return self
@@ -170,10 +170,12 @@ class TokenBatches:
                 "These batches have no end, so they cannot be counted: a mixture by weights, or a repeated one. "
                 "State how many tokens to train on."
             )
-        fresh = TokenBatches(**{**self._arguments, "prefetch": False})
+        here = self.state_dict()
+        self.load_state_dict(self._beginning)
         rows = 0
-        while fresh._packer.row(fresh._refill):
+        while self._packer.row(self._refill):
             rows += 1
+        self.load_state_dict(here)
         return -(-rows // self._rows)
 
     def empty_batch(self) -> Batch:

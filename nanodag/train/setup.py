@@ -17,8 +17,9 @@ from nanodag.data.adapters import kind_of
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
 from nanodag.model.architecture import Architecture
-from nanodag.model.build import initialise, load, qwen3_architecture, save
+from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder, Layer
+from nanodag.model.folder import load, save
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches

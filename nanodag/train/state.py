@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanodag.errors import CorruptArtifact
+from nanodag.errors.words import counted
 from nanodag.train.optimizer import Segment
 
 COMMON_FILE = "state.json"
@@ -116,8 +117,9 @@ class SavedState:
         if differing:
             name = differing[0]
             raise CorruptArtifact(
-                f"Checkpoint {self._folder} belongs to another model: {len(differing)} parameters differ; {name} has "
-                f"the shape {saved.get(name)} there, {self._shapes.get(name)} here."
+                f"Checkpoint {self._folder} belongs to another model: it differs in "
+                f"{counted(len(differing), 'parameter')}; {name} has the shape {saved.get(name)} there, "
+                f"{self._shapes.get(name)} here."
             )
         return common
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.errors.words import counted
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,9 @@ def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1
         capacity = len(visible_gpus())
         if num_gpus > capacity:
             raise ConfigError(
-                f"The stage takes {num_gpus} GPUs and this machine has {capacity} for it (CUDA_VISIBLE_DEVICES, else "
-                "nvidia-smi); lower its resources.num_ranks (or gpus_per_node), or for rl sampler.replicas or "
-                "sampler.tensor_parallel."
+                f"The stage takes {counted(num_gpus, 'GPU')} and this machine has {capacity} for it "
+                "(CUDA_VISIBLE_DEVICES, else nvidia-smi); lower its resources.num_ranks (or "
+                "gpus_per_node), or for rl sampler.replicas or sampler.tensor_parallel."
             )
         return Devices(name="gpu", capacity=capacity, wanted=num_gpus)
     return Devices(name="cpu-beside", capacity=1) if is_beside else Devices(name="cpu", capacity=at_once)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
+from nanodag.errors.words import counted
 from nanodag.own_code.blame import is_users, place
 from nanodag.worker.job import STOPPED_EXIT_CODE
 
@@ -203,7 +204,9 @@ def _by_itself(ended: Ended) -> str:
     if ended.restarts_left:
         times = "once more" if ended.restarts_left == 1 else f"{ended.restarts_left} times at most"
         return f"It is started again by itself, {times}. Should that not do: "
-    return f"It was started again {ended.restarts} times, and ended in the same way. " if ended.restarts else ""
+    return (
+        f"It was started again {counted(ended.restarts, 'time')}, and ended in the same way. " if ended.restarts else ""
+    )
 
 
 def _last_words(ended: Ended) -> str:

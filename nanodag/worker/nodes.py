@@ -31,6 +31,7 @@ import psutil
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
+from nanodag.errors.words import counted
 from nanodag.host.ports import free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
@@ -95,8 +96,9 @@ def chosen(hosts: Sequence[Host], *, nodes: int, ranks_per_node: int, path: Path
     found = [host for host in [here[0], *(h for h in hosts if h not in here)] if host.slots >= ranks_per_node]
     if here[0] not in found or len(found) < nodes:
         raise ConfigError(
-            f"The stage takes {nodes} nodes with {ranks_per_node} ranks each, this machine among them; {path} has "
-            f"{', '.join(f'{host.name} slots={host.slots}' for host in hosts)}. Lower resources.nodes or num_ranks."
+            f"The stage takes {counted(nodes, 'node')} with {counted(ranks_per_node, 'rank')} each, "
+            f"this machine among them; {path} has {', '.join(f'{host.name} slots={host.slots}' for host in hosts)}. "
+            "Lower resources.nodes or num_ranks."
         )
     return found[:nodes]
 

@@ -3,9 +3,6 @@
 The process that serves the flows may be killed, by hand or by the kernel for memory; without it a Retry in the UI waits
 for ever. So it runs below this small one, which starts it again. A command that fails by itself within STEADY_S of its
 start is not started again: the supervisor ends with its code. SIGTERM to the group ends both.
-
-`end_with_parent` is for what the command starts: it goes when the command goes, however that one ended, since nobody
-could cancel it any more.
 """
 
 import os
@@ -14,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
-from nanodag.worker.watchdog import end_with_parent_process
+from nanodag.host.parent import killed_with_parent
 
 SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0
 MAX_WAIT_S = 60.0
 GRACE_S = 10.0
-LOOK_EVERY_S = 2.0
 
 
 def main() -> int:
@@ -45,7 +42,7 @@ def main() -> int:
     while not stopping.is_set():
         began = time.monotonic()
         # In this process's group: who ends the supervisor's group ends both.
-        child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=end_with_parent_process)]
+        child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=partial(killed_with_parent, os.getpid()))]
         code = child[0].wait()
         lived_s = time.monotonic() - began
         if code >= 0 and lived_s < STEADY_S:
@@ -55,18 +52,6 @@ def main() -> int:
             print(f"supervisor: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
             stopping.wait(wait_s)
     return 0
-
-
-def end_with_parent(parent: int) -> None:
-    """Have this process ask itself to end (SIGTERM) within seconds of its parent's end. parent: its process id, as that
-    one may be gone already."""
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(LOOK_EVERY_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=look, daemon=True, name="end_with_parent").start()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nanodag.host.parent import killed_with_parent
+
 GRACE_S = 20.0
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 Child = subprocess.Popen[bytes]
@@ -39,7 +40,8 @@ def main() -> int:
         signal.signal(signum, lambda signum, frame: stop_asked.append(signum))
     _adopt_orphans()
     # A session of its own: signals for the terminal's group (Ctrl-C) reach the asker alone, who decides.
-    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=end_with_parent_process)
+    begin = partial(killed_with_parent, os.getpid())
+    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=begin)
     if niceness:
         os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
     for readable in (descriptor, child_ended):
@@ -64,12 +66,6 @@ def _adopt_orphans() -> None:
     """Have Linux hand this process whatever its descendants leave behind, also what took a session of its own."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_with_parent_process() -> None:
-    """Have Linux kill this process when its parent ends; elsewhere a killed parent leaves it alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_usage(path: Path, began: float, code: int) -> None:

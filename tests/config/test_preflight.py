@@ -103,7 +103,7 @@ def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rl.reward=nomodule_pf:f", "stage rl: 'nomodule_pf:f' cannot be had: there is no module nomodule_pf beside "),
+        ("rl.reward=nomodule_pf:f", "stage rl names 'nomodule_pf:f': there is no module nomodule_pf beside "),
         ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "there is no module nomodule_pf beside "),
         ("rl.reward=os:system", "stage rl: 'os:system' names os, a module of Python's own, and no function of yours"),
     ],

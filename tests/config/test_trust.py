@@ -67,20 +67,25 @@ def rl(**fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"reward": "os:system"},
-        {"reward": {"group:os:system": 1.0}},
-        {"reward": "process:os:system"},
-        {"advantage": "os:system"},
-        {"policy_loss": "os:system"},
-        {"filters": [{"name": "os:system", "options": {}}]},
-        {"generate": {"name": "os:system"}},
-        {"data": [{"url": "file:text.txt", "adapter": "os:system"}]},
+        {"reward": "yaml:load"},
+        {"reward": {"group:yaml:load": 1.0}},
+        {"reward": "process:yaml:load"},
+        {"advantage": "yaml:load"},
+        {"policy_loss": "yaml:load"},
+        {"filters": [{"name": "yaml:load", "options": {}}]},
+        {"generate": {"name": "yaml:load"}},
+        {"data": [{"url": "file:text.txt", "adapter": "yaml:load"}]},
     ],
 )
 def test_every_place_where_rl_names_a_function_is_looked_at(pipeline, fields):
-    with pytest.raises(ConfigError, match="names os, a module of Python"):
+    with pytest.raises(ConfigError, match="the module yaml neither stands beside"):
         pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}))
-    pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}), trusted_modules=["os"])
+    pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}), trusted_modules=["yaml"])
+
+
+def test_a_module_of_pythons_own_is_refused_though_it_is_trusted(pipeline):
+    with pytest.raises(ConfigError, match="a module of Python's own"):
+        pipeline('tokenizer.data=["python:os.path:expandvars"]', trusted_modules=["os"])
 
 
 def test_trust_covers_a_package_and_nothing_that_only_begins_alike(pipeline):

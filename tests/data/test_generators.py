@@ -6,7 +6,7 @@ import pytest
 
 from nanodag.data.digests import folder_sha256
 from nanodag.data.sources import open_source
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 
 CODE = """
 def squares(count=3, offset=0):
@@ -53,7 +53,7 @@ def test_identity_holds_the_code_and_imports_nothing(module):
 def test_what_is_missing_or_not_a_row_is_named(module):
     with pytest.raises(SourceError, match="has no function cubes"):
         open_source("python:some_rows:cubes").length()
-    with pytest.raises(SourceError, match="no module nowhere_to_be_found"):
+    with pytest.raises(ConfigError, match="no module nowhere_to_be_found"):
         open_source("python:nowhere_to_be_found:f")
     with pytest.raises(SourceError, match="must give dicts; found 1"):
         list(open_source("python:some_rows:numbers").rows())

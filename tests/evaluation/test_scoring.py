@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 from nanodag.errors import ConfigError
 from nanodag.evaluation import scoring
 from nanodag.evaluation.scoring import Question, score_questions
-from nanodag.model.build import load
+from nanodag.model.folder import load
 
 QUESTIONS = [
     Question((5, 6, 7, 8, 9, 10), ((11,), (12, 13), (14, 15, 16, 17))),

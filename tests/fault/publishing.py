@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from nanodag.errors import ArtifactNotFound, NanodagError
+from nanodag.host.parent import killed_with_parent
 from nanodag.store import Checkpoints, Store
-from nanodag.worker.watchdog import end_with_parent_process
 
 KEY = "a" * 40
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
@@ -61,10 +61,11 @@ def check(store: Store, artifact: object) -> None:
 
 
 def forked(body: object, *arguments: object) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
-            end_with_parent_process()
+            killed_with_parent(parent)
             body(*arguments)
         except (NanodagError, OSError, AssertionError, LookupError, ValueError) as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode())

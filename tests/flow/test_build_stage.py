@@ -182,7 +182,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     assert entry["earlier_s"] == cost["earlier_seconds"], "what it took is more than the last try"
     (shown,) = progress_of(run.store, {"order": ["tokenizer"], "stages": {"tokenizer": entry}})
     assert shown.elapsed_s == pytest.approx(entry["ended"] - entry["started"] + entry["earlier_s"])
-    assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1m12s (2 tries, last 10.0s)"
+    assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1 min 12 s (2 tries, last 10 s)"
     build_stage(run, "tokenizer", {})
     assert run.entry("tokenizer")["earlier_s"] == 0.0, "it was found: that took no other try"
 

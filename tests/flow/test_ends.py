@@ -1,5 +1,7 @@
 """Which flows end with the process that serves them: all. No Prefect server here."""
 
+import signal
+
 import pytest
 
 import tasks.stage_task
@@ -13,7 +15,7 @@ from nanodag.worker.respawn import SERVING
 @pytest.mark.parametrize("flow", [speedrun, sweep, nightly_eval])
 def test_a_served_flow_ends_with_what_serves_it_and_is_set_to_before_it_begins_anything(project, monkeypatch, flow):
     called = []
-    monkeypatch.setattr(tasks.stage_task, "end_with_parent", called.append)
+    monkeypatch.setattr(tasks.stage_task, "end_with_parent", lambda parent, signum: called.append((parent, signum)))
     monkeypatch.setenv(SERVING, "4711")  # its process may be gone already, and another one this one's parent
     with pytest.raises(NanodagError):
         flow.fn("no name")
@@ -21,4 +23,4 @@ def test_a_served_flow_ends_with_what_serves_it_and_is_set_to_before_it_begins_a
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "one")
     with pytest.raises(NanodagError):
         flow.fn("no name")
-    assert called == [4711]
+    assert called == [(4711, signal.SIGTERM)]

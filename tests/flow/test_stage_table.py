@@ -9,7 +9,7 @@ def test_each_row_has_a_name_a_value_and_its_unit():
         "| cost | value | unit |",
         "|---|---:|---|",
         "| seconds | 4 min 10 s |  |",
-        "| peak bytes | 1.5 GiB |  |",
+        "| peak bytes | 1.6 GB |  |",
         "| tokens | 328 k | tokens |",
         "| mfu | 31.0 | % |",
         "| start | 2.5 s |  |",

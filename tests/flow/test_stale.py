@@ -149,5 +149,5 @@ def test_what_is_stale_is_built_again_when_that_is_answered_or_asked_for(
     how = {"build": build, "may_ask": answer is not None}
     console = Console(file=said, width=200)
     assert choose_stale(console, stale_record, pipeline_with("sft.seed=9"), **how) == choice
-    assert "  eval_sft: sft was built since; it took 1m01s when it was built" in said.getvalue()
+    assert "  eval_sft: sft was built since; it took 1 min 1 s when it was built" in said.getvalue()
     assert words in said.getvalue()

@@ -7,8 +7,9 @@ import torch
 
 from nanodag.config.dial import Shape
 from nanodag.errors import ConfigError
-from nanodag.model.build import initialise, load, qwen3_architecture, save
+from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
+from nanodag.model.folder import load, save
 
 VOCABULARY = 97
 SHAPE = Shape(depth=2, width=32, num_heads=4, num_kv_heads=2, head_width=8, mlp_width=64, tied_embeddings=False)
@@ -201,7 +202,7 @@ def test_a_folder_that_lacks_a_tensor_or_holds_one_too_many_is_refused(tmp_path)
     tokenizer = tmp_path / "none"
     lacking = {name: t for name, t in weights.items() if name != "model.norm.weight"}
     save(tmp_path / "lacking", lacking, tokenizer=tokenizer, architecture=model.architecture)
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors, the first is model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 tensor, the first is model\.norm\.weight"):
         load(tmp_path / "lacking")
     save(tmp_path / "more", {**weights, "extra": torch.zeros(1)}, tokenizer=tokenizer, architecture=model.architecture)
     with pytest.raises(ConfigError, match="holds extra"):

@@ -1,5 +1,7 @@
 """What safetensors headers say: which parameters every token is multiplied with."""
 
+import json
+
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -10,8 +12,11 @@ SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4,
 
 def write(folder, shapes):
     folder.mkdir()
-    for number, (name, shape) in enumerate(shapes.items()):  # a file each, as a sharded model has it
-        save_file({name: np.zeros(shape, np.float32)}, folder / f"model-{number}.safetensors")
+    index = {name: f"model-{number}.safetensors" for number, name in enumerate(shapes)}  # a file each
+    for name, shape in shapes.items():
+        save_file({name: np.zeros(shape, np.float32)}, folder / index[name])
+    save_file({"a": np.zeros(7, np.float32)}, folder / "consolidated.safetensors")  # the same model in another form
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
 
 

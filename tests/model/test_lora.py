@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.model.build import load
+from nanodag.model.folder import load
 from nanodag.model.lora import LINEARS, add_lora, merged
 from tests.rl.models import save_tiny_model
 

@@ -51,7 +51,7 @@ def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
     assert "sft" not in record["stages"], "the model is its own run's: a night does not keep it from being removed"
     assert second.page.name == "trend.html" and "<svg" in second.page.read_text()
     assert json.loads((second.page.parent / "night.json").read_text())["scores"][0]["value"] == 0.8
-    assert second.as_json()["text"].startswith("nanodag nightly-2: 1 of 1 scores got worse\nmain/sft sort")
+    assert second.as_json()["text"].startswith("nanodag nightly-2: 1 of 1 score got worse\nmain/sft sort")
 
 
 def test_a_night_that_is_retried_goes_on_under_its_name(project):

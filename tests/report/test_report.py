@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nanodag.config.kinds.report import ReportStage
+from nanodag.errors.words import counted, duration, size
 from nanodag.report import tables, words
 from nanodag.report.contamination_table import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
@@ -302,13 +303,18 @@ def test_a_running_mean_is_centred_and_shorter_at_the_ends():
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (words.duration(0.44), "0.4 s"),
-        (words.duration(59.6), "1 min 0 s"),
-        (words.duration(3725), "1 h 2 min"),
+        (duration(0.44), "0.4 s"),
+        (duration(59.6), "1 min 0 s"),
+        (duration(3725), "1 h 2 min"),
+        (duration(9.96), "10 s"),
+        (duration(-1.0), ""),
         (words.count(1_640_000), "1.64 M"),
         (words.count(950), "950"),
         (words.count(3.3e21), "3.3e+03 E"),
-        (words.num_bytes(1610612736), "1.5 GiB"),
+        (size(1610612736), "1.6 GB"),
+        (size(950), "950 bytes"),
+        (counted(1, "entry", "entries"), "1 entry"),
+        (counted(2000, "entry", "entries"), "2,000 entries"),
         (words.signed(-0.021, "bits_per_byte"), "−0.021"),
         (words.signed(0.183, "acc"), "+18.3"),
         (words.probability(0.0004), "< 0.001"),
@@ -352,9 +358,9 @@ def test_a_source_that_could_not_be_looked_for_is_not_called_clean(tmp_path):
         for row in contamination_table(stages, config.contamination, None).rows
     ]
     assert found == [
-        ("not checked", "all 1 items are shorter than 13 words", ""),
+        ("not checked", "of 1 item none has 13 words", ""),
         ("0", "", "good"),
-        ("not checked", "all 1 items are shorter than 13 words", ""),
+        ("not checked", "of 1 item none has 13 words", ""),
         ("not checked", "the training source has no text", ""),
     ]
 

@@ -17,10 +17,10 @@ from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.model.folder import write_like
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.rl.models import save_tiny_model
@@ -81,8 +81,7 @@ class Trainer:
 
     def export(self, folder, kept):
         assert kept
-        options = {"source": self.source, "is_writer": True, "dtype": torch.float32}
-        write_model(self.broadcaster.kept(), Path(folder), **options)
+        write_like(self.source, Path(folder), self.broadcaster.kept(), dtype=torch.float32)
         return {}
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.model.folder import write_like
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import DiskSync, differing
-from nanodag.rl.trainer.export import write_model
 from nanodag.sampler.fingerprints import Fingerprints
 from tests.rl.models import save_tiny_model
 
@@ -37,13 +37,12 @@ def trainer_that_writes(source, *, spoil=None):
 
     async def ask(do, folder, fingerprint):
         found = Fingerprints("checkpoint")
-        write_model(
-            iter(load_file(source / "model.safetensors").items()),
+        write_like(
+            source,
             Path(folder),
-            source=source,
-            is_writer=True,
+            load_file(source / "model.safetensors").items(),
             dtype=torch.float32,
-            fingerprints=found if fingerprint else None,
+            on_tensor=found.add if fingerprint else None,
         )
         if spoil is not None:
             spoil(Path(folder))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanodag.errors import MissingTool
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
@@ -221,25 +222,23 @@ def test_a_score_that_is_not_a_number_stays_so_through_bfloat16(make_checkpoint,
     assert CompiledSteps(engine.model.kernel, SlotTable(1, 4)).score(1)[:, :150].isnan().all()
 
 
-def test_without_a_compiler_torch_decodes_and_a_warning_says_so(make_checkpoint, monkeypatch, caplog):
-    folder = make_checkpoint("qwen3", **SHAPE)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+@pytest.fixture
+def no_library():
+    """The kernel as it was never built."""
     kernel._library.cache_clear()
-    try:
-        engine = Engine(folder, dtype="float32")
-    finally:
-        kernel._library.cache_clear()
-    assert engine.model.kernel is None
-    assert "no C compiler" in caplog.text
+    yield
+    kernel._library.cache_clear()
 
 
-def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_the_sampler_says_what_to_install(make_checkpoint, monkeypatch, no_library):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(MissingTool, match="There is no C compiler cc"):
+        Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_nothing_behind(make_checkpoint, tmp_path, monkeypatch, no_library):
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel, "FLAGS", ("-no-such-flag",))
-    kernel._library.cache_clear()
-    try:
-        assert kernel._library() is None
-    finally:
-        kernel._library.cache_clear()
-    assert "no-such-flag" in caplog.text
+    with pytest.raises(MissingTool, match="no-such-flag"):
+        Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
     assert list(tmp_path.iterdir()) == []

@@ -92,7 +92,9 @@ def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment)
         FAKE_PYTHON.replace("  *--requirement*)", "  *--requirement*) echo Collecting sglang==0.5.23; sleep 0.7;")
     )
     install("cpu", environment, said.append, show=shown.append, cpu_index=NOWHERE)
-    assert any(re.fullmatch(r"package 1 of 145: sglang, nothing to download so far, 0\.[5-9]s", text) for text in shown)
+    assert any(
+        re.fullmatch(r"package 1 of 145: sglang, nothing to download so far, 0\.[5-9] s", text) for text in shown
+    )
     assert f"What pip says goes to {environment}/install.log" in said
     assert "Collecting sglang==0.5.23" in (environment / "install.log").read_text()
 

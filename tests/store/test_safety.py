@@ -87,7 +87,7 @@ def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Evil: pass\nclass C: pass\n")
     code = (
         "import sys\nfrom pathlib import Path\nfolder = Path(sys.argv[1])\n"
-        "from nanodag.model.build import load\nfrom nanodag.tokenizer.chat import TemplateRenderer\n"
+        "from nanodag.model.folder import load\nfrom nanodag.tokenizer.chat import TemplateRenderer\n"
         "for read in (load, TemplateRenderer):\n"
         "    try:\n        read(folder)\n"
         "    except Exception as error:\n        print(read.__name__, error)\n"

@@ -50,7 +50,7 @@ def test_ranks_that_disagree_about_the_updates_are_refused_by_name(tmp_path):
 
 def test_a_missing_rank_a_missing_count_and_another_model_are_refused_by_name(tmp_path):
     save_two_ranks(tmp_path)
-    with pytest.raises(CorruptArtifact, match=r"1 parameters differ; a has the shape \(4,\) there, \(2, 2\) here"):
+    with pytest.raises(CorruptArtifact, match=r"1 parameter; a has the shape \(4,\) there, \(2, 2\) here"):
         load(tmp_path, {"a": (2, 2)})
     (tmp_path / "state-00001-of-00002.safetensors").unlink()
     with pytest.raises(CorruptArtifact, match=r"lacks state-00001-of-00002\.safetensors"):

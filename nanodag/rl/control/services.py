@@ -20,7 +20,7 @@ from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
+from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -285,15 +285,12 @@ class ModelFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelFacts":
-        """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"The model in {folder} has no safetensors file; RL begins at a Hugging Face directory.")
+        """From config.json and the headers of the safetensors files. Raises BadRequest where there are none."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return cls(
             num_parameters=num_elements(tensor_shapes(folder)),
             num_matrix_parameters=matrix_parameters(folder),
-            num_bytes=sum(file.stat().st_size for file in files),
+            num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
             max_positions=int(config["max_position_embeddings"]),
             vocab_size=int(config["vocab_size"]),
         )

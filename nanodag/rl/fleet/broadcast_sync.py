@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import SamplerError
+from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.rl.fleet.samplers import Member, Samplers
@@ -86,7 +87,8 @@ class DistributedSync:
         if expected:
             await check_weights(self._samplers, version, expected)
         checked = f", {len(expected)} tensors verified in {time.monotonic() - loaded:.3f} s" if expected else ""
-        how = "loaded after a broadcast that failed" if failure else f"broadcast in {len(self._buckets)} buckets"
+        broadcast = f"broadcast in {counted(len(self._buckets), 'bucket')}"
+        how = "loaded after a broadcast that failed" if failure else broadcast
         log.info("weights %d: %s in %.3f s%s", version, how, loaded - began, checked)
 
     async def write(self, folder: Path) -> None:

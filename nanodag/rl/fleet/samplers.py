@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
 from nanodag.rl.fleet.router import Router, in_thread
@@ -133,8 +134,8 @@ class Samplers:
                 self._lost(replica, server, error)
                 if attempt == self._max_restarts:
                     raise SamplerLost(
-                        f"A prompt lost {attempt + 1} samplers, one after the other; the last: {error}. The end of its "
-                        f"log:\n{server.last_log_lines()}"
+                        f"A prompt lost {counted(attempt + 1, 'sampler')}, one after the other; the last: {error}. "
+                        f"The end of its log:\n{server.last_log_lines()}"
                     ) from error
             finally:
                 replica.load -= load
@@ -167,8 +168,8 @@ class Samplers:
                     self._noticed(replica, replica.server, SamplerLost(str(failure)))
             router.disarrange()
         raise SamplerLost(
-            f"A prompt failed {self._max_restarts + 1} times behind the router, the last time: {failure}. The end of "
-            f"the router's log:\n{router.last_log_lines()}"
+            f"A prompt failed {counted(self._max_restarts + 1, 'time')} behind the router, the last time: {failure}. "
+            f"The end of the router's log:\n{router.last_log_lines()}"
         ) from failure
 
     async def abort(self, rid: str) -> None:

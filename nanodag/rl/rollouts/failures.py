@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from nanodag.errors import StageFailed
+from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.turns.runner import FAILED
 
@@ -44,7 +45,7 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
 
 
 def _said(what: str, failed: Sequence[Rollout], tried: Sequence[Rollout], *, of: str, reason: str) -> str:
-    share = f"{len(failed)} of {len(tried)} samples of {of} ({len(failed) / len(tried):.1%})"
+    share = f"{len(failed)} of {counted(len(tried), 'sample')} of {of} ({len(failed) / len(tried):.1%})"
     return f"The {what} failed for {share}. The first reason: {reason.rstrip('.')}."
 
 

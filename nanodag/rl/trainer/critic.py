@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
+from nanodag.model.folder import load
 from nanodag.rl.advantages.gae import gae
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.rollouts.metrics import Sums

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.build import load
 from nanodag.model.decoder import Decoder, Layer
+from nanodag.model.folder import load
 from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
@@ -107,8 +108,8 @@ def check_tokens(what: str, tokens: Mapping[str, int], policys: Mapping[str, int
     if tokens != policys:
         differing = sorted({token for token, _ in tokens.items() ^ policys.items()})
         raise ConfigError(
-            f"{what} has another tokenizer than the policy: {len(differing)} tokens differ, the first is "
-            f"{differing[0]!r}."
+            f"{what} has another tokenizer than the policy: it differs in {counted(len(differing), 'token')}, "
+            f"the first is {differing[0]!r}."
         )
 
 

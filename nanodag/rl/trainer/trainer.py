@@ -30,13 +30,13 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
+from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.metrics import Sums
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.credit import Credit, num_trained
-from nanodag.rl.trainer.export import write_model
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.policy import DeviceRow, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
@@ -169,13 +169,13 @@ class Trainer:
         """
         found = self._fingerprints()
         own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
-        write_model(
-            self.broadcaster.kept() if kept else own,
+        write_like(
+            self.model_path,
             folder,
-            source=self.model_path,
+            self.broadcaster.kept() if kept else own,
             is_writer=self.engine.rank == 0,
             dtype=self.engine.dtype,
-            fingerprints=found if fingerprint else None,
+            on_tensor=found.add if fingerprint else None,
         )
         return found.all()
 

@@ -1,0 +1,35 @@
+"""A parent's death: what makes a process end with the one that started it. Standard library only."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process send itself a signal within a second of its parent's end. parent: its process id, as that one
+    may be gone already. A process that keeps the interpreter's lock does not notice: `killed_with_parent`."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        sys.stderr.write(f"the parent process {parent} is gone\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=watch, daemon=True, name="end_with_parent").start()
+
+
+def killed_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it ends; elsewhere a killed parent leaves it alone.
+
+    For the first lines of a fork, as `preexec_fn` too. Do not use it for what a thread of a pool starts."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # which ended before that was asked for
+        os._exit(1)

@@ -1,0 +1,162 @@
+"""Reads and writes a model as a plain Hugging Face directory, which transformers, SGLang and vLLM load as it is."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
+from nanodag.model.architecture import Architecture, read_checkpoint, read_json
+from nanodag.model.build import qwen3_config
+from nanodag.model.decoder import Decoder
+from nanodag.model.headers import INDEX, weight_files
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+SHARD_BYTES = 4 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False) -> Decoder:
+    """The model in a Hugging Face directory, in float32 on CPU.
+
+    Raises ConfigError when its architecture is not built here or a tensor is missing, unknown or of another shape.
+    """
+    architecture = read_checkpoint(folder).architecture
+    model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
+    wanted = dict(model.named_parameters())
+    found = set()
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name == "lm_head.weight" and architecture.tied:
+                    continue
+                if name not in wanted:
+                    raise ConfigError(f"{path} holds {name}, which a {architecture.model_type} model does not have.")
+                tensor = file.get_tensor(name)
+                if tensor.shape != wanted[name].shape:
+                    raise ConfigError(
+                        f"{name} in {path} has shape {tuple(tensor.shape)}; "
+                        f"config.json says {tuple(wanted[name].shape)}."
+                    )
+                wanted[name].data.copy_(tensor)
+                found.add(name)
+    if missing := sorted(set(wanted) - found):
+        raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
+    return model
+
+
+def write_folder(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    beside: Iterable[Path],
+    is_writer: bool = True,
+    on_tensor: Callable[[str, Tensor], None] | None = None,
+) -> None:
+    """Write a Hugging Face directory. It appears under its name only when it is whole, in the place of an earlier one.
+
+    weights: (name, tensor) pairs of the model as transformers names them; each tensor is valid until the next is asked
+    for. Every rank walks through them; only the writer keeps and writes, one shard of at most 4 GiB at a time. config:
+    of config.json, whose dtype is set. beside: files that are copied: tokenizer, chat template. on_tensor: gets every
+    tensor as the writer holds it.
+    """
+    temporary = folder.with_name(folder.name + ".tmp")
+    if is_writer:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    names: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    total = size = 0
+    files: list[str] = []
+
+    def flush() -> None:
+        nonlocal held, size
+        files.append(f"part-{len(files):05d}")
+        save_file(held, temporary / files[-1], metadata={"format": "pt"})
+        names.update(dict.fromkeys(held, files[-1]))
+        held, size = {}, 0
+
+    for name, tensor in weights:
+        if not is_writer:
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and size + num_bytes > SHARD_BYTES:
+            flush()
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if on_tensor is not None:
+            on_tensor(name, held[name])
+        size += num_bytes
+        total += num_bytes
+    if not is_writer:
+        return
+    flush()
+    _name_shards(temporary, files, names, total)
+    for path in beside:
+        shutil.copyfile(path, temporary / path.name)
+    kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
+    _write_json(temporary / "config.json", {**kept, "dtype": DTYPE_NAMES[dtype]})
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)
+
+
+def write_like(source: Path, folder: Path, weights: Iterable[tuple[str, Tensor]], **options: Any) -> None:
+    """`write_folder`, with the files of `source` that are not weights: config, tokenizer, chat template."""
+    files = (path for path in sorted(source.iterdir()) if path.is_file())
+    beside = [path for path in files if path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES)]
+    write_folder(folder, weights, config=read_json(source / "config.json"), beside=beside, **options)
+
+
+def save(
+    folder: Path, weights: dict[str, Tensor], *, tokenizer: Path, source: Path | None = None, architecture: Architecture
+) -> None:
+    """`write_folder`, of a model that was trained here.
+
+    weights: by name, whole; a tied head may be among them and is left out. tokenizer: a folder whose tokenizer files
+    are copied. source: the folder whose config.json is kept; without it one is written for the architecture.
+    """
+    kept = {n: t for n, t in weights.items() if not (n == "lm_head.weight" and architecture.tied)}
+    beside = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    if source is not None:
+        config = read_json(source / "config.json")
+    else:
+        generation = tokenizer / "generation_config.json"
+        told = read_json(generation) if generation.is_file() else {}
+        config = qwen3_config(architecture) | {name: told[name] for name in TOKEN_IDS if name in told}
+    write_folder(folder, kept.items(), config=config, dtype=next(iter(kept.values())).dtype, beside=beside)
+
+
+def _name_shards(folder: Path, files: list[str], names: dict[str, str], total: int) -> None:
+    """Give shards the names that transformers looks for, with an index when there are several."""
+    if len(files) == 1:
+        os.rename(folder / files[0], folder / "model.safetensors")
+        return
+    final = {part: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, part in enumerate(files, start=1)}
+    for part, name in final.items():
+        os.rename(folder / part, folder / name)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: final[part] for name, part in sorted(names.items())},
+    }
+    _write_json(folder / INDEX, index)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")  # no fsync: a weight sync writes this, too
