@@ -192,19 +192,22 @@ def _took(entry: StageRecord) -> str:
     last = entry.made.took_s
     if not entry.earlier_s:  # the store had it, or the first try was enough
         return duration(last)
-    return f"{duration(entry.earlier_s + last)} ({tries(int(entry.made.cost_of('num_attempts')), duration(last))})"
+    several = tries(int(entry.made.cost_of("num_attempts")), duration(last))
+    return duration(entry.earlier_s + last) + (f" ({several})" if several else "")
 
 
 def find_run(store: Store, name: str) -> RunRecord:
     """The record of the run whose name is, or begins with, `name`; when that is empty, of the newest one that is no
     night and no sweep.
 
-    Raises ArtifactNotFound when none does, or several do.
+    Raises ArtifactNotFound when none does, or several do, StoreError when the record of that name cannot be read.
     """
     records = store.records_of_runs()
     names = list(records)
     plain = [n for n in names if not records[n].composed]
     matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    if not matching and (unreadable := store.unreadable_runs().get(name)):
+        raise unreadable
     if not records:
         raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: {command('run')}")
     if len(matching) != 1:

@@ -53,7 +53,7 @@ class Comparison:
     def __str__(self) -> str:
         """`newest/sft sort exact_match 0.412, 0.430 before: -0.018 (adjusted p 0.0012) against last night`."""
         where = "/".join(part for part in (self.score.label, self.score.stage) if part)
-        lead = f"{where} {self.score['benchmark']} {self.score['metric']}"
+        lead = f"{where} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
         return (
@@ -102,7 +102,7 @@ def _same(old: NightScore, new: NightScore) -> bool:
 
 def _tested(store: Store, score: NightScore, against: str, night: str, old: NightScore, candidates: int) -> Comparison:
     try:
-        name = f"samples/{score['benchmark']}.jsonl"
+        name = f"samples/{score.benchmark}.jsonl"
         paths = [store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score)]
         found = paired(paths[0], paths[1], score.metric)
     except (ArtifactNotFound, CorruptArtifact, SourceError) as error:

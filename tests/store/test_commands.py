@@ -170,3 +170,13 @@ def test_status_and_stages_show_a_run_whose_artifact_is_gone(store, chain, nanod
     shutil.rmtree(store.local / "artifacts" / A)
     code, said = nanodag("stages", "first")
     assert code == 0 and "There is no attempt 0001 of key a1" in said and "metric   loss = 1.5" in said
+
+
+def test_a_record_of_another_format_is_named_by_the_commands_and_gc_removes_nothing(store, chain, model, nanodag):
+    publish(store, model, B)
+    path = store.local / "runs" / "first.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    for command in (("stages", "first"), ("gc", "--yes"), ("verify",)):
+        code, said = nanodag(*command)
+        assert code == 1 and "runs/first.json" in said and "has format 7; this nanodag reads format 1" in said, command
+    assert store.lookup(B) and store.lookup(C)

@@ -62,7 +62,7 @@ def test_a_record_of_another_format_is_refused_with_file_format_found_and_wanted
         (lambda raw: raw["stages"]["s"].update(key="ab"), r"stages\.s\.key.*: String should match"),
         (lambda raw: raw["stages"]["s"]["made"].update(attempt="1"), r"stages\.s\.made\.attempt: String should match"),
         (lambda raw: raw["stages"]["s"].update(key=""), r"stages\.s: .*an attempt and no key"),
-        (lambda raw: raw.update(before=[["ab", None]]), r"before\.0\.key: String should match"),
+        (lambda raw: raw.update(before=[["ab", None]]), r"before\.0\.0: String should match"),
         (lambda raw: raw.update(pid=None), "pid: Input should be a valid integer"),
         (lambda raw: raw.update(atempt="0001"), "atempt: Extra inputs are not permitted"),
         (lambda raw: raw.pop("file"), "file: Field required"),

@@ -45,7 +45,7 @@ def build(run, project, answers):
         if config.kind == "eval":
             model = run.pipeline.stages[config.inputs["model"]]
             score = publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
-            assert score["value"] >= 0
+            assert score.value >= 0
         else:
             (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed}")
         (folder / "records").mkdir()
