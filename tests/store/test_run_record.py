@@ -7,7 +7,7 @@ import pytest
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.run.retention import Policy, free, plan
 from nanodag.store import Store
-from nanodag.store.run_record import ArtifactReference
+from nanodag.store.run_record import ArtifactReference, references_in
 from tests.run_records import built, run_record, stage_record
 from tests.store.making import product_in, publish
 
@@ -118,3 +118,9 @@ def test_a_record_keeps_what_its_stages_scores_pipeline_and_predecessor_name():
         ArtifactReference(key("d")),
         ArtifactReference(key("e"), "0003"),
     }
+
+
+def test_a_path_into_a_store_is_a_reference_wherever_a_pipeline_has_it():
+    model, rollouts = f"file:/s/artifacts/{key('a')}/0001/files", f"s3://b/artifacts/{key('b')}/0002-0123abcd/records/x"
+    found = references_in({"mirror": f"/x/{key('c')}/1", "stages": {"m": {"model": model}, "n": [{"url": rollouts}]}})
+    assert list(found) == [(key("a"), "0001"), (key("b"), "0002-0123abcd")]
