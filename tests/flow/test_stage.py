@@ -180,7 +180,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
     assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]
     assert entry.earlier_s == cost["earlier_seconds"], "what it took is more than the last try"
-    (shown,) = progress_of(run.store, run.store.read_run("r"))
+    shown = progress_of(run.store, run.store.read_run("r"))[0]
     assert shown.elapsed_s == pytest.approx(entry.ended - entry.started + entry.earlier_s)
     twice = entry.changed(earlier_s=62.0, made=entry.made.changed(took_s=10.0))
     assert _took(twice) == "1m12s (2 tries, the last 10.0s)"
