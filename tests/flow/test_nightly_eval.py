@@ -61,11 +61,11 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert first.is_completed(), first.message
     scores = store.read_run("nightly-1").night.scores
-    assert [(s["label"], s["stage"], s["run"], s["value"]) for s in scores] == [
+    assert [(s.label, s.stage, s.run, s.value) for s in scores] == [
         ("main", "pretrain", "main-1", 1.0),
         ("main", "sft", "main-1", 1.0),
     ]
-    assert all(s["was_found"] for s in scores), "the run has evaluated them already"
+    assert all(s.was_found for s in scores), "the run has evaluated them already"
     assert emitted == posted == []
 
     make_main_2(project, 80)
