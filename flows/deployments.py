@@ -21,7 +21,7 @@ NAMES = {
     "sweep": "run-sweep",
     "nightly_eval": "run-nightly-evals",
 }
-MOST_OFFERED = 200
+MAX_OFFERED = 200
 
 
 def find(client: SyncPrefectClient, flow: str) -> DeploymentResponse | None:
@@ -54,7 +54,7 @@ def with_choices(schema: dict[str, Any], store: Store) -> dict[str, Any]:
     """The schema of run_stage's parameters with this store's runs, the newest first, and their stages."""
     records = {n: r for n, r in store.records_of_runs().items() if not r.composed}
     stages = dict.fromkeys([*stage_names(), *(stage for record in records.values() for stage in record.stages)])
-    choices = {"name": list(reversed(records))[:MOST_OFFERED], "stage": list(stages)}
+    choices = {"name": list(reversed(records))[:MAX_OFFERED], "stage": list(stages)}
     properties = {
         name: {**field, "enum": choices[name]} if choices.get(name) else field
         for name, field in schema.get("properties", {}).items()

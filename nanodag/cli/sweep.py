@@ -3,14 +3,14 @@
 import time
 from collections.abc import Sequence
 
+from nanodag.cli.live_table import make_console
 from nanodag.cli.nightly import asked, follow
-from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
 from nanodag.run.python_path import note_python_path
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.sweep.findings import PAGE_STAGE
+from nanodag.sweep.conclude import PAGE_STAGE
 from nanodag.sweep.points import make_sweep
 
 
@@ -27,7 +27,7 @@ def start_sweep(
     detach: bool,
     dry_run: bool,
 ) -> int:
-    """Check every point, then carry the sweep out; returns the command's exit code. points: overrides of one point
+    """Check every point, then run the sweep; returns the command's exit code. points: overrides of one point
     each, separated by spaces."""
     console = make_console()
     listed = [text.split() for text in points]

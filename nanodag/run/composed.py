@@ -23,9 +23,9 @@ def open_composed(
     flow_run: str,
     about: SweepRecord | NightRecord,
 ) -> Run:
-    """Begin such a run, or go on with it: what its record said before of the same stages stays known.
+    """Begin such a run, or resume it: what its record said before of the same stages stays known.
 
-    to_do: the stages that are carried out, inputs first; those alone are in the record. about: what makes it a sweep or
+    to_do: the stages that are run, inputs first; those alone are in the record. about: what makes it a sweep or
     a night.
     """
     take_python_path(store.local, name)

@@ -11,12 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanodag.config import AnyStage, resolve
 from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.run.build_stage import key_of
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
-from nanodag.run.stage import key_of
 from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
-from nanodag.store.files import files_below, sha256_of
+from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
 
 
@@ -39,9 +39,9 @@ class Reproduction:
 def reproduce(
     store: Store, artifact: Artifact, *, file: str, on_line: Callable[[str], None] = lambda line: None
 ) -> Reproduction:
-    """Carry the artifact's stage out once more. Nothing is published, and nothing that the store has is touched.
+    """Run the artifact's stage once more. Nothing is published, and nothing that the store has is touched.
 
-    It waits for a place on this machine as any stage does, and `gc` leaves its folder alone meanwhile.
+    It waits for a device of this machine as any stage does, and `gc` leaves its folder alone meanwhile.
 
     Raises ArtifactNotFound when an input is gone, StoreError when another user wrote the artifact, or when the recipe
     cannot be the same any more: data have changed, or the kind's code version; StageFailed when the worker fails.
@@ -105,7 +105,7 @@ def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
             return found
     raise ArtifactNotFound(
         f"The input {source['stage']} (key {key[:12]}, content {str(source['digest'])[:12]}) is not in {store.url} any "
-        "more. Carry out that stage first, from the run that this artifact is of."
+        "more. Build that stage first, from the run that this artifact is of."
     )
 
 

@@ -15,7 +15,7 @@ from nanodag.config import AnyStage, Pipeline
 from nanodag.errors import StageFailed
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult
-from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
 from nanodag.worker.job import Job
 from nanodag.worker.launch import Result, run_worker
 
@@ -73,10 +73,10 @@ def work(
     """
     stage, kind = job.config, KINDS[job.config.kind]
     device = str(stage.resources.device)
-    places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
+    places = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
     asked = time.monotonic()
-    with hold(places_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
+    with hold(devices_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - asked
         with on_place or contextlib.nullcontext():
             result = run_worker(

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nanodag.errors import ArtifactNotFound, StoreError
-from nanodag.store.files import locked
-from nanodag.store.places import LocalPlace
-from nanodag.store.remote import RemotePlace
+from nanodag.store.atomic import locked
+from nanodag.store.local_backend import LocalBackend
+from nanodag.store.remote_backend import RemoteBackend
 from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class RunRecords:
 
     url: str
     local: Path
-    _place: LocalPlace | RemotePlace
+    _backend: LocalBackend | RemoteBackend
 
     def write_run(self, record: RunRecord) -> RunRecord:
         """Write or replace a run's record while no other process on this host changes it; returns it with its number.
@@ -44,7 +44,7 @@ class RunRecords:
 
     def find_run(self, run: str) -> RunRecord | None:
         """A run's record, or None where there is none. Raises StoreError when it cannot be read (parse_record)."""
-        text = self._place.read_texts([_path(run)]).get(_path(run))
+        text = self._backend.read_texts([_path(run)]).get(_path(run))
         return parse_record(text, run, self.url) if text is not None else None
 
     def read_run(self, run: str) -> RunRecord:
@@ -60,9 +60,9 @@ class RunRecords:
 
         Raises StoreError when another user wrote it.
         """
-        if not self._place.is_own(_path(run)):
+        if not self._backend.is_own(_path(run)):
             raise StoreError(
-                f"The record of run {run} in {self.url} was written by another user, and going on with it would run "
+                f"The record of run {run} in {self.url} was written by another user, and resuming it would run "
                 "the code that it names. Start a run of your own: what is in the store is found."
             )
         return self.read_run(run)
@@ -96,14 +96,14 @@ class RunRecords:
             record = self.find_run(run)
             if record is not None and unless(record):
                 return False
-            self._place.remove(_path(run))
+            self._backend.remove(_path(run))
         return True
 
     def _changing(self, run: str) -> AbstractContextManager[int]:
         return locked(self.local / "locks" / f"run-{safe_name(run)}.lock", timeout_s=60.0, poll_s=0.01)
 
     def _write(self, record: RunRecord) -> RunRecord:
-        self._place.write_text(_path(record.run), json.dumps(record.model_dump(mode="json"), indent=1))
+        self._backend.write_text(_path(record.run), json.dumps(record.model_dump(mode="json"), indent=1))
         return record
 
     def _next_number(self) -> int:
@@ -113,8 +113,8 @@ class RunRecords:
         """Records by their run's name, oldest first, and why each other one cannot be read."""
         found: dict[str, RunRecord] = {}
         unreadable: dict[str, StoreError] = {}
-        names = {f"runs/{name}": name.removesuffix(".json") for name in self._place.names("runs") if _is_record(name)}
-        for path, text in self._place.read_texts(list(names)).items():
+        names = {f"runs/{name}": name.removesuffix(".json") for name in self._backend.names("runs") if _is_record(name)}
+        for path, text in self._backend.read_texts(list(names)).items():
             try:
                 found[names[path]] = parse_record(text, names[path], self.url)
             except StoreError as error:

@@ -3,7 +3,7 @@ from datetime import UTC, datetime
 import pytest
 
 from nanodag.nightly.trend import _dates
-from tests.nightly.nights import night_record
+from tests.nightly.made_nights import night_record
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nanodag.nightly.findings import conclude
 from nanodag.nightly.nights import Skipped, begin_night
 from nanodag.run.record import StageResult
 from nanodag.store import Store
-from tests.nightly.nights import EVAL, publish_eval, write_run
+from tests.nightly.made_nights import EVAL, publish_eval, write_run
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
     assert list(record.stages) == ["main-sft-eval_sft", "trend"] and record.stages["trend"].state == "built"
     assert "sft" not in record.stages, "the model is its own run's"
     model = Store(project / "store").read_run("main-1").stages["sft"].artifact
-    assert record.uses == (model,), "and stays as long as the night may be gone on with"
+    assert record.uses == (model,), "and stays as long as the night may be resumed"
     assert second.page.name == "trend.html" and "<svg" in second.page.read_text()
     night = json.loads((second.page.parent / "night.json").read_text())
     assert night["scores"][0]["value"] == 0.8 and [c["is_worse"] for c in night["comparisons"]] == [True]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.run.retention import Policy, free, plan
+from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
 from nanodag.store.run_record import ArtifactReference, references_in
 from tests.run_records import built, run_record, stage_record
@@ -30,9 +30,9 @@ def key(letter):
 
 def rewrite(store, run, change):
     """Change a record's file as no nanodag does."""
-    raw = json.loads(store._place.read_text(f"runs/{run}.json"))
+    raw = json.loads(store._backend.read_text(f"runs/{run}.json"))
     change(raw)
-    store._place.write_text(f"runs/{run}.json", json.dumps(raw))
+    store._backend.write_text(f"runs/{run}.json", json.dumps(raw))
 
 
 def test_a_record_comes_back_as_it_was_written_also_a_nights_and_a_sweeps(store):
@@ -79,9 +79,9 @@ def test_a_damaged_record_is_named_with_its_field(store, change, said):
 @pytest.mark.parametrize("text", ['{"format": 1', "", "[1]", "\udcff{}"])
 def test_a_record_that_is_no_record_is_named_and_hides_no_other(store, text):
     store.write_run(run_record("good"))
-    store._place.write_text("runs/bad.json", "")
+    store._backend.write_text("runs/bad.json", "")
     if store.is_remote:
-        store._place._fs.pipe_file(f"{store._place._root}/runs/bad.json", text.encode(errors="surrogateescape"))
+        store._backend._fs.pipe_file(f"{store._backend._root}/runs/bad.json", text.encode(errors="surrogateescape"))
     else:
         (store.local / "runs" / "bad.json").write_bytes(text.encode(errors="surrogateescape"))
     assert store.runs() == ["good"] and list(store.unreadable_runs()) == ["bad"]
@@ -96,9 +96,9 @@ def test_gc_removes_nothing_while_a_record_cannot_be_read(store, tmp_path):
     store.write_run(run_record("late"))
     rewrite(store, "r", lambda raw: raw.update(format=2))
     with pytest.raises(StoreError, match=r"runs/r\.json in .* has format 2"):
-        plan(store, Policy())
+        plan(store, RetentionPolicy())
     rewrite(store, "r", lambda raw: raw.update(format=1, stages={}))
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     assert {item.what for item in found.items} == {"attempt", "workspace"}
     rewrite(store, "late", lambda raw: raw.update(format=2))  # between the plan and doing it
     with pytest.raises(StoreError, match="format 2"):
