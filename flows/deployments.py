@@ -21,27 +21,15 @@ NAMES = {
     "sweep": "run-sweep",
     "nightly_eval": "run-nightly-evals",
 }
-FORMER = "local"  # what all of them were called once
 MAX_OFFERED = 200
 
 
 def find(client: SyncPrefectClient, flow: str) -> DeploymentResponse | None:
-    """A flow's deployment, also under its former name; None before it was made."""
-    for name in (NAMES[flow], FORMER):
-        try:
-            return client.read_deployment_by_name(f"{flow}/{name}")
-        except ObjectNotFound:
-            continue
-    return None
-
-
-def remove_former(client: SyncPrefectClient) -> None:
-    """Remove what an older nanodag left in this server's database: nobody would do what it is asked for."""
-    for flow in NAMES:
-        try:
-            client.delete_deployment(client.read_deployment_by_name(f"{flow}/{FORMER}").id)
-        except ObjectNotFound:
-            continue
+    """A flow's deployment; None before it was made."""
+    try:
+        return client.read_deployment_by_name(f"{flow}/{NAMES[flow]}")
+    except ObjectNotFound:
+        return None
 
 
 def offer_runs(store: Store) -> None:
@@ -64,8 +52,8 @@ def offer_runs(store: Store) -> None:
 
 def with_choices(schema: dict[str, Any], store: Store) -> dict[str, Any]:
     """The schema of run_stage's parameters with this store's runs, the newest first, and their stages."""
-    records = {n: r for n, r in store.records_of_runs().items() if not {"sweep", "nightly"} & set(r)}
-    stages = dict.fromkeys([*stage_names(), *(stage for record in records.values() for stage in record["order"])])
+    records = {n: r for n, r in store.records_of_runs().items() if not r.composed}
+    stages = dict.fromkeys([*stage_names(), *(stage for record in records.values() for stage in record.stages)])
     choices = {"name": list(reversed(records))[:MAX_OFFERED], "stage": list(stages)}
     properties = {
         name: {**field, "enum": choices[name]} if choices.get(name) else field

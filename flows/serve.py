@@ -52,7 +52,6 @@ def main() -> None:
         deployment = flow.to_deployment(deployments.NAMES[flow.name], **made)
         ids[flow.name] = str(runner.add_deployment(deployment))
     with get_client(sync_client=True) as client:
-        deployments.remove_former(client)
         end_orphans(client, [UUID(found) for found in ids.values()])
     deployments.offer_runs(served_store())
     os.environ[SERVING] = str(os.getpid())

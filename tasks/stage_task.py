@@ -107,7 +107,7 @@ def settle(flow_run_id: str, run: Run) -> None:
         state = client.read_flow_run(UUID(flow_run_id)).state
         if state is None or not state.is_cancelling():
             return
-        is_done = run.store.read_run(run.name)["state"] == "completed"
+        is_done = run.store.read_run(run.name).state == "completed"
         end = Completed(message="Completed before Cancel came.") if is_done else Cancelled(message=state.message)
         client.set_flow_run_state(UUID(flow_run_id), end, force=True)
 
@@ -220,7 +220,7 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
     said = [words.markdown(line) for line in (reason, *advice)]
     lines = [f"# {name} of {run.name} failed", "", said[0], "", *said[1:], ""]
-    if workspace := run.entry(name).get("workspace"):
+    if workspace := run.entry(name).workspace:
         lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
     if log_lines:
         lines.append(words.fenced(f"Last lines of {log_lines}"))

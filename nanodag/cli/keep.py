@@ -40,9 +40,9 @@ def verify_store(names: Sequence[str], *, set_aside: bool, file: str) -> int:
     damaged = [f for f in findings if f.state == "damaged"]
     for finding in damaged if set_aside else []:
         _set_aside(console, store, finding)
-    records = [] if names else store.damaged_runs()
-    for run in records:
-        console.print(f"damaged  runs/{run}.json cannot be read. Remove it if it is of no use.", style="red")
+    records = {} if names else store.unreadable_runs()
+    for error in records.values():
+        console.print(f"unreadable {error}", style="red", markup=False, soft_wrap=True)
     whole = [f for f in findings if f.state == "whole"]
     console.print(
         f"{len(whole)} whole ({size(sum(f.num_bytes for f in whole))}), {len(damaged)} damaged in {store.url}"

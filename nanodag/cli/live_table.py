@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -15,6 +14,7 @@ from rich.text import Text
 from nanodag.errors.words import duration
 from nanodag.run.progress import StageProgress, progress_of
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord
 
 STYLES = {
     **{"built": "green", "found": "cyan", "starting": "yellow", "running": "yellow"},
@@ -53,9 +53,9 @@ class LiveTable:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, record: Mapping[str, Any], state: Mapping[str, str]) -> None:
-        """Bring what is shown up to date. record: the run's, empty before the flow has begun. state: Prefect's."""
-        stages = progress_of(self._store, record) if record else []
+    def show(self, record: RunRecord | None, state: Mapping[str, str]) -> None:
+        """Bring what is shown up to date. record: the run's, None before the flow has begun. state: Prefect's."""
+        stages = progress_of(self._store, record) if record is not None else []
         if self._live is None:
             self._print_changes(stages, state)
         elif stages:

@@ -73,7 +73,7 @@ def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
         same = sum(row.is_same for row in of_section)
         console.print(Text.assemble((section, "bold"), (f"  {same} of {len(of_section)} the same", "dim")))
         if shown:
-            console.print(_side_by_side(shown, before["run"], after["run"], section in ("metrics", "cost")))
+            console.print(_side_by_side(shown, before.run, after.run, section in ("metrics", "cost")))
 
 
 def _side_by_side(rows: Sequence[DiffLine], first: str, second: str, is_numbers: bool) -> Table:

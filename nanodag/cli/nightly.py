@@ -102,11 +102,10 @@ def show_night(
 
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
-    nights = [n for n in nights_of(store) if "attempt" in n["stages"].get(PAGE_STAGE, {}) and name in ("", n["run"])]
+    nights = [n for n in nights_of(store) if PAGE_STAGE in n.stages and name in ("", n.run)]
     if not nights:
         raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")
-    entry = nights[-1]["stages"][PAGE_STAGE]
-    folder = store.materialize(store.attempt(entry["key"], entry["attempt"]))
+    folder = store.materialize(store.get(f"{nights[-1].run}:{PAGE_STAGE}"))
     console.print(Markdown((folder / "trend.md").read_text(encoding="utf-8")))
     console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
 
@@ -134,21 +133,14 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     import time
 
     from nanodag.cli.live_table import LiveTable, make_console
-    from nanodag.errors import ArtifactNotFound
     from nanodag.server.local_server import FINAL_STATES
 
     console = make_console()
 
-    def record() -> dict[str, Any]:
-        try:
-            return store.read_run(name)
-        except ArtifactNotFound:  # the flow's process has not begun it yet
-            return {}
-
     with LiveTable(console, store) as watch:
         while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
-            watch.show(record(), state)
+            watch.show(store.find_run(name), state)
             time.sleep(0.3)
-        watch.show(record(), state)
+        watch.show(store.find_run(name), state)
     console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
     return 0 if state["type"] == "COMPLETED" else 1

@@ -39,7 +39,7 @@ def rerun(
         )
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
-    name = find_run(store, run)["run"]
+    name = find_run(store, run).run
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
     path = pipeline_file(recorded.file)
     pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline

@@ -4,8 +4,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -14,15 +13,16 @@ from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
-from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
+from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import is_alive, locations_of, merged, pipeline_file, refuse_composed, store_of
+from nanodag.run.record import locations_of, merged, pipeline_file, refuse_composed, store_of
 from nanodag.run.stale import left_alone
 from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord
 
 STOP_TIMEOUT_S = 90.0
 LOST_AFTER_S = 10.0
@@ -37,11 +37,12 @@ def run_pipeline(
     began = time.monotonic()
     console = make_console()
     known = store_of(resolve(pipeline_file(file), overrides=_of_store(overrides)).pipeline) if name else None
-    if known is not None and _record(known, name):  # resume that run: what it was told before, and is told now
+    if known is not None and known.find_run(name) is not None:
+        # Go on with that run: what it was told before, and is told now.
         before = known.own_run(name)
         refuse_composed(name, before)
-        file, preset = file or before["file"], before["preset"] if preset == "auto" else preset
-        overrides = merged([*before["overrides"], *overrides])
+        file, preset = file or before.file, before.preset if preset == "auto" else preset
+        overrides = merged([*before.overrides, *overrides])
     path = pipeline_file(file)
     pipeline = resolve(path, preset, overrides).pipeline
     store = store_of(pipeline)
@@ -52,7 +53,7 @@ def run_pipeline(
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
-    kept = choose_stale(console, _record(store, name), pipeline, build=stale, may_ask=sys.stdin.isatty())
+    kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)
@@ -79,35 +80,36 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
     Raises StoreBusy when a process that is alive runs it.
     """
     deadline, has_said = time.monotonic() + STOP_TIMEOUT_S, False
-    while is_alive(before := _record(store, name)):
+    while (before := store.find_run(name)) is not None and before.is_alive:
         if time.monotonic() > deadline or not _is_ending(server, before):
-            raise StoreBusy(f"Run {name} is under way in process {before['pid']}; wait for it, or stop it.")
+            raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
         if not has_said:
             console.print(f"Run {name} is still being stopped; waiting for that ...", style="dim")
             has_said = True
         time.sleep(0.2)
 
 
-def _is_ending(server: LocalServer, record: Mapping[str, Any]) -> bool:
+def _is_ending(server: LocalServer, record: RunRecord) -> bool:
     """True when the flow run of a record was cancelled, or has ended, and only its process is still there."""
     running = server.running()
-    if running is None or not record["flow_run"]:
+    if running is None or not record.flow_run:
         return False
-    return running.api().run_state(record["flow_run"])["type"] in ("CANCELLING", *FINAL_STATES)
+    return running.api().run_state(record.flow_run)["type"] in ("CANCELLING", *FINAL_STATES)
 
 
-def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
+def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
     """`build` or `keep`: what becomes of the stale stages of a run that is resumed (nanodag.run.stale). Says which
     these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
 
-    record: the run's, empty for a new one. build: that was asked for already.
+    record: the run's, None for a new one. build: that was asked for already.
     """
-    stale = left_alone(record, pipeline) if record else {}
-    if not stale:
+    stale = left_alone(record, pipeline) if record is not None else {}
+    if record is None or not stale:
         return "keep"
-    console.print(f"Of run {record['run']} these stages are finished, but stale:", style=STYLES["stale"])
+    console.print(f"Of run {record.run} these stages are finished, but stale:", style=STYLES["stale"])
     for stage, why in stale.items():
-        took = duration(float(record["stages"][stage].get("cost", {}).get("seconds", -1.0)))
+        made = record.stages[stage].made
+        took = duration(made.cost_of("seconds")) if made is not None else ""
         console.print(f"  {stage}: {why}" + (f"; it took {took} when it was built" if took else ""), markup=False)
     if not build and may_ask:
         console.print("Build them again? [y/N] ", end="", markup=False)
@@ -116,7 +118,7 @@ def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline
     if build:
         console.print("They are built again.")
         return "build"
-    console.print(f"They stay as they are. To build them again: {how_to_build_stale(record['run'])}", markup=False)
+    console.print(f"They stay as they are. To build them again: {how_to_build_stale(record.run)}", markup=False)
     return "keep"
 
 
@@ -188,7 +190,9 @@ class _Attended:
             if self._lost_for() > LOST_AFTER_S:
                 raise
             return {"type": "UNKNOWN", "name": "the server does not answer", "message": ""}
-        is_lost = not self._running.serve.is_alive() or (state["type"] == "RUNNING" and record and not is_alive(record))
+        is_lost = not self._running.serve.is_alive() or (
+            state["type"] == "RUNNING" and record is not None and not record.is_alive
+        )
         if state["type"] in FINAL_STATES or not is_lost:
             self._missing_since = 0.0
         elif self._lost_for() > LOST_AFTER_S:
@@ -206,23 +210,23 @@ class _Attended:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         try:
             while time.monotonic() < deadline:
-                if self._api.run_state(self._flow_run)["type"] in FINAL_STATES and not is_alive(self._record()):
+                if self._api.run_state(self._flow_run)["type"] in FINAL_STATES and not self._is_alive():
                     break
                 time.sleep(0.2)
         except KeyboardInterrupt:
             self._console.print("Left; it is still being stopped.")
-        if record := self._record():
+        if (record := self._record()) is not None:
             self._console.print(StageTable(progress_of(self._store, record)))
         self._tell_how_to_resume()
 
     def _tell_end(self, state: dict[str, str]) -> int:
         record = self._record()
-        if record:
+        if record is not None:
             print_stale(self._console, record)
             print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
-            if any(stage["kind"] == "report" for stage in record["stages"].values()):
+            if record is not None and any(entry.kind == "report" for entry in record.stages.values()):
                 self._console.print(f"Report: {command(f'report {self._name}')}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)
@@ -234,28 +238,25 @@ class _Attended:
         resume = command(f"run --name {self._name}")
         self._console.print(f"What is finished is in the store. Resume it with: {resume}")
 
-    def _record(self) -> dict:
-        record = _record(self._store, self._name)
-        return record if record.get("flow_run") == self._flow_run else {}
+    def _is_alive(self) -> bool:
+        record = self._record()
+        return record is not None and record.is_alive
 
-
-def _record(store: Store, name: str) -> dict:
-    try:
-        return store.read_run(name)
-    except ArtifactNotFound:
-        return {}
+    def _record(self) -> RunRecord | None:
+        """The run's record; None before the flow run has begun it."""
+        record = self._store.find_run(self._name)
+        return record if record is not None and record.flow_run == self._flow_run else None
 
 
 def bury_the_dead(api: Api, store: Store) -> None:
     """Say of runs whose process was killed together with its runner that they crashed: nobody else would."""
-    for name in store.runs():
-        record = store.read_run(name)
-        if record["state"] != "running" or is_alive(record):
+    for name, record in store.records_of_runs().items():
+        if record.state != "running" or record.is_alive:
             continue
-        store.change_run(name, lambda record: record.update(state="interrupted"))
+        store.change_run(name, lambda record: record.changed(state="interrupted"))
         try:
-            if record["flow_run"] and api.run_state(record["flow_run"])["type"] not in FINAL_STATES:
-                api.set_state(record["flow_run"], "CRASHED", "The flow's process is gone.")
+            if record.flow_run and api.run_state(record.flow_run)["type"] not in FINAL_STATES:
+                api.set_state(record.flow_run, "CRASHED", "The flow's process is gone.")
         except ServerError:  # another server's, or deleted in the UI
             continue
 

@@ -1,7 +1,7 @@
 """`nanodag config`, `status` and `stages`: what is, in tables."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,11 +15,12 @@ from nanodag.config.derive import facts
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
-from nanodag.errors.words import counted, duration, listed, nearest, size
+from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.run.record import pipeline_file, state_of, store_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.provenance import code_revision
+from nanodag.store.run_record import RunRecord, StageRecord
 
 NEWEST = 10
 
@@ -83,30 +84,30 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
         _print_run(console, records[run], now)
     # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
     used = {
-        (entry["key"], entry["attempt"]): entry.get("bytes", 0)
+        entry.artifact: entry.made.num_bytes
         for record in records.values()
-        for entry in record["stages"].values()
-        if "attempt" in entry
+        for entry in record.stages.values()
+        if entry.made is not None
     }
     of_runs = f"{counted(len(used), 'artifact')}, {size(sum(used.values()))}"
     told = f"{counted(len(store.keys()), 'key')} in {store.url}; the runs use {of_runs}"
     console.print(told, style="dim")
 
 
-def _print_run(console: Console, record: Mapping[str, Any], now: str) -> None:
+def _print_run(console: Console, record: RunRecord, now: str) -> None:
     """A run and its stages. now: the revision of the code."""
     state = state_of(record)
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created"]))
-    about = f"  {when}  preset {record['preset']}  "
-    title = Text.assemble((record["run"], "bold"), about, (state, STYLES.get(state, "")))
-    if record["revision"] != now:
-        title.append(f"  made by code {record['revision']}, now {now}", style="yellow")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
+    about = f"  {when}  preset {record.preset}  "
+    title = Text.assemble((record.run, "bold"), about, (state, STYLES.get(state, "")))
+    if record.revision != now:
+        title.append(f"  made by code {record.revision}, now {now}", style="yellow")
     console.print(title)
     console.print(_stage_table(record), soft_wrap=True)
     print_stale(console, record)
 
 
-def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> None:
+def print_summary(console: Console, store: Store, record: RunRecord) -> None:
     """The scores of a run, what got better and worse by more than noise, and what to beware of; nothing where there is
     nothing of it."""
     from nanodag.report.summary import summary_of  # it compares; no other table needs what that takes
@@ -139,13 +140,13 @@ def how_to_build_stale(run: str) -> str:
     return command(advice(run).removeprefix("nanodag "))
 
 
-def print_stale(console: Console, record: Mapping[str, Any], stage: str = "") -> None:
+def print_stale(console: Console, record: RunRecord, stage: str = "") -> None:
     """Say which stages of a run are stale, why, and how they are built; of one stage alone where it is named."""
     stale = stale_stages(record)
     if not stale or (stage and stage not in stale):
         return
     said = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
-    line = f"stale: {said}. Build again what is stale with: {how_to_build_stale(record['run'])}"
+    line = f"stale: {said}. Build again what is stale with: {how_to_build_stale(record.run)}"
     console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 
@@ -153,10 +154,10 @@ TITLES = ("stage", "kind", "state", "key", "attempt", "size", "took", "worker", 
 NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
 
 
-def _stage_table(record: Mapping[str, Any]) -> Text:
+def _stage_table(record: RunRecord) -> Text:
     """As columns of one text: rich's own tables take most of the time of this command."""
     stale = stale_stages(record)
-    rows = [TITLES, *(_stage_cells(name, record["stages"][name], name in stale) for name in record["order"])]
+    rows = [TITLES, *(_stage_cells(name, entry, name in stale) for name, entry in record.stages.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     table = Text()
     for number, row in enumerate(rows):
@@ -170,40 +171,44 @@ def _stage_table(record: Mapping[str, Any]) -> Text:
     return table
 
 
-def _stage_cells(name: str, entry: Mapping[str, Any], is_stale: bool) -> tuple[str, ...]:
-    cost = entry.get("cost", {})
+def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> tuple[str, ...]:
+    made = entry.made
     return (
         name,
-        entry["kind"],
-        "stale" if is_stale else entry["state"],
-        entry.get("key", "")[:12],
-        entry.get("attempt", ""),
-        size(entry["bytes"]) if "bytes" in entry else "",
+        entry.kind,
+        "stale" if is_stale else entry.state,
+        entry.key[:12],
+        made.attempt if made is not None else "",
+        size(made.num_bytes) if made is not None else "",
         _took(entry),
-        duration(cost.get("seconds", -1.0)),
-        duration(cost.get("cpu_seconds", -1.0)),
+        duration(made.cost_of("seconds")) if made is not None else "",
+        duration(made.cost_of("cpu_seconds")) if made is not None else "",
     )
 
 
-def _took(entry: Mapping[str, Any]) -> str:
+def _took(entry: StageRecord) -> str:
     """What a stage took over all its tries; beside it the last one, where there were several."""
-    last, earlier = entry.get("took_s", -1.0), entry.get("earlier_s", 0.0)
-    num = entry.get("cost", {}).get("num_attempts", 0)
-    if last < 0 or not earlier:
+    if entry.made is None:
+        return ""
+    last = entry.made.took_s
+    if not entry.earlier_s:  # the store had it, or the first try was enough
         return duration(last)
-    return f"{duration(earlier + last)} ({num} tries, last {duration(last)})"
+    several = tries(int(entry.made.cost_of("num_attempts")), duration(last))
+    return duration(entry.earlier_s + last) + (f" ({several})" if several else "")
 
 
-def find_run(store: Store, name: str) -> dict[str, Any]:
+def find_run(store: Store, name: str) -> RunRecord:
     """The record of the run whose name is, or begins with, `name`; when that is empty, of the newest one that is no
     night and no sweep.
 
-    Raises ArtifactNotFound when none does, or several do.
+    Raises ArtifactNotFound when none does, or several do, StoreError when the record of that name cannot be read.
     """
     records = store.records_of_runs()
     names = list(records)
-    plain = [n for n in names if "nightly" not in records[n] and "sweep" not in records[n]]
+    plain = [n for n in names if not records[n].composed]
     matching = plain[-1:] if not name else [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    if not matching and (unreadable := store.unreadable_runs().get(name)):
+        raise unreadable
     if not records:
         raise ArtifactNotFound(f"There are no runs in {store.url} yet. Start one with: {command('run')}")
     if len(matching) != 1:
@@ -213,7 +218,7 @@ def find_run(store: Store, name: str) -> dict[str, Any]:
         what = f"no run {name!r}" if name else "no run but nights and sweeps"
         near = nearest(name, names) or f" Newest: {shown}."
         raise ArtifactNotFound(f"There is {what} in {store.url}.{near}")
-    return store.read_run(matching[0])
+    return records[matching[0]]
 
 
 def show_stages(name: str, *, file: str) -> None:
@@ -221,25 +226,24 @@ def show_stages(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    console.print(Text.assemble((record["run"], "bold"), f"  preset {record['preset']}  {state_of(record)}"))
-    if record["reason"]:
-        console.print(record["reason"].partition("\n")[0], style="red", markup=False, highlight=False)
+    console.print(Text.assemble((record.run, "bold"), f"  preset {record.preset}  {state_of(record)}"))
+    if record.reason:
+        console.print(record.reason.partition("\n")[0], style="red", markup=False, highlight=False)
     stale = stale_stages(record)
-    for stage in record["order"]:
-        entry = record["stages"][stage]
-        state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry["state"], "dim")
-        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", state))
-        if "attempt" in entry:
-            _print_artifact(console, store, entry)
-        elif entry.get("reason"):
-            console.print(f"  {entry['reason']}", style="red", markup=False, highlight=False)
+    for stage, entry in record.stages.items():
+        state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry.state, "dim")
+        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry.kind}) ", state))
+        if entry.artifact is not None:
+            _print_artifact(console, store, *entry.artifact)
+        elif entry.reason:
+            console.print(f"  {entry.reason}", style="red", markup=False, highlight=False)
     if stale:
-        console.print(f"\nBuild again what is stale with: {how_to_build_stale(record['run'])}", style=STYLES["stale"])
+        console.print(f"\nBuild again what is stale with: {how_to_build_stale(record.run)}", style=STYLES["stale"])
 
 
-def _print_artifact(console: Console, store: Store, entry: Mapping[str, Any]) -> None:
+def _print_artifact(console: Console, store: Store, key: str, attempt: str) -> None:
     try:
-        artifact = store.attempt(entry["key"], entry["attempt"])
+        artifact = store.attempt(key, attempt)
     except (ArtifactNotFound, CorruptArtifact, NewerFormat) as error:  # the other stages are shown all the same
         console.print(f"  {error}", style="red", markup=False, soft_wrap=True)
         return

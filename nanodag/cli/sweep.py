@@ -10,6 +10,7 @@ from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
 from nanodag.run.python_path import note_python_path
 from nanodag.run.record import pipeline_file, store_of
+from nanodag.sweep.conclude import PAGE_STAGE
 from nanodag.sweep.points import make_sweep
 
 
@@ -53,8 +54,8 @@ def start_sweep(
     if detach:
         return 0
     code = follow(store, api, name, flow_run)
-    entry = store.read_run(name)["stages"].get("comparison", {}) if name in store.runs() else {}
-    if "attempt" in entry:
-        folder = store.materialize(store.attempt(entry["key"], entry["attempt"]))
+    record = store.find_run(name)
+    if record is not None and PAGE_STAGE in record.stages:
+        folder = store.materialize(store.get(f"{name}:{PAGE_STAGE}"))
         console.print(f"Table and plots: {folder / 'sweep.html'}", soft_wrap=True, highlight=False)
     return code

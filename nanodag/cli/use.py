@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -21,6 +21,7 @@ from nanodag.host.processor import usable_cores
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.server.local_server import LocalServer, server_of
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
 MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
@@ -30,13 +31,13 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    models = [s for s in record["order"] if record["stages"][s]["kind"] in MODEL_KINDS and _is_made(record, s)]
+    models = _finished(record, MODEL_KINDS)
     if stage and stage not in models:
         raise ArtifactNotFound(
-            f"Run {record['run']} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
+            f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
         )
     if not models:
-        raise ArtifactNotFound(f"Run {record['run']} has no finished model yet.")
+        raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
     folder = _files_of(store, record, stage or models[-1])
     print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
     environment = worker_environment(usable_cores(), device="cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
@@ -50,10 +51,10 @@ def show_report(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    reports = [s for s in record["order"] if record["stages"][s]["kind"] == "report" and _is_made(record, s)]
+    reports = _finished(record, ("report",))
     if not reports:
         raise ArtifactNotFound(
-            f"Run {record['run']} has no report yet; see how far it is with: " + said.command(f"stages {record['run']}")
+            f"Run {record.run} has no report yet; see how far it is with: " + said.command(f"stages {record.run}")
         )
     folder = _files_of(store, record, reports[-1])
     console.print(Markdown((folder / "report.md").read_text()))
@@ -74,13 +75,12 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     serve(shelf, port=port)
 
 
-def _is_made(record: dict[str, Any], stage: str) -> bool:
-    return record["stages"][stage]["state"] in ("built", "found")
+def _finished(record: RunRecord, kinds: Sequence[str]) -> list[str]:
+    return [stage for stage, entry in record.stages.items() if entry.kind in kinds and entry.has_ended_well]
 
 
-def _files_of(store: Store, record: dict[str, Any], stage: str) -> Path:
-    entry = record["stages"][stage]
-    return store.materialize(store.attempt(entry["key"], entry["attempt"]))
+def _files_of(store: Store, record: RunRecord, stage: str) -> Path:
+    return store.materialize(store.get(f"{record.run}:{stage}"))
 
 
 def run_tests(*, slow: bool, arguments: Sequence[str]) -> int:

@@ -27,6 +27,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def tries(number: int, last: str) -> str:
+    """`3 tries, the last 38 s`; empty where the first one was enough."""
+    return f"{number} tries, the last {last}" if number > 1 else ""
+
+
 def said(value: Any) -> str:
     """A config's value as YAML would have it, short."""
     if value is None:

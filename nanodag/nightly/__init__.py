@@ -1,5 +1,5 @@
 """Nightly evals without Prefect: when a night is due, which models it evaluates, what got worse, the trend page.
 
-A night is a run of the store like any other (`runs/nightly-<when>.json`), whose record has a table `nightly`: the
-scores of every model and benchmark, what they were compared with, and what was found.
+A night is a run of the store like any other (`runs/nightly-<when>.json`), whose record has a part `nightly`: the
+scores of every model and benchmark, and what could not be evaluated. What they were compared with is in its page.
 """

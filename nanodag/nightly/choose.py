@@ -18,8 +18,9 @@ from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted
 from nanodag.run.record import StageResult, result_of
-from nanodag.run.stale import ENDED_WELL, advice, stale_stages
+from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +82,12 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
                 missing.append(f"{label}/{stage}: {error}")
                 continue
             if not subject.evals:
-                missing.append(f"{label}/{stage}: run {record['run']} has no eval stage for it")
+                missing.append(f"{label}/{stage}: run {record.run} has no eval stage for it")
                 continue
             subjects.append(subject)
             if why := stale_stages(record).get(stage):
-                stale.append(f"{label}/{stage}: stale in run {record['run']}, {why}; {advice(record['run'])}")
-            mirrors[record["run"]] = record["pipeline"].get("mirror", "none")
+                stale.append(f"{label}/{stage}: stale in run {record.run}, {why}; {advice(record.run)}")
+            mirrors[record.run] = record.pipeline["mirror"]
     subjects += [_pinned(label, pipeline) for label in pipeline.nightly.models]
     for text in missing:
         log.warning("Tonight without %s.", text)
@@ -94,7 +95,7 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
         raise ArtifactNotFound(
             f"Nothing in {store.url} is there to be evaluated: {'; '.join(missing) or 'nothing is chosen'}. Choose "
             "runs with nightly.runs={label: NAME}; there are "
-            + (", ".join(r["run"] for r in records[-5:]) or "none yet")
+            + (", ".join(r.run for r in records[-5:]) or "none yet")
             + "."
         )
     for text in stale:
@@ -131,47 +132,45 @@ def _model_of(subject: Subject, pipeline: Pipeline) -> str:
     return f"file:/{subject.run}/{subject.stage}/{subject.model.key}/{subject.model.attempt}"
 
 
-def _fits(record: Mapping[str, Any], pattern: str) -> bool:
+def _fits(record: RunRecord, pattern: str) -> bool:
     """True for a run that a pattern means. Nights, and the points of a sweep, must be named in full."""
-    is_plain = "nightly" not in record and "sweep" not in record
-    return record["run"] == pattern or (is_plain and fnmatch.fnmatchcase(record["run"], pattern))
+    return record.run == pattern or (not record.composed and fnmatch.fnmatchcase(record.run, pattern))
 
 
-def _stages_of(fitting: Sequence[Mapping[str, Any]], pipeline: Pipeline) -> list[str]:
+def _stages_of(fitting: Sequence[RunRecord], pipeline: Pipeline) -> list[str]:
     """The chosen stages; for `all` those of the newest fitting run that make a model and have an eval stage."""
     if pipeline.nightly.stages != "all":
         return list(pipeline.nightly.stages)
     if not fitting:
         return []
-    stages = fitting[-1]["pipeline"]["stages"]
+    stages = fitting[-1].pipeline["stages"]
     evaluated = [raw["inputs"]["model"] for raw in stages.values() if raw["kind"] == "eval"]
-    return [name for name in fitting[-1]["order"] if name in evaluated and stages[name]["kind"] in MODEL_KINDS]
+    return [name for name in fitting[-1].stages if name in evaluated and stages[name]["kind"] in MODEL_KINDS]
 
 
-def _newest_with(fitting: Sequence[Mapping[str, Any]], stage: str) -> Mapping[str, Any] | None:
+def _newest_with(fitting: Sequence[RunRecord], stage: str) -> RunRecord | None:
     """The run that made, or found, this stage's model last."""
-    having = [r for r in fitting if (e := r["stages"].get(stage)) and e["state"] in ENDED_WELL and "attempt" in e]
-    return max(having, key=lambda record: record["stages"][stage].get("ended", 0.0), default=None)
+    having = [r for r in fitting if (e := r.stages.get(stage)) and e.has_ended_well and e.made is not None]
+    return max(having, key=lambda record: record.stages[stage].ended, default=None)
 
 
-def _subject(store: Store, label: str, record: Mapping[str, Any], stage: str) -> Subject:
-    record = store.own_run(record["run"])  # its evals may name code
-    entry = record["stages"][stage]
-    artifact = store.attempt(entry["key"], entry["attempt"])
+def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject:
+    record = store.own_run(record.run)  # its evals may name code
+    artifact = store.get(f"{record.run}:{stage}")
     evals = {}
-    for name, raw in record["pipeline"]["stages"].items():
+    for name, raw in record.pipeline["stages"].items():
         if raw["kind"] == "eval" and raw["inputs"].get("model") == stage:
             try:
                 evals[_night_name(label, stage, name)] = (name, EvalStage.model_validate(raw))
             except ValidationError as error:
                 raise ConfigError(
-                    f"Stage {name} of run {record['run']}, which another nanodag wrote, cannot be read ({error}). Run "
+                    f"Stage {name} of run {record.run}, which another nanodag wrote, cannot be read ({error}). Run "
                     f"that pipeline again, or leave it out of nightly.runs."
                 ) from error
     return Subject(
         label=label,
         stage=stage,
-        run=record["run"],
+        run=record.run,
         input_name=_night_name("model", label, stage),
         model=result_of(stage, artifact, was_found=True),
         evals=evals,

@@ -8,19 +8,18 @@ They tell this model from that one on the benchmark's items. How far another see
 out they do not know.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, SourceError
 from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.store import Store
+from nanodag.store.run_record import NightScore, RunRecord
 
 # What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
 SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot")
 SAME_ANSWERS = "the same answers to the same items"
-
-Score = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class NightComparison:
     from. p_worse: one-sided, times candidates; adjusted: Holm's. is_worse: by more than noise.
     """
 
-    score: Score
+    score: NightScore
     against: str
     night: str
     run: str
@@ -44,7 +43,7 @@ class NightComparison:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for the night's record."""
-        name = {field: self.score[field] for field in ("label", "stage", "eval", "benchmark", "metric")}
+        name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
         rest = {
             field: getattr(self, field)
             for field in ("against", "night", "run", "why", "candidates", "p_worse", "adjusted", "is_worse")
@@ -53,8 +52,8 @@ class NightComparison:
 
     def __str__(self) -> str:
         """`newest/sft sort exact_match 0.412, 0.430 before: -0.018 (adjusted p 0.0012) against last night`."""
-        where = "/".join(part for part in (self.score["label"], self.score["stage"]) if part)
-        lead = f"{where} {self.score['benchmark']} {self.score['metric']}"
+        where = "/".join(part for part in (self.score.label, self.score.stage) if part)
+        lead = f"{where} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
         return (
@@ -64,7 +63,7 @@ class NightComparison:
 
 
 def compare(
-    store: Store, scores: Sequence[Score], earlier: Sequence[Mapping[str, Any]], *, false_alarms: float
+    store: Store, scores: Sequence[NightScore], earlier: Sequence[RunRecord], *, false_alarms: float
 ) -> list[NightComparison]:
     """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
 
@@ -80,41 +79,43 @@ def compare(
     return made
 
 
-def _of_one(store: Store, score: Score, earlier: Sequence[Mapping[str, Any]]) -> list[NightComparison]:
+def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> list[NightComparison]:
     """A score against last night's, and against the best where that is another artifact."""
-    series = [(night["run"], old) for night in earlier for old in night["nightly"]["scores"] if _same(old, score)]
+    series = [(night.run, old) for night in earlier for old in night.night.scores if _same(old, score)]
     if not series:
         return []
     last_night, last = series[-1]
-    if last["digest"] == score["digest"]:
+    if last.digest == score.digest:
         return [_untested(score, "last night", last_night, last, SAME_ANSWERS)]
-    sign = 1 if score["higher_is_better"] else -1
-    best_night, best = max(series, key=lambda pair: sign * pair[1]["value"])
-    candidates = len({old["digest"] for _, old in series})
+    sign = 1 if score.higher_is_better else -1
+    best_night, best = max(series, key=lambda pair: sign * pair[1].value)
+    candidates = len({old.digest for _, old in series})
     made = [_tested(store, score, "last night", last_night, last, 1)]
-    if best["digest"] not in (last["digest"], score["digest"]):
+    if best.digest not in (last.digest, score.digest):
         made.append(_tested(store, score, "best", best_night, best, candidates))
     return made
 
 
-def _same(old: Score, new: Score) -> bool:
-    return all(old[field] == new[field] for field in SAME)
+def _same(old: NightScore, new: NightScore) -> bool:
+    return all(getattr(old, field) == getattr(new, field) for field in SAME)
 
 
-def _tested(store: Store, score: Score, against: str, night: str, old: Score, candidates: int) -> NightComparison:
+def _tested(
+    store: Store, score: NightScore, against: str, night: str, old: NightScore, candidates: int
+) -> NightComparison:
     try:
-        name = f"samples/{score['benchmark']}.jsonl"
-        paths = [store.materialize(store.attempt(s["key"], s["attempt"])) / name for s in (old, score)]
-        found = paired(paths[0], paths[1], score["metric"])
+        name = f"samples/{score.benchmark}.jsonl"
+        paths = [store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score)]
+        found = paired(paths[0], paths[1], score.metric)
     except (ArtifactNotFound, CorruptArtifact, SourceError) as error:
         return _untested(score, against, night, old, str(error))
-    is_lower = (found.difference < 0) == bool(score["higher_is_better"]) and found.difference != 0
+    is_lower = (found.difference < 0) == score.higher_is_better and found.difference != 0
     # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
     p_worse = min(1.0, candidates * found.p_value / 2) if is_lower else 1.0
     return NightComparison(
-        score=score, against=against, night=night, run=old["run"], found=found, candidates=candidates, p_worse=p_worse
+        score=score, against=against, night=night, run=old.run, found=found, candidates=candidates, p_worse=p_worse
     )
 
 
-def _untested(score: Score, against: str, night: str, old: Score, why: str) -> NightComparison:
-    return NightComparison(score=score, against=against, night=night, run=old["run"], found=None, why=why)
+def _untested(score: NightScore, against: str, night: str, old: NightScore, why: str) -> NightComparison:
+    return NightComparison(score=score, against=against, night=night, run=old.run, found=None, why=why)

@@ -48,8 +48,9 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     scores = scores_of(night, results)
     earlier = earlier_nights(store, night.run.name, settings.compare_nights)
     comparisons = compare(store, scores, earlier, false_alarms=settings.false_alarms)
-    found = {"scores": scores, "comparisons": [comparison.as_json() for comparison in comparisons]}
-    record = store.change_run(night.run.name, lambda record: record["nightly"].update(found))
+    record = store.change_run(
+        night.run.name, lambda record: record.changed(nightly=record.night.changed(scores=tuple(scores)))
+    )
     worse = tuple(str(comparison) for comparison in comparisons if comparison.is_worse)
     if not scores:  # every eval failed: there is nothing to draw
         return NightFindings(night=night.run.name, num_scores=0, worse=(), page=Path(), markdown="")
@@ -58,9 +59,12 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     from nanodag.report.page import to_html, to_markdown
 
     zone = zone_of(settings.timezone)
-    nights = [*earlier, record | {"nightly": record["nightly"] | found}]
-    report = trend_report(nights, comparisons, false_alarms=settings.false_alarms, zone=zone)
+    report = trend_report([*earlier, record], comparisons, false_alarms=settings.false_alarms, zone=zone)
     markdown = to_markdown(report)
+    found = {
+        "scores": [score.model_dump(mode="json") for score in scores],
+        "comparisons": [comparison.as_json() for comparison in comparisons],
+    }
     files = {"trend.html": to_html(report), "trend.md": markdown, "night.json": json.dumps(found, indent=1)}
     metrics = {"num_scores": len(scores), "num_worse": len(worse)}
     artifact = publish_page(night.run, PAGE_STAGE, {"night": night.run.name}, results, files, metrics)

@@ -2,10 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
@@ -13,9 +12,10 @@ from nanodag.config.cron import last_due, zone_of
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.composed import open_composed
-from nanodag.run.record import Run, is_alive, pipeline_file, store_of
+from nanodag.run.record import Run, pipeline_file, store_of
 from nanodag.store import Store
 from nanodag.store.atomic import locked
+from nanodag.store.run_record import NightRecord, RunRecord
 
 PREFIX = "nightly-"
 
@@ -61,10 +61,8 @@ def begin_night(
         if isinstance(decision, Skipped):
             return decision
         choice = choose(store, resolved.pipeline)
-        about = {"by_schedule": by_schedule, "due": due.timestamp()}
-        about |= {"missing": list(choice.missing), "stale": list(choice.stale)}
-        # Only what is run is in the record's stages: the models of runs are those runs' own, and how long they
-        # are kept is not a night's business.
+        about = NightRecord(by_schedule=by_schedule, due=due.timestamp(), missing=choice.missing, stale=choice.stale)
+        # Only what is run is in the record's stages: the models of runs are those runs' own.
         run = open_composed(
             decision,
             night_pipeline(resolved.pipeline, choice),
@@ -72,12 +70,12 @@ def begin_night(
             file=path,
             to_do=stages_of(choice),
             flow_run=flow_run,
-            about={"nightly": about},
+            about=about,
         )
     return Night(run, resolved.pipeline, choice)
 
 
-def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) -> str | Skipped:
+def decide(nights: Sequence[RunRecord], due: datetime, flow_run: str) -> str | Skipped:
     """The name of the scheduled night of this flow run, or why it leaves it alone.
 
     nights: records. due: when the schedule was last due. Flow runs of nights before that are late runs of this one: the
@@ -88,18 +86,16 @@ def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) ->
     if mine := _of_flow_run(nights, flow_run):
         return _not_busy(nights, mine)  # a retry
     for night in nights:
-        if not night["nightly"]["by_schedule"] or night["nightly"]["due"] < due.timestamp():
+        if not night.night.by_schedule or night.night.due < due.timestamp():
             continue
-        if night["state"] == "running" and is_alive(night):
-            return Skipped(reason=f"Night {night['run']} is under way: flow run {night['flow_run']} runs it.")
-        if night["state"] not in ("running", "interrupted"):
-            return Skipped(
-                reason=f"Night {night['run']} is {night['state']} already; earlier ones are not made up for."
-            )
+        if night.is_alive:
+            return Skipped(reason=f"Night {night.run} is under way: flow run {night.flow_run} runs it.")
+        if night.state not in ("running", "interrupted"):
+            return Skipped(reason=f"Night {night.run} is {night.state} already; earlier ones are not made up for.")
     return f"{PREFIX}{due:%Y%m%d-%H%M}"
 
 
-def _asked(nights: Sequence[Mapping[str, Any]], name: str, now: datetime, flow_run: str) -> str:
+def _asked(nights: Sequence[RunRecord], name: str, now: datetime, flow_run: str) -> str:
     """The name of a night that somebody asked for. Raises StoreBusy for one under way, ConfigError for a name that no
     night can have."""
     name = _of_flow_run(nights, flow_run) or name or f"{PREFIX}{now:%Y%m%d-%H%M%S}"
@@ -108,15 +104,15 @@ def _asked(nights: Sequence[Mapping[str, Any]], name: str, now: datetime, flow_r
     return _not_busy(nights, name)
 
 
-def _not_busy(nights: Sequence[Mapping[str, Any]], name: str) -> str:
+def _not_busy(nights: Sequence[RunRecord], name: str) -> str:
     for night in nights:
-        if night["run"] == name and is_alive(night) and night["pid"] != os.getpid():
-            raise StoreBusy(f"Night {name} is under way in process {night['pid']}; wait for it, or stop it.")
+        if night.run == name and night.is_alive and night.pid != os.getpid():
+            raise StoreBusy(f"Night {name} is under way in process {night.pid}; wait for it, or stop it.")
     return name
 
 
-def _of_flow_run(nights: Sequence[Mapping[str, Any]], flow_run: str) -> str:
-    return next((str(night["run"]) for night in nights if flow_run and night["flow_run"] == flow_run), "")
+def _of_flow_run(nights: Sequence[RunRecord], flow_run: str) -> str:
+    return next((night.run for night in nights if flow_run and night.flow_run == flow_run), "")
 
 
 def stages_of(choice: Choice) -> list[str]:
@@ -125,12 +121,12 @@ def stages_of(choice: Choice) -> list[str]:
     return [*pinned, *(stage for subject in choice.subjects for stage in subject.evals)]
 
 
-def nights_of(store: Store) -> list[dict[str, Any]]:
+def nights_of(store: Store) -> list[RunRecord]:
     """The records of all nights, oldest first."""
-    return [record for record in store.records_of_runs().values() if "nightly" in record]
+    return [record for record in store.records_of_runs().values() if record.nightly is not None]
 
 
-def earlier_nights(store: Store, name: str, limit: int) -> list[dict[str, Any]]:
+def earlier_nights(store: Store, name: str, limit: int) -> list[RunRecord]:
     """The records of the newest `limit` nights before this one that have scores, oldest first."""
-    before = itertools.takewhile(lambda record: record["run"] != name, nights_of(store))
-    return [record for record in before if record["nightly"].get("scores")][-limit:]
+    before = itertools.takewhile(lambda record: record.run != name, nights_of(store))
+    return [record for record in before if record.night.scores][-limit:]

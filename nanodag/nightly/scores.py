@@ -2,21 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
+from nanodag.store.run_record import NightScore
 
 KEPT = ("metric", "higher_is_better", "form", "chat", "num_fewshot", "value", "stderr", "low", "high", "num_items")
 
 
-def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[dict[str, Any]]:
-    """One table a model and benchmark, in the order of the config. results: the night's stage name -> its result;
-    stages that failed are not in it.
-
-    label, stage, eval, benchmark name the line of the trend; run is where the model is from tonight; key, attempt and
-    digest are the eval's artifact, in which the samples lie.
-    """
+def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightScore]:
+    """One score a model and benchmark, in the order of the config. results: the night's stage name -> its result;
+    stages that failed are not in it."""
     scores = []
     for subject in night.subjects:
         for name, (eval_name, _) in subject.evals.items():
@@ -29,5 +25,5 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[dict[str
                 line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
                 artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
                 kept = {field: values[field] for field in KEPT}
-                scores.append({**line, "run": subject.run, **kept, **artifact, "was_found": result.was_found})
+                scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
     return scores

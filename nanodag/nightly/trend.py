@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
 from zoneinfo import ZoneInfo
 
 from nanodag.errors.words import counted
@@ -11,18 +10,17 @@ from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import Panel, panels_svg
 from nanodag.report.tables import Cell, Table
+from nanodag.store.run_record import NightScore, RunRecord
 
 MAX_TICKS = 5
 
-Score = Mapping[str, Any]
-
 
 def trend_report(
-    nights: Sequence[Mapping[str, Any]], comparisons: Sequence[NightComparison], *, false_alarms: float, zone: str
+    nights: Sequence[RunRecord], comparisons: Sequence[NightComparison], *, false_alarms: float, zone: str
 ) -> Report:
     """The page of the last of these nights. nights: records with scores, oldest first; comparisons: of the last one."""
     tonight = nights[-1]
-    scores, missing = tonight["nightly"]["scores"], tonight["nightly"]["missing"]
+    scores, missing, stale = tonight.night.scores, tonight.night.missing, tonight.night.stale
     worse = [comparison for comparison in comparisons if comparison.is_worse]
     note = (
         "Score with its 95 % interval. Differences are of the same items, with the interval of a paired bootstrap. p "
@@ -35,40 +33,35 @@ def trend_report(
         rows = [[Cell(text=text)] for text in missing]
         table = Table(headers=["what, and why"], rows=rows)
         sections.append(PageSection(title="Not evaluated", parts=[Part(table=table)]))
-    if stale := tonight["nightly"].get("stale", []):
+    if stale:
         rows = [[Cell(text=text, tone="bad")] for text in stale]
         sections.append(PageSection(title="Stale", parts=[Part(table=Table(headers=["model, and why"], rows=rows))]))
-    for number, (label, stage) in enumerate(dict.fromkeys((score["label"], score["stage"]) for score in scores)):
+    for number, (label, stage) in enumerate(dict.fromkeys((score.label, score.stage) for score in scores)):
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [
         Cell(text=str(len(worse)), detail="scores worse by more than noise"),
-        Cell(
-            text=str(len(scores)),
-            detail=f"scores of {counted(len({(s['label'], s['stage']) for s in scores}), 'model')}",
-        ),
-        Cell(
-            text=str(sum(not score["was_found"] for score in scores)), detail="evaluated tonight, the rest were known"
-        ),
+        Cell(text=str(len(scores)), detail=f"scores of {counted(len({(s.label, s.stage) for s in scores}), 'model')}"),
+        Cell(text=str(sum(not score.was_found for score in scores)), detail="evaluated tonight, the rest were known"),
         Cell(text=str(len(nights)), detail="nights"),
     ]
     return Report(
-        title="Nightly evals", subtitle=f"{tonight['run']} · {_when(tonight, zone)}", cards=cards, sections=sections
+        title="Nightly evals", subtitle=f"{tonight.run} · {_when(tonight, zone)}", cards=cards, sections=sections
     )
 
 
-def _tonight_table(scores: Sequence[Score], comparisons: Sequence[NightComparison]) -> Table:
+def _tonight_table(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> Table:
     rows = []
     for score in scores:
-        metric = score["metric"]
-        mine = {c.against: c for c in comparisons if c.score is score}
+        metric = score.metric
+        mine = {c.against: c for c in comparisons if c.score == score}
         verdict, tone = _verdict(list(mine.values()))
         rows.append(
             [
-                Cell(text=line_name(score), detail=score["run"]),
-                Cell(text=score["benchmark"], detail=f"{metric}, {counted(score['num_items'], 'item')}"),
+                Cell(text=line_name(score), detail=score.run),
+                Cell(text=score.benchmark, detail=f"{metric}, {counted(score.num_items, 'item')}"),
                 Cell(
-                    text=words.value(score["value"], metric),
-                    detail=words.interval(score["low"], score["high"], metric),
+                    text=words.value(score.value, metric),
+                    detail=words.interval(score.low, score.high, metric),
                 ),
                 _difference(mine.get("last night"), metric),
                 _difference(mine.get("best"), metric),
@@ -80,9 +73,9 @@ def _tonight_table(scores: Sequence[Score], comparisons: Sequence[NightCompariso
     return Table(headers=headers, rows=rows, numeric=(2, 3, 4, 5, 6))
 
 
-def line_name(score: Score) -> str:
+def line_name(score: NightScore) -> str:
     """`newest/sft`; the label alone for a pinned model."""
-    return "/".join(part for part in (score["label"], score["stage"]) if part)
+    return "/".join(part for part in (score.label, score.stage) if part)
 
 
 def _difference(comparison: NightComparison | None, metric: str) -> Cell:
@@ -113,13 +106,13 @@ def _is_unchanged(comparison: NightComparison) -> bool:
     return comparison.why == SAME_ANSWERS
 
 
-def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, *, name: str, zone: str) -> PageSection:
+def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name: str, zone: str) -> PageSection:
     """A model's panels, one a benchmark, and its scores night by night as a table."""
-    series: dict[tuple[str, str], list[tuple[int, Score]]] = {}
+    series: dict[tuple[str, str], list[tuple[int, NightScore]]] = {}
     for place, night in enumerate(nights):
-        for score in night["nightly"]["scores"]:
-            if (score["label"], score["stage"]) == (label, stage):
-                series.setdefault((score["eval"], score["benchmark"]), []).append((place, score))
+        for score in night.night.scores:
+            if (score.label, score.stage) == (label, stage):
+                series.setdefault((score.eval, score.benchmark), []).append((place, score))
     evals = {eval_name for eval_name, _ in series}
     dates = _dates(nights, zone)
     panels = [
@@ -132,12 +125,12 @@ def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, 
     return PageSection(title=title, parts=parts)
 
 
-def _panel(points: Sequence[tuple[int, Score]], benchmark: str, dates: Sequence[str]) -> Panel:
-    metric = points[-1][1]["metric"]
-    kept = [(place, score) for place, score in points if score["metric"] == metric]
+def _panel(points: Sequence[tuple[int, NightScore]], benchmark: str, dates: Sequence[str]) -> Panel:
+    metric = points[-1][1].metric
+    kept = [(place, score) for place, score in points if score.metric == metric]
     scale = 100 if words.is_share(metric) else 1
     xs = [place for place, _ in kept]
-    value, low, high = ([scale * score[field] for _, score in kept] for field in ("value", "low", "high"))
+    value, low, high = ([scale * getattr(score, field) for _, score in kept] for field in ("value", "low", "high"))
     step = max(1, -(-len(dates) // MAX_TICKS))
     ticks = [(place, dates[place]) for place in range(len(dates) - 1, -1, -step)][::-1]
     return Panel(
@@ -151,7 +144,7 @@ def _panel(points: Sequence[tuple[int, Score]], benchmark: str, dates: Sequence[
 
 
 def _nights_table(
-    series: Mapping[tuple[str, str], Sequence[tuple[int, Score]]], nights: Sequence[Mapping[str, Any]], zone: str
+    series: Mapping[tuple[str, str], Sequence[tuple[int, NightScore]]], nights: Sequence[RunRecord], zone: str
 ) -> Table:
     """Newest first: night, run, a column a benchmark."""
     found = {(key, place): score for key, points in series.items() for place, score in points}
@@ -162,25 +155,25 @@ def _nights_table(
             continue
         cells = [
             Cell(
-                text=words.value(score["value"], score["metric"]),
-                detail=words.interval(score["low"], score["high"], score["metric"]),
+                text=words.value(score.value, score.metric),
+                detail=words.interval(score.low, score.high, score.metric),
             )
             if (score := found.get((key, place)))
             else Cell(text="")
             for key in series
         ]
-        rows.append([Cell(text=_when(nights[place], zone)), Cell(text=mine[0]["run"] or "pinned"), *cells])
+        rows.append([Cell(text=_when(nights[place], zone)), Cell(text=mine[0].run or "pinned"), *cells])
     headers = ["night", "run", *(benchmark for _, benchmark in series)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))
 
 
-def _when(night: Mapping[str, Any], zone: str) -> str:
-    return f"{datetime.fromtimestamp(night['nightly']['due'], ZoneInfo(zone)):%Y-%m-%d %H:%M}"
+def _when(night: RunRecord, zone: str) -> str:
+    return f"{datetime.fromtimestamp(night.night.due, ZoneInfo(zone)):%Y-%m-%d %H:%M}"
 
 
-def _dates(nights: Sequence[Mapping[str, Any]], zone: str) -> list[str]:
+def _dates(nights: Sequence[RunRecord], zone: str) -> list[str]:
     """What stands below each night: its day; its time, where all are of one day; both, where some are."""
-    times = [datetime.fromtimestamp(night["nightly"]["due"], ZoneInfo(zone)) for night in nights]
+    times = [datetime.fromtimestamp(night.night.due, ZoneInfo(zone)) for night in nights]
     num_days = len({time.date() for time in times})
     form = "%m-%d" if num_days == len(times) else "%H:%M" if num_days == 1 else "%m-%d\n%H:%M"
     return [f"{time:{form}}" for time in times]

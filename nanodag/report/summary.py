@@ -4,9 +4,7 @@ It says what the report says, by the same functions, of the run as it is now: al
 is stale.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
@@ -16,6 +14,7 @@ from nanodag.report.tables import Cell, Table
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import stale_stages
 from nanodag.store import Artifact, Store
+from nanodag.store.run_record import RunRecord, StageRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class Summary:
     warnings: tuple[str, ...]
 
 
-def summary_of(store: Store, record: Mapping[str, Any]) -> Summary:
+def summary_of(store: Store, record: RunRecord) -> Summary:
     """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
-    known = [stage for stage in record["order"] if record["stages"][stage]["kind"] in KIND_ORDER]
+    known = [stage for stage, entry in record.stages.items() if entry.kind in KIND_ORDER]
     found = context_stages(store, record, known, is_read=_has_scores)
     stages = stages_of({"stages": {n: raw for n, raw in found.items() if raw["kind"] != "eval" or raw["files"]}})
     columns = columns_of(stages)
@@ -63,7 +62,12 @@ def _line(comparison: Comparison) -> str:
     )
 
 
-def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
+def _took(entry: StageRecord) -> str:
+    seconds = entry.made.cost_of("seconds", 0.0) if entry.made is not None else 0.0
+    return duration(seconds) if seconds else ""
+
+
+def summary_report(record: RunRecord, summary: Summary) -> Report:
     """The summary as a page: the artifact of a run in Prefect's UI."""
     sections = []
     if summary.scores is not None:
@@ -82,18 +86,18 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
     rows = [
         [
             Cell(text=name),
-            Cell(text=entry["kind"]),
-            Cell(text="stale" if name in stale else entry["state"], detail=stale.get(name, "")),
-            Cell(text=entry.get("key", "")[:12], code=True),
-            Cell(text=duration(entry["cost"]["seconds"]) if entry.get("cost", {}).get("seconds") else ""),
+            Cell(text=entry.kind),
+            Cell(text="stale" if name in stale else entry.state, detail=stale.get(name, "")),
+            Cell(text=entry.key[:12], code=True),
+            Cell(text=_took(entry)),
         ]
-        for name, entry in ((name, record["stages"][name]) for name in record["order"])
+        for name, entry in record.stages.items()
     ]
     table = Table(headers=["stage", "kind", "state", "key", "took"], rows=rows, numeric=(4,))
     sections.append(PageSection(title="Stages", parts=[Part(table=table)]))
     return Report(
-        title=f"Run {record['run']}",
-        subtitle=f"preset {record['preset']}",
+        title=f"Run {record.run}",
+        subtitle=f"preset {record.preset}",
         cards=(),
         warnings=[*warnings_of({}, stale), *summary.warnings],
         sections=sections,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config.resolve import leaves
-from nanodag.errors.words import duration, size
+from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
@@ -134,13 +134,14 @@ def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
     cost = stage.cost
     seconds, tokens = number(cost, "seconds"), trained_tokens(stage)
     speed = number(cost, "tokens_per_second") or (tokens / seconds if seconds and tokens else 0.0)
+    last = duration(seconds - number(cost, "earlier_seconds"))
     device = str(cost.get("device", ""))
     if (ranks := _num_ranks(stage)) > 1:
         device = f"{ranks} × {device}"
     kind = stage.kind if stage.kind != stage.name else ""
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
-        Cell(text=duration(seconds) if seconds else "", detail=tries_of(cost)),
+        Cell(text=duration(seconds) if seconds else "", detail=tries(int(number(cost, "num_attempts")), last)),
         Cell(text=duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
         Cell(text=_count(tokens), detail=_documents(stage)),
         Cell(text=_count(read_tokens(stage))),
@@ -174,13 +175,6 @@ def read_tokens(stage: ReportedStage) -> float:
     """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
     before = "tokens" if stage.kind == "eval" else "sampled_tokens"  # as artifacts had it before
     return number(stage.cost, "forward_tokens") or number(stage.cost, before)
-
-
-def tries_of(cost: Mapping[str, Any]) -> str:
-    """`2 tries, the last 38 s`; empty where the first one was enough."""
-    earlier = number(cost, "earlier_seconds")
-    num = int(number(cost, "num_attempts"))
-    return f"{num} tries, the last {duration(number(cost, 'seconds') - earlier)}" if earlier else ""
 
 
 def _count(tokens: float) -> str:

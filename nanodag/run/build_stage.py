@@ -5,13 +5,14 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from nanodag import registry as entries
-from nanodag.config import AnyStage, Pipeline, result_config
+from nanodag.config import AnyStage, result_config
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
@@ -23,11 +24,12 @@ from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
+from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, stage_key
 from nanodag.store.provenance import environment
-from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
+from nanodag.store.run_record import Made
 from nanodag.worker.job import Job
-from nanodag.worker.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
+from nanodag.worker.launch import LOG_NAME, Result, begin_try, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,8 @@ def build_stage(
         key, sources = key_of(run, stage, inputs)
         run.note_key(name, key)  # before it is looked up: from now on `gc` keeps what there is of it
         # A flow run that is retried does not force again what it has forced already.
-        mark = [run.flow_run, key]
-        force = force and not (run.flow_run and run.entry(name)["forced"] == mark)
+        mark = (run.flow_run, key)
+        force = force and not (run.flow_run and run.entry(name).forced == mark)
         artifact = None if force else run.store.lookup(key)
         was_found = artifact is not None
         if artifact is None and send is not None:
@@ -95,20 +97,9 @@ def build_stage(
                 f"Stage {name} was stopped while it waited for another run that builds the same."
             ) from error
         raise
-    run.note(
-        name,
-        state="found" if was_found else "built",
-        ended=time.time(),
-        key=key,
-        attempt=artifact.attempt,
-        digest=artifact.digest,
-        made_of={label: result.digest for label, result in inputs.items()},
-        made_with=config_digest(stage),
-        bytes=artifact.num_bytes,
-        cost=artifact.cost,
-        took_s=round(time.monotonic() - began - waited_s, 3),
-        **({"forced": mark} if force else {}),
-    )
+    made = made_from(artifact, stage, inputs, took_s=time.monotonic() - began - waited_s)
+    ended = {"state": "found" if was_found else "built", "ended": time.time(), "key": key, "made": made}
+    run.note(name, **ended, **({"forced": mark} if force else {}))
     return result_of(name, artifact, was_found=was_found)
 
 
@@ -178,9 +169,17 @@ def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
     return sources.get(value, value) if isinstance(value, str) else value
 
 
-def cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
-    """What a worker is told of other machines: nothing, for a stage on this one alone."""
-    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.nodes > 1 else {}
+def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: float = 0.0) -> Made:
+    """What a run's record says of a stage that has this result."""
+    return Made(
+        attempt=artifact.attempt,
+        digest=artifact.digest,
+        inputs={label: result.digest for label, result in inputs.items()},
+        config=config_digest(config),
+        num_bytes=artifact.num_bytes,
+        cost=dict(artifact.cost),
+        took_s=round(took_s, 3),
+    )
 
 
 class _Build:
@@ -199,44 +198,25 @@ class _Build:
         restarts: int,
         restarts_left: int,
     ) -> Artifact:
-        run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
-        job = self._job()
-        device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
-        devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
-        step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
-        asked = time.monotonic()
-        # After the key's lock, never before it: who holds devices waits for nobody, so no two wait for each other.
-        with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
-            self.waited_s = time.monotonic() - asked
-            tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
-            run.note(self._name, state="running", started=time.time(), key=self._key, **tried)
-            log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
-            with self._mirrored(job):
-                result = run_worker(
-                    kind.module,
-                    job,
-                    num_ranks=num_ranks if kind.has_ranks else 1,
-                    nodes=stage.resources.nodes if kind.has_ranks else 1,
-                    threads=int(stage.resources.threads),
-                    device=device,
-                    gpus=named_gpus(held.numbers) if device == "cuda" else "",
-                    niceness=kind.niceness,
-                    hold=(self._lock, *held.descriptors),
-                    stop=run.stop,
-                    on_line=on_line,
-                    on_metrics=on_metrics,
-                    timeout_s=stage.timeout_s,
-                    restarts=restarts,
-                    restarts_left=restarts_left,
-                )
-        artifact = self._publish(job, result)
+        run = self._run
+        job = job_of(run, self._name, self._stage, self._inputs, run.store.workspace(self._key))
+        if self._stage.kind == "report":
+            job = replace(job, context={**job.context, **_report_context(run, self._name, self._inputs)})
+        told = {"on_line": on_line, "on_metrics": on_metrics, "restarts": restarts, "restarts_left": restarts_left}
+        done = work(run, job, self._lock, on_place=self._on_place(job), **told)
+        self.waited_s = done.waited_s
+        artifact = self._publish(job, done.result)
         if run.pipeline.store.mirror_checkpoints:
             run.store.mirror(self._key, job.checkpoints).drop()
         return artifact
 
     @contextlib.contextmanager
-    def _mirrored(self, job: Job) -> Iterator[None]:
-        """Go on from mirrored checkpoints, and mirror new ones while the worker works, where that is asked for."""
+    def _on_place(self, job: Job) -> Iterator[None]:
+        """Say that the stage is running. Go on from mirrored checkpoints, and mirror new ones while the worker works,
+        where that is asked for."""
+        tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
+        self._run.note(self._name, state="running", started=time.time(), key=self._key, **tried)
+        log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
         if not self._run.pipeline.store.mirror_checkpoints:
             yield
             return
@@ -244,28 +224,6 @@ class _Build:
         mirror.restore()
         with mirror:
             yield
-
-    def _job(self) -> Job:
-        store = self._run.store
-        artifacts = {label: store.attempt(r.key, r.attempt) for label, r in self._inputs.items()}
-        run = self._run
-        context: dict[str, Any] = {
-            "preset": run.pipeline.preset,
-            "mirror": run.pipeline.mirror,
-            "code": str(run.code_path),
-            "composed": run.composed,
-            **cluster_context(run.pipeline, self._stage),
-        }
-        if self._stage.kind == "report":
-            context |= _report_context(self._run, self._name, self._inputs)
-        return Job(
-            name=self._name,
-            run=self._run.name,
-            config=self._stage,
-            inputs={label: store.materialize(artifact) for label, artifact in artifacts.items()},
-            workspace=store.workspace(self._key),
-            context=context,
-        )
 
     def _publish(self, job: Job, result: Result) -> Artifact:
         usage = usage_of(job.workspace)
@@ -306,8 +264,6 @@ class _Build:
 
 def _collect_records(job: Job) -> None:
     """Put what every worker leaves beside what this one chose to keep."""
-    if not job.output.is_dir():
-        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
     job.records.mkdir(exist_ok=True)
     for name in ("metrics.jsonl", "job.json", "result.json", LOG_NAME):
         if (job.workspace / name).exists():

@@ -1,18 +1,16 @@
 """Runs whose pipeline is put together in code, out of what a file says and what the store has: nights and sweeps."""
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nanodag.config import Pipeline, Resolved
 from nanodag.run.python_path import take_python_path
-from nanodag.run.record import Run, StageResult, left_before
+from nanodag.run.record import Run, StageResult, begun_record, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
-from nanodag.store.provenance import code_revision, environment, process_started
+from nanodag.store.provenance import environment
+from nanodag.store.run_record import Made, NightRecord, RunRecord, StageRecord, SweepRecord
 
 
 def open_composed(
@@ -23,32 +21,22 @@ def open_composed(
     file: Path,
     to_do: Sequence[str],
     flow_run: str,
-    about: Mapping[str, Any],
+    about: SweepRecord | NightRecord,
 ) -> Run:
     """Begin such a run, or resume it: what its record said before of the same stages stays known.
 
-    to_do: the stages that are run, inputs first; those alone are in the record. about: what else the record
-    says; its first name is what kind of run this is, `sweep` or `nightly`.
+    to_do: the stages that are run, inputs first; those alone are in the record. about: what makes it a sweep or
+    a night.
     """
     take_python_path(store.local, name)
-    before = store.own_run(name) if name in store.runs() else {}
-    stages = {}
-    for stage in to_do:
-        config = pipeline.stages[stage]
-        facts: dict[str, Any] = {"kind": config.kind, "inputs": dict(config.inputs), "state": "waiting", "forced": []}
-        stages[stage] = {**before.get("stages", {}).get(stage, {}), **facts}
-    record = {
-        **{"run": name, "state": "running", "reason": "", "flow_run": flow_run, "revision": code_revision()},
-        **{"created": before.get("created", time.time()), "started": time.time()},
-        **{"pid": os.getpid(), "pid_started": process_started(psutil.Process())},
-        **{"file": str(file), "preset": pipeline.preset, "overrides": [], "origins": {}},
-        **{"pipeline": pipeline.model_dump(mode="json"), "order": list(to_do), "stages": stages},
-        "before": left_before(before),
-        **about,
-    }
-    store.replace_run(name, record)
-    run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent)
-    run.flow_run, run.to_do, run.composed = flow_run, list(to_do), next(iter(about), "")
+    before = store.own_run(name) if store.find_run(name) is not None else None
+    known = before.stages if before is not None else {}
+    stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
+    kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}
+    places = {"file": str(file), "overrides": (), "origins": {}, "flow_run": flow_run}
+    record = store.write_run(begun_record(name, pipeline, stages, before, **places, **kind))
+    run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent, flow_run)
+    run.to_do, run.composed = list(to_do), record.composed
     return run
 
 
@@ -93,13 +81,11 @@ def publish_page(
 
 def note_page(run: Run, kind: str, artifact: Artifact) -> None:
     """Let the run's record name its page: as a stage, after all others."""
-    entry = {
-        **{"kind": kind, "inputs": {}, "state": "built", "reason": "", "cost": {}, "forced": [], "ended": time.time()},
-        **{"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
-    }
+    made = Made(attempt=artifact.attempt, digest=artifact.digest, num_bytes=artifact.num_bytes)
+    entry = StageRecord(kind=kind, state="built", ended=time.time(), key=artifact.key, made=made)
 
-    def add(record: dict[str, Any]) -> None:
-        record["stages"][kind] = entry
-        record["order"] = [*(stage for stage in record["order"] if stage != kind), kind]
+    def add(record: RunRecord) -> RunRecord:
+        others = {stage: other for stage, other in record.stages.items() if stage != kind}
+        return record.changed(stages={**others, kind: entry})
 
     run.store.change_run(run.name, add)

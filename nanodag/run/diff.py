@@ -7,6 +7,7 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.run.stale import stale_stages
 from nanodag.store import Artifact, Store, canonical_json
+from nanodag.store.run_record import RunRecord, StageRecord
 
 SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
 _COST = ("seconds", "cpu_seconds", "tokens", "flops", "peak_bytes", "device")
@@ -35,7 +36,7 @@ class DiffLine:
         return None
 
 
-def compare(store: Store, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[DiffLine]:
+def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]:
     """Every line of both runs, section by section. first, second: their records."""
     sides = [_side(store, record) for record in (first, second)]
     rows = []
@@ -46,16 +47,15 @@ def compare(store: Store, first: Mapping[str, Any], second: Mapping[str, Any]) -
     return rows
 
 
-def _side(store: Store, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in flat(record.get("pipeline", {})):
+    for name, value in flat(record.pipeline):
         if not name.startswith(_ELSEWHERE):
             found["config"][name.removeprefix("stages.")] = value
-    found["code"]["run: revision of the run"] = record.get("revision")
+    found["code"]["run: revision of the run"] = record.revision
     stale = stale_stages(record)
-    for stage in record["order"]:
-        entry = record["stages"][stage]
-        made = f"{entry['key'][:12]}/{entry['attempt']}" if "attempt" in entry else entry["state"]
+    for stage, entry in record.stages.items():
+        made = f"{entry.key[:12]}/{entry.made.attempt}" if entry.made is not None else entry.state
         found["stages"][stage] = f"{made}, stale" if stage in stale else made
         artifact = _artifact(store, entry)
         if artifact is None:
@@ -72,11 +72,11 @@ def _side(store: Store, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _artifact(store: Store, entry: Mapping[str, Any]) -> Artifact | None:
-    if "attempt" not in entry:
+def _artifact(store: Store, entry: StageRecord) -> Artifact | None:
+    if entry.artifact is None:
         return None
     try:
-        return store.attempt(entry["key"], entry["attempt"])
+        return store.attempt(*entry.artifact)
     except (ArtifactNotFound, CorruptArtifact, NewerFormat):  # `nanodag verify` says more; the rest can be compared
         return None
 

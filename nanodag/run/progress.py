@@ -11,6 +11,7 @@ from nanodag.errors import StoreError
 from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord, StageRecord
 
 TAIL_BYTES = 65536
 SPEED_WINDOW_S = 30.0
@@ -43,38 +44,38 @@ class StageProgress:
     reason: str
 
 
-def progress_of(store: Store, record: Mapping[str, Any]) -> list[StageProgress]:
+def progress_of(store: Store, record: RunRecord) -> list[StageProgress]:
     """Every stage of a run, in the order of its DAG."""
     stale = stale_stages(record)
-    found = [_stage(store, name, record["stages"][name]) for name in record["order"]]
+    found = [_stage(store, name, entry) for name, entry in record.stages.items()]
     return [replace(stage, state="stale") if stage.name in stale else stage for stage in found]
 
 
-def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
-    state, started, ended = entry["state"], entry.get("started", 0.0), entry.get("ended", 0.0)
+def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
+    state, started = entry.state, entry.started
     lines = _last_lines(store, entry) if state in ("running", "stopped", "failed") else []
     works = [line for line in lines if line["event"] in ("step", "phase") and line.get("total")]
     rate = _rate([(line["time"], line["step"], (line["total"], line.get("phase"))) for line in works])
-    is_running, is_made = state == "running", state in ("built", "found")
+    is_running, is_made = state == "running", entry.has_ended_well
     last = works[-1] if works else {"step": 0, "total": 0}
     return StageProgress(
         name=name,
-        kind=entry["kind"],
+        kind=entry.kind,
         state=STARTING if is_running and not works else state,
-        key=entry.get("key", ""),
+        key=entry.key,
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
         amount=_amount(last) if works else "",
-        reached=_reached_by(store, entry["key"], entry["attempt"]) if is_made and "attempt" in entry else _said(lines),
+        reached=_reached_by(store, *entry.artifact) if is_made and entry.artifact is not None else _said(lines),
         speed=_speed(works, rate) if is_running else "",
         left_s=(last["total"] - last["step"]) / rate if is_running and rate else -1.0,
-        elapsed_s=(ended or time.time()) - started + entry.get("earlier_s", 0.0) if started else -1.0,
-        reason=entry.get("reason", ""),
+        elapsed_s=(entry.ended or time.time()) - started + entry.earlier_s if started else -1.0,
+        reason=entry.reason,
     )
 
 
-def _last_lines(store: Store, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _last_lines(store: Store, entry: StageRecord) -> list[dict[str, Any]]:
     """The newest metrics records that this attempt wrote."""
-    path = store.local / "work" / entry.get("key", "none") / "metrics.jsonl"
+    path = store.local / "work" / (entry.key or "none") / "metrics.jsonl"
     if not path.exists():
         return []
     with path.open("rb") as stream:
@@ -88,7 +89,7 @@ def _last_lines(store: Store, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         if isinstance(line, dict) and "event" in line and "step" in line:
             lines.append(line)
-    return [line for line in lines if line["time"] >= entry.get("started", 0.0)]
+    return [line for line in lines if line["time"] >= entry.started]
 
 
 def _rate(points: Sequence[tuple[float, float, Any]]) -> float:

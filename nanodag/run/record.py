@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from nanodag.config import Pipeline, Resolved, order_of, resolve
+from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
 from nanodag.config.resolve import read_document
 from nanodag.config.trust import check_owner, check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
@@ -22,9 +22,10 @@ from nanodag.errors.words import nearest
 from nanodag.host.folders import PROJECT
 from nanodag.run.kinds import KINDS
 from nanodag.run.python_path import take_python_path
-from nanodag.run.stale import ENDED_WELL, config_digest, following, left_alone, stale_stages
+from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
 from nanodag.store import Artifact, Store
-from nanodag.store.provenance import code_revision, is_process, process_started
+from nanodag.store.provenance import code_revision, process_started
+from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, references_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,57 +66,71 @@ class Run:
 
     def note(self, stage: str, **fields: Any) -> None:
         """Change what the run's record says about one stage."""
-        self.store.change_run(self.name, lambda record: record["stages"][stage].update(fields))
+        self.store.change_run(self.name, lambda record: record.with_stage(stage, **fields))
 
     def note_key(self, stage: str, key: str) -> None:
         """Record the key that a stage is going to have; what it was finished with under another one is not its result
         any more."""
 
-        def change(record: dict[str, Any]) -> None:
-            entry = record["stages"][stage]
-            if entry.get("key") != key:
-                for field in ("attempt", "digest", "made_of", "made_with", "bytes"):
-                    entry.pop(field, None)
-            entry["key"] = key
+        def change(record: RunRecord) -> RunRecord:
+            entry = record.stages[stage]
+            return record.with_stage(stage, key=key, made=entry.made if entry.key == key else None)
 
         self.store.change_run(self.name, change)
 
-    def entry(self, stage: str) -> dict[str, Any]:
+    def entry(self, stage: str) -> StageRecord:
         """What the run's record says about one stage."""
-        return self.store.read_run(self.name)["stages"][stage]
+        return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
         """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`."""
-        self.store.change_run(self.name, _end)
+        self.store.change_run(self.name, _ended)
 
 
-def _end(record: dict[str, Any]) -> None:
-    for stage in record["stages"].values():
-        if stage["state"] == "waiting":
-            stage["state"] = "found" if "attempt" in stage else "not run"  # what an earlier run of this name left
-        elif stage["state"] == "running":
-            stage.update(state="stopped", ended=time.time())
-    states = {stage["state"] for stage in record["stages"].values()}
+def _ended(record: RunRecord) -> RunRecord:
+    stages = {name: _stage_ended(entry) for name, entry in record.stages.items()}
+    states = {entry.state for entry in stages.values()}
     state = "failed" if "failed" in states else "completed" if states <= set(ENDED_WELL) else "stopped"
-    reasons = [f"{name}: {s['reason']}" for name, s in record["stages"].items() if s["state"] == "failed"]
-    record.update(state=state, reason="\n".join(reasons), ended=time.time())
-    if state == "completed":
-        record["before"] = []
+    reasons = [f"{name}: {entry.reason}" for name, entry in stages.items() if entry.state == "failed"]
+    before = () if state == "completed" else record.before
+    return record.changed(stages=stages, state=state, reason="\n".join(reasons), ended=time.time(), before=before)
 
 
-def left_before(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a record refers to, for the record that takes its place: the store keeps that until the run has completed.
+def _stage_ended(entry: StageRecord) -> StageRecord:
+    if entry.state == "waiting":  # what it may have is of an earlier run of this name
+        return entry.changed(state="not run" if entry.made is None else "found")
+    return entry.changed(state="stopped", ended=time.time()) if entry.state == "running" else entry
 
-    A stage that is not finished gives its key alone: all attempts under it, and its workspace.
+
+def begun_record(
+    name: str, pipeline: Pipeline, stages: Mapping[str, StageRecord], before: RunRecord | None, **about: Any
+) -> RunRecord:
+    """The record of a run that this process begins, or resumes. about: the fields that kinds of runs differ in.
+
+    before: the record that it replaces. What that keeps alive the store keeps until this run has completed.
     """
-    found = []
-    for entry in [*record.get("stages", {}).values(), *record.get("before", [])]:
-        if "key" in entry:
-            is_finished = "attempt" in entry and entry.get("state", "built") in ENDED_WELL
-            one = {"key": entry["key"], **({"attempt": entry["attempt"]} if is_finished else {})}
-            if one not in found:
-                found.append(one)
-    return found
+    dumped = pipeline.model_dump(mode="json")
+    return RunRecord(
+        run=name,
+        created=before.created if before is not None else time.time(),
+        started=time.time(),
+        state="running",
+        preset=pipeline.preset,
+        pipeline=dumped,
+        stages=dict(stages),
+        before=tuple(dict.fromkeys(before.references())) if before is not None else (),
+        uses=tuple(dict.fromkeys(references_in(dumped))),
+        revision=code_revision(),
+        pid=os.getpid(),
+        pid_started=process_started(psutil.Process()),
+        **about,
+    )
+
+
+def waiting_stage(config: AnyStage, earlier: StageRecord | None) -> StageRecord:
+    """A stage that is to be run. earlier: what the run's record said of it; its result stays known."""
+    fields = {"kind": config.kind, "inputs": dict(config.inputs), "config": config_digest(config), "state": "waiting"}
+    return earlier.changed(**fields) if earlier is not None else StageRecord(**fields)
 
 
 def open_run(
@@ -145,59 +160,36 @@ def open_run(
         raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
-    before = store.read_run(name) if name in store.runs() else {}
+    before = store.find_run(name)
     refuse_composed(name, before)
     take_python_path(store.local, name)
-    if keeps_stale and before and (kept_stale := left_alone(before, run.pipeline)):
+    if keeps_stale and before is not None and (kept_stale := left_alone(before, run.pipeline)):
         only = [stage for stage in run.order if stage not in kept_stale]
     run.to_do = [stage for stage in run.order if not only or stage in only]
-    if is_alive(before) and before["pid"] != os.getpid():
-        raise StoreBusy(f"Run {name} is under way in process {before['pid']}; wait for it, or stop it.")
-    kept = before.get("stages", {}) if only else {}
-    stages = {
-        stage: {**kept[stage], "config": config_digest(config)}
-        if only and stage not in only and stage in kept
-        else {
-            **kept.get(stage, {}),
-            "kind": config.kind,
-            "inputs": dict(config.inputs),
-            "config": config_digest(config),
-            "state": "waiting",
-            "forced": before.get("stages", {}).get(stage, {}).get("forced", []),
-        }
-        for stage, config in run.pipeline.stages.items()
-    }
-    record = {
-        "run": name,
-        "created": before.get("created", time.time()),
-        "started": time.time(),
-        "state": "running",
-        "reason": "",
-        "file": str(pipeline_file(file)),
-        "preset": run.pipeline.preset,
-        "overrides": list(overrides),
-        "pipeline": run.pipeline.model_dump(mode="json"),
-        "origins": dict(run.origins),
-        "order": run.order,
-        "stages": stages,
-        "before": left_before(before),
-        "revision": code_revision(),
-        "flow_run": flow_run,
-        "pid": os.getpid(),
-        "pid_started": process_started(psutil.Process()),
-    }
-    store.replace_run(name, record)
+    if before is not None and before.is_alive and before.pid != os.getpid():
+        raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
+    known = before.stages if before is not None else {}
+    stages = {}
+    for stage in run.order:
+        config, earlier = run.pipeline.stages[stage], known.get(stage)
+        if only and stage not in only and earlier is not None:
+            stages[stage] = earlier.changed(config=config_digest(config))
+        else:
+            forced = earlier.forced if earlier is not None else None
+            stages[stage] = waiting_stage(config, earlier if only else None).changed(forced=forced)
+    about = {"file": str(pipeline_file(file)), "overrides": tuple(overrides), "origins": dict(run.origins)}
+    store.write_run(begun_record(name, run.pipeline, stages, before, flow_run=flow_run, **about))
     return run
 
 
 def join_run(name: str, store: Store) -> Run:
     """A run of another process, for one stage of it here: as its record says, nothing resolved again."""
     record = store.read_run(name)
-    resolved = Resolved(pipeline=Pipeline.model_validate(record["pipeline"]), origins=record["origins"])
-    check_trust(resolved.pipeline, Path(record["file"]))
-    run = Run(name, resolved, store, Path(record["file"]).parent, record["flow_run"])
+    resolved = Resolved(pipeline=Pipeline.model_validate(record.pipeline), origins=record.origins)
+    check_trust(resolved.pipeline, Path(record.file))
+    run = Run(name, resolved, store, Path(record.file).parent, record.flow_run)
     run.is_joined = True
-    run.composed = next((kind for kind in ("sweep", "nightly") if kind in record), "")
+    run.composed = record.composed
     return run
 
 
@@ -226,32 +218,32 @@ def recorded_run(
     first = stage or begin_at
     if stale:
         is_stale = stale_stages(record)
-        stages = tuple(s for s in record["order"] if s in is_stale or record["stages"][s]["state"] not in ENDED_WELL)
+        stages = tuple(s for s, entry in record.stages.items() if s in is_stale or not entry.has_ended_well)
         if not stages:
             raise ConfigError(f"Nothing of run {name} is stale or unfinished: there is nothing to build again.")
-    elif first not in record["stages"]:
-        near = nearest(first, record["order"])
-        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record['order'])}.{near}")
+    elif first not in record.stages:
+        near = nearest(first, list(record.stages))
+        raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record.stages)}.{near}")
     else:
-        stages = (stage,) if stage else following(record, begin_at)
+        stages = (stage,) if stage else following(inputs_in(record), begin_at)
     own = (*stages, "unchecked")
     foreign = [text for text in overrides if text.partition("=")[0].partition(".")[0] not in own]
     if foreign:
         raise ConfigError(
             f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."
         )
-    overrides = merged([*record["overrides"], *overrides])
-    return Recorded(file=record["file"], preset=record["preset"], overrides=overrides, stages=stages)
+    overrides = merged([*record.overrides, *overrides])
+    return Recorded(file=record.file, preset=record.preset, overrides=overrides, stages=stages)
 
 
-def refuse_composed(name: str, record: Mapping[str, Any]) -> None:
+def refuse_composed(name: str, record: RunRecord | None) -> None:
     """Raise ConfigError for a sweep or a night: executed as a run, it would lose its record to a plain preset's."""
-    if "sweep" in record:
+    if record is not None and record.sweep is not None:
         raise ConfigError(
             f"{name} is a sweep: resume it by Retry in the UI, or by nanodag sweep --name {name} and what it was "
             "started with. For a run of its own choose another name."
         )
-    if "nightly" in record:
+    if record is not None and record.nightly is not None:
         raise ConfigError(
             f"{name} is a night: resume it by Retry in the UI, or evaluate again with: nanodag nightly run. For a "
             "run of its own choose another name."
@@ -270,17 +262,18 @@ def merged(overrides: Sequence[str]) -> list[str]:
 
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
     """Those inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
-    stages = run.store.read_run(run.name)["stages"]
+    stages = run.store.read_run(run.name).stages
     found = {}
     for label in labels:
         source = run.pipeline.stages[stage].inputs[label]
-        if stages[source]["state"] in ENDED_WELL:
-            entry = stages[source]
-            artifact = run.store.attempt(entry["key"], entry["attempt"])
+        entry = stages[source]
+        if entry.has_ended_well and entry.artifact is not None:
+            artifact = run.store.attempt(*entry.artifact)
             found[label] = result_of(source, artifact, was_found=True)
         elif not KINDS[run.pipeline.stages[stage].kind].takes_what_exists:
-            state = stages[source]["state"]
-            raise ArtifactNotFound(f"Stage {stage} of run {run.name} needs stage {source}, which is {state}: run that.")
+            raise ArtifactNotFound(
+                f"Stage {stage} of run {run.name} needs stage {source}, which is {entry.state}: run that."
+            )
     return found
 
 
@@ -329,21 +322,9 @@ def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
 
 
-def is_alive(record: Mapping[str, Any]) -> bool:
-    """True when the process of a run, as its record says, is there."""
-    if record.get("state") != "running":
-        return False
-    try:
-        process = psutil.Process(record["pid"])
-        # Process ids come around again, so the start must fit too.
-        return process.status() != psutil.STATUS_ZOMBIE and is_process(process, record["pid_started"])
-    except psutil.NoSuchProcess:
-        return False
-
-
-def state_of(record: Mapping[str, Any]) -> str:
+def state_of(record: RunRecord) -> str:
     """A run's state as it is shown: `interrupted` of one whose process is gone, `stale` of one that has completed and
     of which a stage was built again since (nanodag.run.stale)."""
-    if record["state"] == "running" and not is_alive(record):
+    if record.state == "running" and not record.is_alive:
         return "interrupted"
-    return "stale" if record["state"] == "completed" and stale_stages(record) else record["state"]
+    return "stale" if record.state == "completed" and stale_stages(record) else record.state

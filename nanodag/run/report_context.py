@@ -1,9 +1,10 @@
 """What the report lists of a run, read from its record and the store: the context of a report's job."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanodag.store import Artifact, Store
+from nanodag.store.run_record import RunRecord
 
 _REPORTED = (
     *("kind", "key", "attempt", "digest", "metrics", "cost"),
@@ -12,7 +13,7 @@ _REPORTED = (
 
 
 def context_stages(
-    store: Store, record: Mapping[str, Any], stages: Iterable[str], *, is_read: Callable[[Artifact], bool]
+    store: Store, record: RunRecord, stages: Iterable[str], *, is_read: Callable[[Artifact], bool]
 ) -> dict[str, Any]:
     """The finished ones of these stages, as nanodag.report lists them: manifest, files, records.
 
@@ -20,17 +21,17 @@ def context_stages(
     """
     shown: dict[str, Any] = {}
     for stage in stages:
-        entry = record["stages"][stage]
-        if "attempt" not in entry:
+        entry = record.stages[stage]
+        if entry.artifact is None:
             continue
-        artifact = store.attempt(entry["key"], entry["attempt"])
+        artifact = store.attempt(*entry.artifact)
         # Another run may have built this artifact under other stage names; here it is called as in this run. What it
         # was made of may be the run's no more: then it is what the manifest says.
         lineage = {
             label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
             if shown[source]["digest"] == artifact.lineage.get(label, {}).get("digest")
             else artifact.lineage[label]
-            for label, source in entry["inputs"].items()
+            for label, source in entry.inputs.items()
             if source in shown and label in artifact.lineage
         }
         folders = {"files": "", "records": ""}

@@ -10,16 +10,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nanodag.config import AnyStage, resolve
-from nanodag.errors import ArtifactNotFound, StageFailed, StoreError
-from nanodag.run.build_stage import cluster_context, key_of
+from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.run.build_stage import key_of
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
+from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
-from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
-from nanodag.worker.job import Job
-from nanodag.worker.launch import Result, run_worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +53,9 @@ def reproduce(
     _same_key(run, stage, inputs, artifact)
     name = f"reproduce-{artifact.key[:12]}-{secrets.token_hex(4)}"
     with store.building(name) as lock:
-        above = {label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()}
-        context = {"preset": run.pipeline.preset, "mirror": run.pipeline.mirror, "code": str(path.parent)}
-        context |= cluster_context(run.pipeline, stage)
         workspace = store.workspace(name)
-        job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
-        result = _run_worker(store, job, lock, on_line)
+        job = job_of(run, artifact.stage, stage, inputs, workspace)
+        result = work(run, job, lock, on_line=on_line, steps_back=True).result
         hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
         files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
         is_same = all(state == "same" for state in files.values())
@@ -73,31 +68,6 @@ def reproduce(
         environment=_changed(artifact.environment, environment(str(stage.resources.device))),
         workspace=None if is_same else workspace,
     )
-
-
-def _run_worker(store: Store, job: Job, lock: int, on_line: Callable[[str], None]) -> Result:
-    """Run the job's worker on a device of this machine."""
-    stage, kind = job.config, KINDS[job.config.kind]
-    device = str(stage.resources.device)
-    devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
-    step_back_s = STEP_BACK_S if device == "cuda" else 0.0
-    with hold(devices_folder(store), devices, step_back_s=step_back_s) as held:
-        result = run_worker(
-            kind.module,
-            job,
-            num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-            nodes=stage.resources.nodes if kind.has_ranks else 1,
-            threads=int(stage.resources.threads),
-            device=device,
-            gpus=named_gpus(held.numbers) if device == "cuda" else "",
-            niceness=kind.niceness,
-            hold=(lock, *held.descriptors),
-            on_line=on_line,
-            timeout_s=stage.timeout_s,
-        )
-    if not job.output.is_dir():
-        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
-    return result
 
 
 def _recipe(artifact: Artifact) -> Any:

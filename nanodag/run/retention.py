@@ -5,29 +5,24 @@ says which runs' records stay. What goes is taken out of sight first; then the r
 has come to refer to meanwhile is brought back, with what that was made from.
 """
 
-import json
 import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
-from nanodag.run.stale import ENDED_WELL
 from nanodag.store import Artifact, Store
 from nanodag.store.atomic import sizes_below
 from nanodag.store.check import targets
+from nanodag.store.run_record import ArtifactReference, RunRecord
 
 log = logging.getLogger(__name__)
 
 # Longer than a stage takes from finding an artifact to noting it in its run's record.
 SETTLE_S = 2.0
-ANY = "*"
-_NAMED = re.compile(r"([0-9a-f]{40})/(\d{4}(?:-[0-9a-f]{8})?)")
-
-Reference = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,7 @@ class RemovalPlan:
     num_kept: int
     kept_bytes: int
     notes: tuple[str, ...]
-    attempts: Mapping[Reference, Any] = field(default_factory=dict)
+    attempts: Mapping[ArtifactReference, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -88,30 +83,24 @@ def best_of(text: str) -> Best:
 
 def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
     """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
-    if damaged := store.damaged_runs():
-        raise StoreError(
-            f"The record of run {damaged[0]} in {store.url} is damaged, so what it refers to is not known. Remove "
-            f"runs/{damaged[0]}.json if it is of no use, then go on."
-        )
-    records = store.records_of_runs()
+    records = store.all_records()
     retired = _retired(records, policy)
     staying = {name: record for name, record in records.items() if name not in retired}
     notes: list[str] = []
     attempts = _attempts(store, notes)
     kept = _with_origins(attempts, _references(staying) | _best(attempts, policy.best) | _young(attempts, policy))
     items = [
-        Item(
-            what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].get("started", 0.0)
-        )
+        Item(what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].started)
         for name in retired
     ]
-    for (key, attempt), artifact in attempts.items():
-        if not _is_in((key, attempt), kept) and artifact != "newer":
+    for reference, artifact in attempts.items():
+        if not _is_in(reference, kept) and artifact != "newer":
             why = "no run refers to it" if isinstance(artifact, Artifact) else "damaged, and no run refers to it"
-            items.append(Item(what="attempt", name=f"{key}/{attempt}", num_bytes=_bytes(artifact), why=why))
+            name = f"{reference.key}/{reference.attempt}"
+            items.append(Item(what="attempt", name=name, num_bytes=_bytes(artifact), why=why))
     items += _workspaces(store, staying)
     items += _copies(store, attempts, kept)
-    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    unfinished = _unfinished(staying)
     items += [
         Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run resumes these checkpoints")
         for key in store.mirrored()
@@ -146,14 +135,14 @@ def free(store: Store, found: RemovalPlan, *, settle_s: float = SETTLE_S) -> tup
 
 def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: list[str]) -> int:
     """Take them out of sight, and look who needs them now: those come back first, then the others are removed."""
-    hidden: dict[Reference, tuple[str, int]] = {}
+    hidden: dict[ArtifactReference, tuple[str, int]] = {}
     freed = 0
     try:
         for item in (i for i in found.items if i.what == "attempt"):
             key, _, attempt = item.name.partition("/")
             try:
                 with store.building(key, timeout_s=0.0):
-                    hidden[key, attempt] = (store.hide(key, attempt), item.num_bytes)
+                    hidden[ArtifactReference(key, attempt)] = (store.hide(key, attempt), item.num_bytes)
             except StoreBusy:
                 stayed.append(f"{item.name}: somebody is building that key")
             except FileNotFoundError:
@@ -161,13 +150,13 @@ def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: li
         if hidden:
             time.sleep(settle_s)
             attempts = _attempts(store, [], found.attempts)
-            wanted = _with_origins(attempts, _references(store.records_of_runs()))
+            wanted = _with_origins(attempts, _references(store.all_records()))
             for reference in [r for r in hidden if _is_in(r, wanted)]:
                 _bring_back(store, reference, hidden[reference][0], stayed, "a run has come to refer to it")
                 del hidden[reference]
         for reference in list(hidden):
             token, num_bytes = hidden.pop(reference)
-            store.delete(*reference, token)
+            store.delete(reference.key, str(reference.attempt), token)
             freed += num_bytes
     finally:
         for reference, (token, _) in hidden.items():
@@ -175,31 +164,32 @@ def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: li
     return freed
 
 
-def _bring_back(store: Store, reference: Reference, token: str, stayed: list[str], why: str) -> None:
+def _bring_back(store: Store, reference: ArtifactReference, token: str, stayed: list[str], why: str) -> None:
     """Undo `hide`; one that cannot be brought back does not keep the others away."""
-    name = "/".join(reference)
+    key, old = reference.key, str(reference.attempt)
+    name = f"{key}/{old}"
     try:
-        attempt = store.bring_back(*reference, token)
+        attempt = store.bring_back(key, old, token)
     except (OSError, StoreError) as error:
         log.warning("%s could not be brought back: %s", name, error)
         stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it again")
         return
-    moved = "" if attempt == reference[1] else f"; it is attempt {attempt} now"
+    moved = "" if attempt == old else f"; it is attempt {attempt} now"
     stayed.append(f"{name}: {why}{moved}")
 
 
 def _remove_run(store: Store, item: Item, stayed: list[str]) -> None:
     """Remove a run's record, unless somebody has begun to resume that run since the plan was made."""
 
-    def is_resumed(record: Mapping[str, Any]) -> bool:
-        return record.get("state") == "running" or record.get("started", 0.0) != item.started
+    def is_resumed(record: RunRecord) -> bool:
+        return record.state == "running" or record.started != item.started
 
     if not store.remove_run(item.name, unless=is_resumed):
         stayed.append(f"{item.name}: that run has been resumed")
 
 
-def _is_wanted(store: Store, key: str, attempt: str = ANY) -> bool:
-    return _is_in((key, attempt), _references(store.records_of_runs()))
+def _is_wanted(store: Store, key: str, attempt: str | None = None) -> bool:
+    return _is_in(ArtifactReference(key, attempt), _references(store.all_records()))
 
 
 def _clear(store: Store, item: Item, stayed: list[str]) -> int:
@@ -239,69 +229,62 @@ def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> i
     return freed
 
 
-def _retired(records: Mapping[str, Mapping[str, Any]], policy: RetentionPolicy) -> list[str]:
+def _retired(records: Mapping[str, RunRecord], policy: RetentionPolicy) -> list[str]:
     """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone. A run that
     completed is worth more than a newer one that did not."""
     if not policy.keep_runs and not policy.keep_days:
         return []
-    plain = [name for name, record in records.items() if "nightly" not in record]
-    by_worth = sorted(plain, key=lambda name: records[name].get("state") == "completed")  # each part oldest first
+    plain = [name for name, record in records.items() if record.nightly is None]
+    by_worth = sorted(plain, key=lambda name: records[name].state == "completed")  # each part oldest first
     newest = set(by_worth[-policy.keep_runs :]) if policy.keep_runs else set()
     limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
     return [
         name
         for name, record in records.items()
         if name not in newest
-        and record.get("state") != "running"
-        and float(record.get("created", 0.0)) < limit
+        and record.state != "running"
+        and record.created < limit
         and (name in plain or policy.keep_days)
     ]
 
 
-def _attempts(store: Store, notes: list[str], known: Mapping[Reference, Any] | None = None) -> dict[Reference, Any]:
+def _attempts(
+    store: Store, notes: list[str], known: Mapping[ArtifactReference, Any] | None = None
+) -> dict[ArtifactReference, Any]:
     """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers. known:
     what was read before, which is not read again."""
-    found: dict[Reference, Any] = dict(known or {})
+    found: dict[ArtifactReference, Any] = dict(known or {})
     for key, attempt in targets(store, ""):
-        if (key, attempt) in found:
+        reference = ArtifactReference(key, attempt)
+        if reference in found:
             continue
         try:
-            found[key, attempt] = store.attempt(key, attempt)
+            found[reference] = store.attempt(key, attempt)
         except ArtifactNotFound:
             continue
         except NewerFormat as error:
-            found[key, attempt] = "newer"
+            found[reference] = "newer"
             notes.append(f"{error} It stays.")
         except CorruptArtifact:
-            found[key, attempt] = "damaged"
+            found[reference] = "damaged"
     return found
 
 
-def _references(records: Mapping[str, Mapping[str, Any]]) -> set[Reference]:
-    """What records name: (key, attempt), or (key, ANY) for a stage that is not finished."""
-    found: set[Reference] = set()
-    for record in records.values():
-        found |= set(_named(record))
-        found |= {(key, attempt) for key, attempt in _NAMED.findall(json.dumps(record))}
-    return found
+def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
+    """What records keep alive."""
+    return {reference for record in records.values() for reference in record.references()}
 
 
-def _named(value: Any) -> Iterator[Reference]:
-    if isinstance(value, Mapping):
-        if isinstance(key := value.get("key"), str):
-            is_finished = "attempt" in value and value.get("state", "built") in ENDED_WELL
-            yield key, str(value["attempt"]) if is_finished else ANY
-        value = list(value.values())
-    if isinstance(value, list):
-        for inner in value:
-            yield from _named(inner)
+def _unfinished(records: Mapping[str, RunRecord]) -> set[str]:
+    """Keys that a run is going to resume: their workspaces and checkpoints stay."""
+    return {reference.key for reference in _references(records) if reference.attempt is None}
 
 
-def _is_in(reference: Reference, references: set[Reference]) -> bool:
-    return reference in references or (reference[0], ANY) in references
+def _is_in(reference: ArtifactReference, references: set[ArtifactReference]) -> bool:
+    return reference in references or ArtifactReference(reference.key) in references
 
 
-def _with_origins(attempts: Mapping[Reference, Any], wanted: set[Reference]) -> set[Reference]:
+def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[ArtifactReference]) -> set[ArtifactReference]:
     """These references, and what the artifacts that they mean were made from, all the way up."""
     found, waiting = set(wanted), [r for r in attempts if _is_in(r, wanted)]
     while waiting:
@@ -309,17 +292,17 @@ def _with_origins(attempts: Mapping[Reference, Any], wanted: set[Reference]) -> 
         if not isinstance(artifact, Artifact):
             continue
         for source in artifact.lineage.values():
-            above = (str(source.get("key")), str(source.get("attempt")))
+            above = ArtifactReference(str(source["key"]), str(source["attempt"]))
             if above not in found:
                 found.add(above)
                 waiting.append(above)
     return found
 
 
-def _best(attempts: Mapping[Reference, Any], rules: tuple[Best, ...]) -> set[Reference]:
-    found: set[Reference] = set()
+def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) -> set[ArtifactReference]:
+    found: set[ArtifactReference] = set()
     for rule in rules:
-        scores: dict[str, list[tuple[float, Reference]]] = {}
+        scores: dict[str, list[tuple[float, ArtifactReference]]] = {}
         for reference, artifact in attempts.items():
             if isinstance(artifact, Artifact) and rule.stage in ("*", artifact.stage):
                 value = _metric(artifact.metrics, rule.metric)
@@ -339,15 +322,15 @@ def _metric(values: Mapping[str, Any], name: str) -> Any:
     return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
 
 
-def _young(attempts: Mapping[Reference, Any], policy: RetentionPolicy) -> set[Reference]:
+def _young(attempts: Mapping[ArtifactReference, Any], policy: RetentionPolicy) -> set[ArtifactReference]:
     limit = time.time() - policy.keep_days * 86400.0
     found = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
     return found if policy.keep_days else set()
 
 
-def _workspaces(store: Store, staying: Mapping[str, Mapping[str, Any]]) -> list[Item]:
+def _workspaces(store: Store, staying: Mapping[str, RunRecord]) -> list[Item]:
     """Workspaces of stages that no run is going to resume."""
-    unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
+    unfinished = _unfinished(staying)
     folder = store.local / "work"
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -357,14 +340,14 @@ def _workspaces(store: Store, staying: Mapping[str, Mapping[str, Any]]) -> list[
     return found
 
 
-def _copies(store: Store, attempts: Mapping[Reference, Any], kept: set[Reference]) -> list[Item]:
+def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[ArtifactReference]) -> list[Item]:
     """This host's copies of a remote store's attempts that do not stay."""
     found = []
     for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
-        reference = (path.parent.name, path.name)
+        reference = ArtifactReference(path.parent.name, path.name)
         if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
             size = sum(n for n in sizes_below(path).values() if n > 0)
-            name = f"cache/{reference[0]}/{reference[1]}"
+            name = f"cache/{path.parent.name}/{path.name}"
             found.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
     return found
 

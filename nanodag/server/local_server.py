@@ -32,7 +32,7 @@ from nanodag.host.ports import free_port
 from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.atomic import locked, writing
-from nanodag.store.provenance import code_digest, is_process, process_started
+from nanodag.store.provenance import code_digest, is_alive, process_started
 
 HOST = "127.0.0.1"
 TAIL_LINES = 15
@@ -54,11 +54,7 @@ class ProcessId:
     started: float
 
     def is_alive(self) -> bool:
-        try:
-            process = psutil.Process(self.pid)
-            return process.status() != psutil.STATUS_ZOMBIE and is_process(process, self.started)
-        except psutil.NoSuchProcess:
-            return False
+        return is_alive(self.pid, self.started)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,10 +103,10 @@ class Store(RunRecords):
         """
         if ":" in key_prefix:
             run, _, stage = key_prefix.partition(":")
-            entry = self.read_run(run)["stages"].get(stage, {})
-            if "attempt" not in entry:
+            entry = self.read_run(run).stages.get(stage)
+            if entry is None or entry.artifact is None:
                 raise ArtifactNotFound(f"Run {run} has no finished stage {stage!r}.")
-            return self.attempt(entry["key"], entry["attempt"])
+            return self.attempt(*entry.artifact)
         prefix, _, attempt = key_prefix.partition("/")
         keys = [k for k in self.keys() if k.startswith(prefix)] if prefix else []
         if len(keys) != 1:

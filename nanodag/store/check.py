@@ -1,6 +1,5 @@
 """Reads every byte of attempts and says which are not what they were."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
@@ -46,7 +45,8 @@ def targets(store: Store, name: str) -> list[tuple[str, str]]:
     if not name:
         return [(key, attempt) for key in keys for attempt in store.attempts(key)]
     if name in store.runs():
-        return list(_of_run(store, name))
+        entries = store.read_run(name).stages.values()
+        return [(entry.key, entry.made.attempt) for entry in entries if entry.made is not None]
     prefix, _, attempt = name.partition("/")
     keys = [key for key in keys if key.startswith(prefix)]
     if len(keys) != 1:
@@ -55,9 +55,3 @@ def targets(store: Store, name: str) -> list[tuple[str, str]]:
             "begins so; runs are listed by: nanodag status"
         )
     return [(keys[0], a) for a in store.attempts(keys[0]) if a.startswith(attempt)]
-
-
-def _of_run(store: Store, run: str) -> Iterator[tuple[str, str]]:
-    for entry in store.read_run(run)["stages"].values():
-        if "key" in entry and "attempt" in entry:
-            yield entry["key"], entry["attempt"]

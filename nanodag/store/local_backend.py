@@ -50,11 +50,11 @@ class LocalBackend:
         return (self.root / path).read_text(encoding="utf-8")
 
     def read_texts(self, paths: list[str]) -> dict[str, str]:
-        """`read_text` of each that is there."""
+        """The text of each that is there; bytes that are none become lone surrogates, which no parser takes."""
         found = {}
         for path in paths:
             try:
-                found[path] = self.read_text(path)
+                found[path] = (self.root / path).read_text(encoding="utf-8", errors="surrogateescape")
             except FileNotFoundError:
                 continue
         return found

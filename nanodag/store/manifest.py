@@ -76,8 +76,7 @@ def parse_manifest(text: str, *, key: str, attempt: str) -> Artifact:
             raise NewerFormat(
                 f"Artifact {where} has format {raw['format']}; this nanodag reads up to {FORMAT_VERSION}: update it."
             )
-        seal = raw.pop("seal", None)
-        if seal is not None and seal != _seal(raw):
+        if raw.pop("seal") != _seal(raw):
             raise CorruptArtifact(f"Artifact {where}: its {MANIFEST} was changed after it was written.")
         artifact = Artifact(**raw)
         hashes = {part: {name: _sha256(facts) for name, facts in getattr(artifact, part).items()} for part in PARTS}

@@ -58,10 +58,13 @@ def process_started(process: psutil.Process) -> float:
     return process.create_time() - psutil.boot_time()
 
 
-def is_process(process: psutil.Process, started: float) -> bool:
-    """True when a process is the one of which `started` was recorded: ids come around again. Records of earlier
-    versions have the time of day."""
-    return abs(process_started(process) - started) < 1.0 or abs(process.create_time() - started) < 1.0
+def is_alive(pid: int, started: float) -> bool:
+    """True when the process of this id that began at `started` (process_started) is there: ids come around again."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process_started(process) - started) < 1.0
+    except psutil.NoSuchProcess:
+        return False
 
 
 @functools.cache

@@ -80,7 +80,7 @@ class RemoteBackend:
         wanted = {f"{self._root}/{path}": path for path in paths}
         with self._asking(f"Reading {len(paths)} files"):
             found = self._fs.cat(list(wanted), on_error="omit")
-        return {path: found[full].decode() for full, path in wanted.items() if full in found}
+        return {path: found[full].decode(errors="surrogateescape") for full, path in wanted.items() if full in found}
 
     def write_text(self, path: str, text: str) -> None:
         """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""

@@ -9,10 +9,10 @@ from typing import Any
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
-from nanodag.run.build_stage import key_of
+from nanodag.run.build_stage import key_of, made_from
 from nanodag.run.composed import open_composed
-from nanodag.run.record import Run, StageResult, is_alive, pipeline_file, result_of, store_of
-from nanodag.run.stale import config_digest
+from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
+from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 from nanodag.sweep.points import Sweep, make_sweep
 
 
@@ -35,13 +35,14 @@ def begin_sweep(
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name) or name.startswith(NIGHT):
         raise ConfigError(f"Sweep name {name!r}: use letters, digits, '.', '_' and '-', at most 80, not {NIGHT}...")
     store = store_of(resolve(path, preset, overrides).pipeline)
-    before = store.read_run(name) if name in store.runs() else {}
-    if before and "sweep" not in before:
+    before = store.find_run(name)
+    if before is not None and before.sweep is None:
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
-    if is_alive(before) and before["pid"] != os.getpid():
-        raise StoreBusy(f"Sweep {name} is under way in process {before['pid']}; wait for it, or stop it.")
+    if before is not None and before.is_alive and before.pid != os.getpid():
+        raise StoreBusy(f"Sweep {name} is under way in process {before.pid}; wait for it, or stop it.")
     sweep = make_sweep(path, preset, overrides, grid, points, stage)
-    about = {"sweep": {"stage": sweep.stage, "points": [vars(point) for point in sweep.points]}}
+    recorded = (PointRecord(number=p.number, overrides=p.overrides, stages=dict(p.stages)) for p in sweep.points)
+    about = SweepRecord(stage=sweep.stage, points=tuple(recorded))
     to_do = list(sweep.pipeline.stages)
     run = open_composed(
         name, sweep.pipeline, store, file=path, to_do=in_waves(sweep, to_do), flow_run=flow_run, about=about
@@ -66,21 +67,18 @@ def find_built(run: Run) -> dict[str, StageResult]:
         config = run.pipeline.stages[stage]
         if not set(config.inputs.values()) <= set(found):
             continue
-        key, _ = key_of(run, config, {label: found[source] for label, source in config.inputs.items()})
+        inputs = {label: found[source] for label, source in config.inputs.items()}
+        key, _ = key_of(run, config, inputs)
         artifact = run.store.lookup(key)
         if artifact is None:
             continue
-        made_of = {label: found[source].digest for label, source in config.inputs.items()}
         found[stage] = result_of(stage, artifact, was_found=True)
-        notes[stage] = {
-            **{"state": "found", "reason": "", "started": now, "ended": now, "took_s": 0.0, "cost": artifact.cost},
-            **{"key": key, "attempt": artifact.attempt, "digest": artifact.digest, "bytes": artifact.num_bytes},
-            **{"made_of": made_of, "made_with": config_digest(config)},
-        }
+        made = made_from(artifact, config, inputs)
+        notes[stage] = {"state": "found", "reason": "", "started": now, "ended": now, "key": key, "made": made}
 
-    def note(record: dict[str, Any]) -> None:
-        for stage, facts in notes.items():
-            record["stages"][stage].update(facts)
+    def note(record: RunRecord) -> RunRecord:
+        noted = {stage: record.stages[stage].changed(**facts) for stage, facts in notes.items()}
+        return record.changed(stages={**record.stages, **noted})
 
     run.store.change_run(run.name, note)
     return found

@@ -10,6 +10,7 @@ from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
 from nanodag.rl.rollouts.stopwatch import Span
 from nanodag.store import Store
+from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
 REWARD_FAILED = "reward_failed"
@@ -88,33 +89,33 @@ class Shelf:
         return {(line["group_id"], line["sample_index"]): line for line in lines}
 
 
-def shelf_of(store: Store, record: Mapping[str, Any], stage: str = "") -> Shelf:
+def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
     """The shelf of a run's RL stage; of its last one that has begun, unless named.
 
     Raises ArtifactNotFound when the run has none.
     """
-    begun = [s for s in record["order"] if record["stages"][s]["kind"] == "rl" and _has_begun(record["stages"][s])]
+    begun = [name for name, entry in record.stages.items() if entry.kind == "rl" and _has_begun(entry)]
     if not begun or (stage and stage not in begun):
         wanted = f"stage {stage!r}" if stage else "stage"
         raise ArtifactNotFound(
-            f"Run {record['run']} has no RL {wanted} that has begun; it has {', '.join(begun) or 'none'}."
+            f"Run {record.run} has no RL {wanted} that has begun; it has {', '.join(begun) or 'none'}."
         )
     name = stage or begun[-1]
-    entry = record["stages"][name]
-    if "attempt" in entry:
-        artifact = store.attempt(entry["key"], entry["attempt"])
+    entry = record.stages[name]
+    if entry.artifact is not None:
+        artifact = store.attempt(*entry.artifact)
         records = store.records(artifact)
         return Shelf(
-            run=record["run"],
+            run=record.run,
             stage=name,
             records=records,
             metrics=records / "metrics.jsonl",
             model=store.materialize(artifact),
         )
-    workspace = Path(entry["workspace"])
+    workspace = Path(entry.workspace)
     job = json.loads((workspace / "job.json").read_text(encoding="utf-8"))
     return Shelf(
-        run=record["run"],
+        run=record.run,
         stage=name,
         records=workspace / "records",
         metrics=workspace / "metrics.jsonl",
@@ -122,8 +123,8 @@ def shelf_of(store: Store, record: Mapping[str, Any], stage: str = "") -> Shelf:
     )
 
 
-def _has_begun(entry: Mapping[str, Any]) -> bool:
-    return "attempt" in entry or ("workspace" in entry and (Path(entry["workspace"]) / "records").is_dir())
+def _has_begun(entry: StageRecord) -> bool:
+    return entry.made is not None or (entry.workspace != "" and (Path(entry.workspace) / "records").is_dir())
 
 
 def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> Read:

@@ -39,7 +39,9 @@ def states(record):
 def steps(project, record, stage):
     """The steps in the metrics that a finished stage left in the store."""
     entry = record["stages"][stage]
-    path = project.folder / "store" / "artifacts" / entry["key"] / entry["attempt"] / "records" / "metrics.jsonl"
+    path = (
+        project.folder / "store" / "artifacts" / entry["key"] / entry["made"]["attempt"] / "records" / "metrics.jsonl"
+    )
     return [line.partition('"step": ')[2].partition(",")[0] for line in path.read_text().splitlines()]
 
 
@@ -66,7 +68,7 @@ def test_retry_finds_what_is_finished_and_goes_on_with_what_failed(project, ui):
     page.shoot("completed")
     print(tasks)
     assert states(record) == {"tokenizer": "found", "pretrain": "built", "eval_base": "built", "report": "built"}
-    assert record["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
     assert steps(project, record, "pretrain") == ["1", "2", "3", "4"], "each step once: it went on from step 2"
     assert ("tokenizer", "Cached") in tasks and ("pretrain", "Completed") in tasks
 
@@ -94,7 +96,7 @@ def test_run_stage_takes_run_stage_overrides_and_force_from_its_form(project, ui
     page.wait_for_state("Completed")
     page.shoot("completed")
     assert record["overrides"][-1] == "pretrain.seed=7"
-    changed = {name for name in record["order"] if record["stages"][name] != before["stages"][name]}
+    changed = {name for name in record["stages"] if record["stages"][name] != before["stages"][name]}
     assert changed == {"pretrain"}
     assert record["stages"]["pretrain"]["key"] != before["stages"]["pretrain"]["key"]
     assert record["stages"]["pretrain"]["forced"][0] == record["flow_run"]
@@ -125,7 +127,7 @@ def test_cancel_leaves_no_process_and_retry_goes_on(project, ui, order):
     page.wait_for_state("Completed")
     page.shoot("completed")
     assert set(states(record).values()) <= {"built", "found"}
-    assert record["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
     assert steps(project, record, "pretrain") == ["1", "2", "3", "4"]
 
 
@@ -156,4 +158,4 @@ def test_a_run_whose_every_process_was_killed_is_marked_crashed_and_retry_goes_o
     record = wait_for_retry(project, running)
     page.wait_for_state("Completed")
     page.shoot("completed")
-    assert record["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2

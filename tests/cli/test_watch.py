@@ -10,6 +10,7 @@ from rich.console import Console
 from nanodag.cli.live_table import StageTable
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
+from tests.run_records import built, run_record, stage_record
 
 KEY = "a" * 40
 
@@ -26,8 +27,8 @@ def progress(store, kind, *lines, state="running"):
     folder.mkdir(parents=True)
     filled = [{"event": "step", "time": began + number + 0.5, **line} for number, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in filled))
-    entry = {"kind": kind, "state": state, "key": KEY, "started": began}
-    return progress_of(store, {"order": ["s"], "stages": {"s": entry}})[0]
+    entry = stage_record(kind, state=state, key=KEY, started=began)
+    return progress_of(store, run_record("r", stages={"s": entry}))[0]
 
 
 def test_a_stage_that_has_said_nothing_yet_is_starting(store):
@@ -75,8 +76,7 @@ def test_a_finished_stage_shows_what_its_manifest_says(store, tmp_path):
         metrics={"add": 0.5, "sort": 0.415},
         **about,
     )
-    entry = {"kind": "eval", "state": "built", "key": KEY, "attempt": artifact.attempt}
-    (found,) = progress_of(store, {"order": ["s"], "stages": {"s": entry}})
+    (found,) = progress_of(store, run_record("r", stages={"s": built(artifact)}))
     assert (found.reached, found.done) == ("sort 41.5 %", 1.0)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from nanodag.errors import ArtifactNotFound, NanodagError
 from nanodag.host.parent import killed_with_parent
 from nanodag.store import Checkpoints, Store
+from tests.run_records import run_record
 
 KEY = "a" * 40
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
@@ -36,7 +37,7 @@ def write_for_ever(url: str, folder: Path, seed: int, name: str) -> None:
         for file in range(source.randrange(1, 6)):
             (product / f"file-{file}").write_bytes(random.Random(mark + file).randbytes(source.randrange(1, 30_000)))
         store.publish(KEY, product, metrics={"mark": mark}, records=product, **ABOUT)
-        store.change_run("r", lambda record: record.update(count=record["count"] + 1))
+        store.change_run("r", lambda record: record.changed(ended=record.ended + 1))
         step = (newest[0] if newest else 0) + number + 1
         (checkpoints.begin(step) / "state").write_text(str(step) * 1000)
         checkpoints.commit(step)
@@ -111,7 +112,7 @@ def end(child: int) -> None:
 def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
     source = random.Random(seed)
     store = Store(url, local=folder / "here")
-    store.write_run("r", {"count": 0})
+    store.write_run(run_record("r"))
     seen: set[str] = set()
     longest_s = max(0.02, 2 * first_publish_s(store, url, folder, seed))  # between a writer's start and its end
     first = num_whole = read_new(store, seen)
@@ -136,7 +137,7 @@ def main(url: str, folder: Path, num_kills: int, seed: int) -> None:
             if newest is not None:
                 assert int(newest.attempt[:4]) >= highest, "an older attempt became the newest"
                 highest = int(newest.attempt[:4])
-            found = store.read_run("r")["count"]
+            found = store.read_run("r").ended
             assert found >= count, "a run's record went back"
             count = found
             for name in names:

@@ -102,7 +102,7 @@ def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_r
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert supervisor.is_running() and len(supervisor.children()) == 1
-    assert project.record("unserved")["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert project.record("unserved")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 
 def test_ctrl_c_stops_the_workers_and_the_same_run_goes_on(project):
@@ -117,7 +117,7 @@ def test_ctrl_c_stops_the_workers_and_the_same_run_goes_on(project):
     project.tell("pretrain", "")
     code, output = project.run("run", "--name", "stopped")
     assert code == 0, output
-    assert project.record("stopped")["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert project.record("stopped")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 
 def test_a_killed_flow_leaves_no_worker_and_the_same_run_goes_on(project):
@@ -152,7 +152,7 @@ def test_with_flow_and_server_process_killed_the_same_run_goes_on(project):
     project.tell("pretrain", "")
     code, output = project.run("run", "--name", "lost")
     assert code == 0, output
-    assert project.record("lost")["stages"]["pretrain"]["cost"]["num_attempts"] == 2
+    assert project.record("lost")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 
 def test_server_stop_ends_all_that_was_started(project):

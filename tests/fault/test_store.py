@@ -17,9 +17,9 @@ import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PROJECT
-from nanodag.run.record import is_alive
 from nanodag.store import Checkpoints, Store
 from nanodag.store.provenance import process_started
+from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish
 
 PUBLISHING = Path(__file__).parent / "publishing.py"
@@ -160,14 +160,14 @@ def test_a_file_that_may_not_get_that_large_is_one_clear_error(tmp_path, product
 
 
 def test_a_disk_that_is_full_at_any_point_of_writing_a_record_keeps_the_old_one(store, monkeypatch):
-    store.write_run("r", {"n": 1})
+    store.write_run(run_record("r", ended=1.0))
     failing, num_points = Failing(monkeypatch, errno.ENOSPC), 0
-    for error in errors_of(failing, lambda: store.change_run("r", lambda record: record.update(n=2))):
+    for error in errors_of(failing, lambda: store.change_run("r", lambda record: record.changed(ended=2.0))):
         num_points += 1
         assert "The disk is full" in error
-        assert store.read_run("r")["n"] in (1, 2)
+        assert store.read_run("r").ended in (1, 2)
         assert not list((store.local / "runs").glob(".*"))
-    assert store.read_run("r")["n"] == 2 and num_points >= 2
+    assert store.read_run("r").ended == 2 and num_points >= 2
 
 
 def test_a_disk_that_is_full_at_any_point_of_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
@@ -214,21 +214,21 @@ def open_folder():
 def test_a_read_only_store_is_read_and_refuses_to_be_written(open_folder):
     store, product = Store(open_folder / "s"), product_in(open_folder / "product")
     good = publish(store, product)
-    store.write_run("r", {"n": 1})
+    store.write_run(run_record("r", ended=1.0))
     for path in [store.local, *store.local.rglob("*")]:
         if path.is_dir():
             path.chmod(0o555)
     assert as_ordinary_user(lambda: is_whole(Store(store.local), good)) == "True"
-    assert as_ordinary_user(lambda: Store(store.local).read_run("r")["n"]) == "1"
+    assert as_ordinary_user(lambda: Store(store.local).read_run("r").ended) == "1.0"
     for act in (
         lambda: publish(Store(store.local), product),
-        lambda: Store(store.local).write_run("r", {"n": 2}),
-        lambda: Store(store.local).change_run("r", lambda record: record.update(n=2)),
+        lambda: Store(store.local).write_run(run_record("r", ended=2.0)),
+        lambda: Store(store.local).change_run("r", lambda record: record.changed(ended=2.0)),
         lambda: Store(store.local).workspace(KEY),
     ):
         said = as_ordinary_user(act)
         assert said.startswith("StoreError: ") and "may not write there" in said, said
-    assert is_whole(store, good) and store.read_run("r")["n"] == 1
+    assert is_whole(store, good) and store.read_run("r").ended == 1
 
 
 def test_a_clock_that_goes_back_makes_no_older_attempt_the_newest(store, product, good, monkeypatch):
@@ -328,20 +328,18 @@ def test_a_product_that_changes_while_it_is_published_is_not(store, product, goo
 
 
 def test_a_damaged_record_of_a_run_is_named_and_hides_no_other(store):
-    store.write_run("good", {"n": 1})
-    store.write_run("bad", {"n": 1})
+    store.write_run(run_record("good"))
+    store.write_run(run_record("bad"))
     (store.local / "runs" / "bad.json").write_text('{"n": ')
-    assert store.runs() == ["good"] and store.damaged_runs() == ["bad"]
+    assert store.runs() == ["good"] and list(store.unreadable_runs()) == ["bad"]
     with pytest.raises(CorruptArtifact, match=r"runs/bad\.json"):
         store.read_run("bad")
 
 
 def test_a_clock_that_jumps_lets_no_run_that_is_alive_look_dead(monkeypatch):
-    record = {"state": "running", "pid": os.getpid(), "pid_started": process_started(psutil.Process())}
+    record = run_record("r", state="running", pid=os.getpid(), pid_started=process_started(psutil.Process()))
     boot_time = psutil.boot_time()
     monkeypatch.setattr(psutil, "boot_time", lambda: boot_time - 3600.0)  # what the kernel says when the clock is set
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time - 3600.0)
-    assert is_alive(record)
-    assert not is_alive({**record, "pid_started": record["pid_started"] - 10.0})
-    earlier = {**record, "pid_started": psutil.Process().create_time()}
-    assert is_alive(earlier), "as records of earlier versions have it"
+    assert record.is_alive
+    assert not record.changed(pid_started=record.pid_started - 10.0).is_alive

@@ -44,7 +44,7 @@ def wait_for_step(run, stage, step, of="r"):
     wait_until(lambda: of in run.store.runs())
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        workspace = run.store.read_run(of)["stages"][stage].get("workspace")
+        workspace = run.store.read_run(of).stages[stage].workspace
         path = run.store.local / "work" / (workspace or "none").rpartition("/")[2] / "metrics.jsonl"
         if path.exists() and f'"step": {step}' in path.read_text():
             return path.parent
@@ -88,7 +88,7 @@ def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
     with pytest.raises(StageFailed, match="ValueError: tokenizer was told to fail") as caught:
         build_stage(run, "tokenizer", {})
     assert str(run.store.local / "work") in str(caught.value)
-    assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "failed"
+    assert run.store.read_run("r").stages["tokenizer"].state == "failed"
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, re
     assert type(caught.value) is error
     assert re.fullmatch(rf"Stage tokenizer {reason} \(/.*/fake_worker.py, line \d+, in raise_as_told\)", lines[0])
     assert lines[1].startswith("What to do: ") and advice in lines[1]
-    assert lines[2] == f"Folder: {(run.store.local / 'work').as_uri()}/{run.entry('tokenizer')['key']}"
+    assert lines[2] == f"Folder: {(run.store.local / 'work').as_uri()}/{run.entry('tokenizer').key}"
     assert lines[3] == "Last lines of its worker.log:" and "Traceback" in str(caught.value)
-    assert run.entry("tokenizer")["reason"] == str(caught.value)
+    assert run.entry("tokenizer").reason == str(caught.value)
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):
@@ -129,17 +129,17 @@ def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
     waiter = threading.Thread(target=lambda: results.append(build_stage(second, "tokenizer", {})))
     waiter.start()
     time.sleep(0.5)
-    assert waiter.is_alive() and second.entry("tokenizer")["state"] == "waiting"
+    assert waiter.is_alive() and second.entry("tokenizer").state == "waiting"
     third = open_run("t", file="", preset="tiny", overrides=[])
     third.stop.set()
     with pytest.raises(StageStopped, match="while it waited for another run that builds the same"):
         build_stage(third, "tokenizer", {})
-    assert third.entry("tokenizer")["state"] == "stopped"
+    assert third.entry("tokenizer").state == "stopped"
     tell("tokenizer", "")
     for thread in (builder, waiter):
         thread.join(30)
     assert (results[0].was_found, results[0].attempt) == (False, "0001")
-    assert first.entry("tokenizer")["attempt"] == second.entry("tokenizer")["attempt"] == "0001"
+    assert first.entry("tokenizer").made.attempt == second.entry("tokenizer").made.attempt == "0001"
 
 
 def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, tell):
@@ -160,7 +160,7 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     tell("tokenizer", "")
     thread.join(30)
     assert [line["step"] for line in seen] == [3, 4]
-    assert run.entry("tokenizer")["cost"]["num_attempts"] == 2
+    assert run.entry("tokenizer").made.cost["num_attempts"] == 2
 
 
 def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
@@ -171,7 +171,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     thread.join(30)
     assert [type(e) for e in raised] == [StageStopped]
     assert not any(psutil.pid_exists(pid) for pid in pids_in(workspace))
-    assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "stopped"
+    assert run.store.read_run("r").stages["tokenizer"].state == "stopped"
     tell("tokenizer", "")
     run.stop.clear()
     seen = []
@@ -179,12 +179,13 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     assert [line["step"] for line in seen] == [3, 4] and seen[0]["resumed_from"] == 2
     cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
     assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]
-    assert entry["earlier_s"] == cost["earlier_seconds"], "what it took is more than the last try"
-    (shown,) = progress_of(run.store, {"order": ["tokenizer"], "stages": {"tokenizer": entry}})
-    assert shown.elapsed_s == pytest.approx(entry["ended"] - entry["started"] + entry["earlier_s"])
-    assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1 min 12 s (2 tries, last 10 s)"
+    assert entry.earlier_s == cost["earlier_seconds"], "what it took is more than the last try"
+    shown = progress_of(run.store, run.store.read_run("r"))[0]
+    assert shown.elapsed_s == pytest.approx(entry.ended - entry.started + entry.earlier_s)
+    twice = entry.changed(earlier_s=62.0, made=entry.made.changed(took_s=10.0))
+    assert _took(twice) == "1 min 12 s (2 tries, the last 10 s)"
     build_stage(run, "tokenizer", {})
-    assert run.entry("tokenizer")["earlier_s"] == 0.0, "it was found: that took no other try"
+    assert run.entry("tokenizer").earlier_s == 0.0, "it was found: that took no other try"
 
 
 def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
@@ -219,7 +220,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     thread.join(30)
     assert not raised
     # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
-    artifact = run.store.lookup(run.entry("tokenizer")["key"])
+    artifact = run.store.lookup(run.entry("tokenizer").key)
     orphan = f"orphan of {json.loads((run.store.records(artifact) / 'job.json').read_text())['workspace']}"
     assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
 
@@ -264,10 +265,10 @@ def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run
         again.close()
     assert [item.name for item in plan(run.store, RetentionPolicy()).items] == []
     tell("tokenizer", "")
-    assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer")["state"] == "waiting"
+    assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer").state == "waiting"
     again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=2"])
     build_stage(again, "tokenizer", {})
-    again.store.change_run("r", lambda record: record.update(stages={"tokenizer": record["stages"]["tokenizer"]}))
+    again.store.change_run("r", lambda record: record.changed(stages={"tokenizer": record.stages["tokenizer"]}))
     again.close()
     gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, RetentionPolicy()).items}
     assert gone == {("attempt", tokenizer.key), ("workspace", "work")}, "it has completed: what was before can go"
@@ -276,14 +277,12 @@ def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run
 def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
     noted = []
     lookup = run.store.lookup
-    monkeypatch.setattr(
-        run.store, "lookup", lambda key: noted.append(run.entry("tokenizer")["key"] == key) or lookup(key)
-    )
+    monkeypatch.setattr(run.store, "lookup", lambda key: noted.append(run.entry("tokenizer").key == key) or lookup(key))
     first = build_stage(run, "tokenizer", {})
-    assert noted[0] and run.entry("tokenizer")["attempt"] == first.attempt
+    assert noted[0] and run.entry("tokenizer").made.attempt == first.attempt
     again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
     again.note_key("tokenizer", "b" * 40)
-    assert "attempt" not in again.entry("tokenizer"), "an attempt of another key is not this one's"
+    assert again.entry("tokenizer").made is None, "an attempt of another key is not this one's"
 
 
 def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, monkeypatch):

@@ -4,10 +4,11 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType
 
-from flows.deployments import FORMER, NAMES, find, offer_runs, remove_former
+from flows.deployments import NAMES, find, offer_runs
 from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from nanodag.store import Store
+from tests.run_records import stage_record
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "project")
 
@@ -32,24 +33,10 @@ def test_the_form_offers_each_run_as_soon_as_it_has_begun_and_the_stages_of_all(
     assert speedrun("first", preset="tiny", return_state=True).is_completed()
     assert speedrun("second", preset="tiny", return_state=True).is_completed()
     assert offered() == (["second", "first"], stages)
-    store.change_run("first", lambda record: record.update(sweep={}))
-    store.change_run("second", lambda record: record["order"].append("rl"))
+    store.change_run("first", lambda record: record.changed(sweep={"stage": "sft", "points": []}))
+    store.change_run("second", lambda record: record.changed(stages={**record.stages, "rl": stage_record("rl")}))
     offer_runs(store)
     assert offered() == (["second"], [*stages, "rl"])
-
-
-def test_a_deployment_under_the_former_name_is_found_then_removed(project):
-    with get_client(sync_client=True) as client:
-        if (left := find(client, "run_stage")) is not None:  # by the test above: one server for all
-            client.delete_deployment(left.id)
-        assert find(client, "run_stage") is None
-        former = serve(FORMER)
-        assert find(client, "run_stage").id == former
-        remove_former(client)
-        assert find(client, "run_stage") is None
-        kept = serve(NAMES["run_stage"])
-        remove_former(client)
-        assert find(client, "run_stage").id == kept
 
 
 def test_a_run_goes_on_without_a_form(project):

@@ -60,12 +60,12 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     overrides = ["nightly.runs={main: main-*}", f"nightly.webhook={address}"]
     first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert first.is_completed(), first.message
-    scores = store.read_run("nightly-1")["nightly"]["scores"]
-    assert [(s["label"], s["stage"], s["run"], s["value"]) for s in scores] == [
+    scores = store.read_run("nightly-1").night.scores
+    assert [(s.label, s.stage, s.run, s.value) for s in scores] == [
         ("main", "pretrain", "main-1", 1.0),
         ("main", "sft", "main-1", 1.0),
     ]
-    assert all(s["was_found"] for s in scores), "the run has evaluated them already"
+    assert all(s.was_found for s in scores), "the run has evaluated them already"
     assert emitted == posted == []
 
     make_main_2(project, 80)
@@ -77,17 +77,18 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     assert event == "nanodag.nightly.worse" and len(payload["worse"]) == 2
     assert posted == [payload] and posted[0]["text"].startswith("nanodag nightly-2: 2 of 2 scores got worse\nmain/")
     record = store.read_run("nightly-2")
-    assert record["state"] == "completed", "its evals are all there; what is worse is the models"
-    assert [c["is_worse"] for c in record["nightly"]["comparisons"]] == [True, True]
+    assert record.state == "completed", "its evals are all there; what is worse is the models"
+    night = json.loads((store.materialize(store.get("nightly-2:trend")) / "night.json").read_text())
+    assert [c["is_worse"] for c in night["comparisons"]] == [True, True]
 
     third = nightly_eval(name="nightly-3", overrides=overrides, return_state=True)
     assert third.is_completed(), "the same answers as last night are no news"
-    entry = store.read_run("nightly-3")["stages"]["trend"]
-    page = (store.materialize(store.attempt(entry["key"], entry["attempt"])) / "trend.html").read_text()
+    entry = store.read_run("nightly-3").stages["trend"]
+    page = (store.materialize(store.attempt(*entry.artifact)) / "trend.html").read_text()
     assert page.count("<svg") == 2 and "unchanged" in page and "src=" not in page and "http-equiv" not in page
     with get_client(sync_client=True) as client:
         shown = [str(a.data) for a in client.read_artifacts() if a.key == "nightly-trend"]
-    assert any("nightly-3" in text and "| main/sft (main-2)" in text and str(entry["key"]) in text for text in shown)
+    assert any("nightly-3" in text and "| main/sft (main-2)" in text and entry.key in text for text in shown)
 
 
 def test_seven_late_runs_of_the_schedule_are_one_night(store):
@@ -99,11 +100,17 @@ def test_seven_late_runs_of_the_schedule_are_one_night(store):
 def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell):
     tell("newest-sft-eval_sft", "fail")
     overrides = ["nightly.stages=[pretrain,sft]"]
-    store.change_run("main-1", lambda r: r["pipeline"]["stages"]["eval_sft"].update(seed=7))
+
+    def with_another_seed(record):
+        stages = {**record.pipeline["stages"]}
+        stages["eval_sft"] = {**stages["eval_sft"], "seed": 7}
+        return record.changed(pipeline={**record.pipeline, "stages": stages})
+
+    store.change_run("main-1", with_another_seed)
     state = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert state.is_failed() and "newest-sft-eval_sft was told to fail" in state.message
     record = store.read_run("nightly-1")
-    assert record["state"] == "failed" and [s["stage"] for s in record["nightly"]["scores"]] == ["pretrain"]
+    assert record.state == "failed" and [score.stage for score in record.night.scores] == ["pretrain"]
 
 
 def test_a_pinned_model_is_imported_and_evaluated(store, project):
@@ -113,7 +120,7 @@ def test_a_pinned_model_is_imported_and_evaluated(store, project):
     overrides = ["nightly.runs={}", "nightly.models={tiny: {model: 'file:hf', evals: [eval_sft]}}"]
     state = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert state.is_completed(), state.message
-    ends = {name: stage["state"] for name, stage in store.read_run("nightly-1")["stages"].items()}
+    ends = {name: stage.state for name, stage in store.read_run("nightly-1").stages.items()}
     assert ends == {"model-tiny": "built", "tiny-eval_sft": "built", "trend": "built"}
 
 

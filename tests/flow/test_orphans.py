@@ -50,7 +50,7 @@ def test_a_cancel_in_the_last_second_ends_as_the_record_says(project, client, de
     run.close()
     settle(run.flow_run, run)
     assert client.read_flow_run(flow_run).state.type.value == end
-    assert run.store.read_run("r")["state"] == ("completed" if is_done else "stopped")
+    assert run.store.read_run("r").state == ("completed" if is_done else "stopped")
 
 
 def test_a_run_that_nobody_cancelled_is_left_alone(project, client, deployment):

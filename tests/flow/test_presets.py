@@ -39,13 +39,13 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
     assert state.is_completed(), state.message
     store = Store(folder / "store")
     record = store.read_run("first")
-    assert record["state"] == "completed" and list(record["order"]) == names
-    report = store.attempt(record["stages"]["report"]["key"], record["stages"]["report"]["attempt"])
+    assert record.state == "completed" and list(record.stages) == names
+    report = store.attempt(*record.stages["report"].artifact)
     text = (store.materialize(report) / "report.md").read_text()
     assert all(stage in text for stage in ("pretrain", "midtrain", "sft", "rl"))
     assert any(artifact.data == text for artifact in markdown_artifacts())
-    for name, stage in record["stages"].items():
-        overhead = stage["took_s"] - stage["cost"]["start_s"] - stage["cost"]["work_s"]
+    for name, stage in record.stages.items():
+        overhead = stage.made.took_s - stage.made.cost["start_s"] - stage.made.cost["work_s"]
         assert 0 <= overhead < 5.0, name
     again = speedrun("second", return_state=True)
     assert again.message == f"{len(names)} stages, {len(names)} of them found in the store"

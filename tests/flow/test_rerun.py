@@ -10,23 +10,15 @@ from nanodag.run.composed import open_composed
 from nanodag.run.record import merged, open_run, recorded_run
 from nanodag.run.stale import following
 from nanodag.store import Store
+from nanodag.store.run_record import NightRecord, SweepRecord
 
-RECORD = {
-    "order": ["a", "b", "c", "d", "e"],
-    "stages": {
-        "a": {"inputs": {}},
-        "b": {"inputs": {"model": "a"}},
-        "c": {"inputs": {"model": "a"}},
-        "d": {"inputs": {"model": "b"}},
-        "e": {"inputs": {"d": "d", "c": "c"}},
-    },
-}
+INPUTS = {"a": {}, "b": {"model": "a"}, "c": {"model": "a"}, "d": {"model": "b"}, "e": {"d": "d", "c": "c"}}
 
 
 def test_what_follows_a_stage_is_what_takes_its_result_directly_or_through_others():
-    assert following(RECORD, "b") == ("b", "d", "e")
-    assert following(RECORD, "a") == ("a", "b", "c", "d", "e")
-    assert following(RECORD, "e") == ("e",)
+    assert following(INPUTS, "b") == ("b", "d", "e")
+    assert following(INPUTS, "a") == ("a", "b", "c", "d", "e")
+    assert following(INPUTS, "e") == ("e",)
 
 
 def test_the_last_word_on_a_name_holds():
@@ -44,12 +36,12 @@ def test_overrides_of_what_comes_before_are_refused(project):
         recorded_run(store, "r", begin_at="sfd")
 
 
-@pytest.mark.parametrize("kind", ["sweep", "nightly"])
-def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, kind):
+@pytest.mark.parametrize("about", [SweepRecord(stage="sft", points=()), NightRecord(by_schedule=False, due=0.0)])
+def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, about):
     pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline
     store, file = Store(project / "store"), project / "pipeline.yaml"
-    about = {"file": file, "to_do": ["tokenizer"], "flow_run": "", "about": {kind: {}}}
-    assert open_composed("s", pipeline, store, **about).composed == kind
+    run = open_composed("s", pipeline, store, file=file, to_do=["tokenizer"], flow_run="", about=about)
+    assert run.composed == ("sweep" if isinstance(about, SweepRecord) else "nightly")
     before = store.read_run("s")
     for go_on in (
         lambda: open_run("s", file="", preset="tiny", overrides=[]),
@@ -73,7 +65,7 @@ def test_from_a_stage_on_what_follows_is_built_and_what_comes_before_is_as_recor
     state = speedrun("r", begin_at="sft", overrides=("eval_sft.seed=9",), force=True, return_state=True)
     assert state.is_completed(), state.message
     record = store.read_run("r")
-    assert {name: s["state"] for name, s in record["stages"].items()} == {
+    assert {name: stage.state for name, stage in record.stages.items()} == {
         "tokenizer": "built",
         "pretrain": "built",
         "eval_base": "built",
@@ -81,10 +73,10 @@ def test_from_a_stage_on_what_follows_is_built_and_what_comes_before_is_as_recor
         "eval_sft": "built",
         "report": "built",
     }
-    attempts = {name: stage["attempt"] for name, stage in record["stages"].items()}
+    attempts = {name: stage.made.attempt for name, stage in record.stages.items()}
     assert attempts["tokenizer"] == attempts["pretrain"] == attempts["eval_base"] == "0001"
-    assert record["overrides"] == ["eval_sft.seed=9"]
-    assert record["stages"]["sft"]["key"] != "" and record["state"] == "completed"
+    assert record.overrides == ("eval_sft.seed=9",)
+    assert record.stages["sft"].key != "" and record.state == "completed"
 
 
 def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(store):
@@ -95,7 +87,7 @@ def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(s
 
         build_stage(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
         run.close()
-    assert store.read_run("r")["stages"]["sft"]["attempt"] == "0002"
+    assert store.read_run("r").stages["sft"].made.attempt == "0002"
 
 
 def test_an_unknown_option_is_refused_by_the_flow(store):

@@ -21,19 +21,19 @@ def store(project, monkeypatch):
 
 
 def test_a_stage_alone_has_the_pipelines_key_and_force_adds_an_attempt(store):
-    before = store.read_run("r")["stages"]
+    before = store.read_run("r").stages
     assert run_stage("r", "sft", return_state=True).message == "1 stage, 1 of them found in the store"
     assert run_stage("r", "sft", force=True, return_state=True).is_completed()
-    after = store.read_run("r")["stages"]
-    assert (after["sft"]["key"], after["sft"]["attempt"]) == (before["sft"]["key"], "0002")
-    assert store.read_run("r")["state"] == "completed"
+    after = store.read_run("r").stages
+    assert after["sft"].artifact == (before["sft"].key, "0002")
+    assert store.read_run("r").state == "completed"
     assert {n: s for n, s in after.items() if n != "sft"} == {n: s for n, s in before.items() if n != "sft"}
 
 
 def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_refused(store):
-    before = store.read_run("r")["stages"]["sft"]["key"]
+    before = store.read_run("r").stages["sft"].key
     done = run_stage("r", "sft", overrides=("sft.seed=9",), return_state=True)
-    assert done.is_completed() and store.read_run("r")["stages"]["sft"]["key"] != before
+    assert done.is_completed() and store.read_run("r").stages["sft"].key != before
     assert done.message.endswith("Stale now: eval_sft, report; build again with: nanodag rerun r --stale")
     with get_client(sync_client=True) as client:
         wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["run-r"]))
@@ -50,9 +50,9 @@ def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_
 
 
 def test_a_stage_whose_input_is_missing_says_which(store, project):
-    store.change_run("r", lambda record: record["stages"]["pretrain"].update(state="failed"))
+    store.change_run("r", lambda record: record.with_stage("pretrain", state="failed"))
     state = run_stage("r", "sft", return_state=True)
     assert state.is_failed() and "Stage sft of run r needs stage pretrain, which is failed" in state.message
-    kept = store.read_run("r")["stages"]["sft"]
-    assert (kept["attempt"], kept["state"]) == ("0001", "found"), "what was there before is still known"
+    kept = store.read_run("r").stages["sft"]
+    assert (kept.made.attempt, kept.state) == ("0001", "found"), "what was there before is still known"
     assert run_stage("nobody", "sft", return_state=True).is_failed()

@@ -26,7 +26,7 @@ def open_run_store(project):
 
 
 def states_of(name, project):
-    return {stage: entry["state"] for stage, entry in record_of(name, project)["stages"].items()}
+    return {stage: entry.state for stage, entry in record_of(name, project).stages.items()}
 
 
 def test_every_stage_is_built_then_found(project):
@@ -36,7 +36,7 @@ def test_every_stage_is_built_then_found(project):
     again = speedrun("second", preset="tiny", return_state=True)
     assert again.message == "6 stages, 6 of them found in the store"
     assert set(states_of("second", project).values()) == {"found"}
-    assert record_of("second", project)["state"] == "completed"
+    assert record_of("second", project).state == "completed"
 
 
 def test_one_changed_option_rebuilds_its_stage_and_what_follows(project):
@@ -94,7 +94,7 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_its_checkpoint(projec
     tell("sft", "")
     thread.join(120)
     assert ended[0].is_completed()
-    assert record_of("r", project)["stages"]["sft"]["cost"]["num_attempts"] == 2
+    assert record_of("r", project).stages["sft"].made.cost["num_attempts"] == 2
 
 
 def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
@@ -102,8 +102,8 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     tell("sft", "once nanodag.errors:TrainingDiverged loss is nan")
     state = speedrun("r", preset="tiny", return_state=True)
     assert state.is_failed() and "diverged: TrainingDiverged: loss is nan" in state.message
-    stages = record_of("r", project)["stages"]
-    assert (stages["tokenizer"]["state"], stages["tokenizer"]["cost"]["num_attempts"]) == ("built", 2)
+    stages = record_of("r", project).stages
+    assert (stages["tokenizer"].state, stages["tokenizer"].made.cost["num_attempts"]) == ("built", 2)
     assert stages["sft"]["state"] == "failed"
     shown = [a.data for a in artifacts_of(state.state_details.flow_run_id) if "# sft of r failed" in str(a.data)]
     assert len(shown) == 1

@@ -15,18 +15,20 @@ from nanodag.run.diff import compare
 from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
 from nanodag.run.stale import left_alone, stale_stages
 from nanodag.store import Store
+from nanodag.store.run_record import Made
+from tests.run_records import run_record, stage_record
 
 STAGES = ("tokenizer", "pretrain", "eval_base", "sft", "eval_sft", "report")
 
 
 def entry(*inputs, digest="", made_of=None, state="built", **fields):
-    made = {"made_of": dict.fromkeys(inputs, "old") if made_of is None else made_of, "made_with": "c"}
-    digest = {"digest": digest, "attempt": "0001", **made} if digest else {}
-    return {"inputs": {name: name for name in inputs}, "state": state, "config": "c", **digest, **fields}
+    made = {"digest": digest, "inputs": dict.fromkeys(inputs, "old") if made_of is None else made_of, "config": "c"}
+    about = {"inputs": {name: name for name in inputs}, "state": state, "config": "c", "key": "a" * 40, **fields}
+    return stage_record(made=made if digest else None, **about)
 
 
 def record_of(**stages):
-    return {"order": list(stages), "stages": stages}
+    return run_record("r", stages=stages)
 
 
 def test_what_was_made_of_another_result_is_stale_and_so_is_all_that_was_made_of_it():
@@ -54,10 +56,8 @@ def test_another_config_and_a_result_that_came_later_make_stale():
     assert stale_stages(late) == {"report": "rl was built since"}
 
 
-def test_records_that_do_not_say_what_stages_were_made_of_are_not_judged():
-    old = record_of(sft=entry(digest="new"), rl={"inputs": {"model": "sft"}, "state": "built", "digest": "x"})
-    night = record_of(eval={**entry("model-newest-sft", digest="x")})  # its model is another run's
-    assert stale_stages(old) == {} and stale_stages(night) == {}
+def test_a_nights_eval_is_not_judged_by_its_model_which_is_another_runs():
+    assert stale_stages(record_of(eval=entry("model-newest-sft", digest="x"))) == {}
 
 
 def carry(name, only=(), overrides=()):
@@ -84,7 +84,7 @@ def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_
     assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
     mended = carry("r", only=recorded.stages, overrides=recorded.overrides)
     assert stale_stages(mended) == {} and state_of(mended) == "completed"
-    assert [mended["stages"][s]["state"] for s in ("eval_sft", "report")] == ["built", "built"]
+    assert [mended.stages[s].state for s in ("eval_sft", "report")] == ["built", "built"]
     with pytest.raises(ConfigError, match="Nothing of run r is stale"):
         recorded_run(Store(project / "store"), "r", stale=True)
 
@@ -93,11 +93,12 @@ def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_
 def stale_record(project):
     """The record of a run whose sft was built again alone; nothing is in the store."""
     run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"])
-    made = {"state": "built", "attempt": "0001", "key": "ab" * 20, "cost": {"seconds": 61.0}}
+    said = {"attempt": "0001", "cost": {"seconds": 61.0}}
     for stage, config in run.pipeline.stages.items():
         of = {label: f"old {source}" for label, source in config.inputs.items()}
         digest = "new" if stage == "sft" else f"old {stage}"
-        run.note(stage, **made, digest=digest, made_of=of, made_with=run.entry(stage)["config"])
+        made = Made(**said, digest=digest, inputs=of, config=run.entry(stage).config)
+        run.note(stage, state="built", key="ab" * 20, made=made)
     run.close()
     return run.store.read_run("r")
 

@@ -18,7 +18,7 @@ def store(project, monkeypatch):
 
 
 def states_of(store, name):
-    return {stage: entry["state"] for stage, entry in store.read_run(name)["stages"].items()}
+    return {stage: entry.state for stage, entry in store.read_run(name).stages.items()}
 
 
 def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_others(store, tell):

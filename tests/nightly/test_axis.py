@@ -3,6 +3,7 @@ from datetime import UTC, datetime
 import pytest
 
 from nanodag.nightly.trend import _dates
+from tests.nightly.made_nights import night_record
 
 
 @pytest.mark.parametrize(
@@ -18,4 +19,4 @@ from nanodag.nightly.trend import _dates
 )
 def test_nights_of_one_day_are_told_apart_by_their_times(times, said):
     due = [datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp() for time in times]
-    assert _dates([{"nightly": {"due": d}} for d in due], "UTC") == said
+    assert _dates([night_record("n", [], due=d) for d in due], "UTC") == said

@@ -6,6 +6,7 @@ from nanodag.config import Pipeline
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.nightly.choose import choose, night_pipeline
 from tests.nightly.made_nights import EVAL, write_run
+from tests.run_records import stage_record
 
 
 def pipeline_with(**nightly):
@@ -29,8 +30,8 @@ def test_the_newest_run_that_has_the_stage_is_chosen(store, tmp_path):
 
 def test_nights_and_points_of_a_sweep_are_no_newest_run(store, tmp_path):
     write_run(store, tmp_path, "plain", created=1.0)
-    write_run(store, tmp_path, "nightly-1", created=2.0, nightly={})
-    write_run(store, tmp_path, "s-001", created=3.0, sweep="s")
+    write_run(store, tmp_path, "nightly-1", created=2.0, nightly={"by_schedule": True, "due": 0.0})
+    write_run(store, tmp_path, "s-001", created=3.0, sweep={"stage": "sft", "points": []})
     assert choose(store, pipeline_with()).subjects[0].run == "plain"
     assert choose(store, pipeline_with(runs={"s": "s-001"})).subjects[0].run == "s-001"
 
@@ -61,7 +62,7 @@ def test_a_pinned_model_is_imported_and_asked_an_eval_of_the_preset(store):
 def test_runs_that_read_from_different_mirrors_are_not_mixed(store, tmp_path):
     write_run(store, tmp_path, "a", created=1.0)
     write_run(store, tmp_path, "b", created=2.0)
-    store.change_run("b", lambda record: record["pipeline"].update(mirror="/elsewhere"))
+    store.change_run("b", lambda record: record.changed(pipeline={**record.pipeline, "mirror": "/elsewhere"}))
     with pytest.raises(ConfigError, match="different mirrors: a from none, b from /elsewhere"):
         choose(store, pipeline_with(runs={"a": "a", "b": "b"}))
     assert choose(store, pipeline_with(runs={"b": "b"})).mirror == "/elsewhere"
@@ -79,10 +80,10 @@ def test_a_model_that_is_stale_in_its_run_is_evaluated_and_named(store, tmp_path
     write_run(store, tmp_path, "plain", created=1.0)
 
     def stale(record):
-        record["order"] = ["pretrain", *record["order"]]
-        record["stages"]["pretrain"] = {"kind": "pretrain", "inputs": {}, "state": "built", "digest": "new"}
-        made = {"inputs": {"model": "pretrain"}, "made_of": {"model": "old"}, "made_with": "c", "config": "c"}
-        record["stages"]["sft"].update(made)
+        base = stage_record("pretrain", {"digest": "new"}, state="built", key="b" * 40)
+        made = record.stages["sft"].made.changed(inputs={"model": "old"})
+        sft = record.stages["sft"].changed(inputs={"model": "pretrain"}, made=made)
+        return record.changed(stages={"pretrain": base, **record.stages, "sft": sft})
 
     store.change_run("plain", stale)
     choice = choose(store, pipeline_with())

@@ -34,8 +34,8 @@ def test_better_is_never_worse_also_where_lower_is_better(store, tmp_path):
     assert not found.is_worse and found.p_worse == 1.0
     (found,) = compare(
         store,
-        [{**high, "higher_is_better": False}],
-        [night_record("n", [{**low, "higher_is_better": False}])],
+        [high.changed(higher_is_better=False)],
+        [night_record("n", [low.changed(higher_is_better=False)])],
         false_alarms=0.05,
     )
     assert found.is_worse
@@ -74,7 +74,7 @@ def test_other_items_another_metric_or_a_lost_artifact_are_no_comparison(store, 
     assert found.found is None and "needs the same items on both sides" in found.why and not found.is_worse
     other = publish_eval(store, tmp_path / "other", "other", RIGHT * 100, metric="flexible")
     assert compare(store, [new], [night_record("n", [other])], false_alarms=0.01) == []
-    gone = {**publish_eval(store, tmp_path / "gone", "gone", RIGHT * 100), "attempt": "0009"}
+    gone = publish_eval(store, tmp_path / "gone", "gone", RIGHT * 100).changed(attempt="0009")
     (found,) = compare(store, [new], [night_record("n", [gone])], false_alarms=0.01)
     assert found.found is None and "There is no attempt 0009" in found.why
 
@@ -83,7 +83,7 @@ def test_twenty_benchmarks_of_which_one_looks_bad_by_chance_raise_no_alarm(store
     before = publish_eval(store, tmp_path / "a", "a", RIGHT * 100)
     same = publish_eval(store, tmp_path / "b", "b", RIGHT * 99 + WRONG)
     unlucky = publish_eval(store, tmp_path / "c", "c", WRONG * 8 + RIGHT * 92)  # p = 1/256: below 1 % on its own
-    others = [{**same, "eval": f"e{n}"} for n in range(19)]
-    earlier = [night_record("n", [before, *({**before, "eval": f"e{n}"} for n in range(19))])]
+    others = [same.changed(eval=f"e{n}") for n in range(19)]
+    earlier = [night_record("n", [before, *(before.changed(eval=f"e{n}") for n in range(19))])]
     assert compare(store, [unlucky], earlier, false_alarms=0.01)[0].is_worse
     assert not any(c.is_worse for c in compare(store, [unlucky, *others], earlier, false_alarms=0.01))

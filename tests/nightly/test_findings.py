@@ -30,7 +30,7 @@ def night_of(project, name, answers, flow_run=""):
     asked = {"file": "", "preset": "p", "overrides": [], "by_schedule": False}
     night = begin_night(name=name, flow_run=flow_run, **asked)
     score = publish_eval(night.run.store, project / "made" / name, name, answers)
-    where = {field: score[field] for field in ("key", "attempt", "digest")}
+    where = {field: getattr(score, field) for field in ("key", "attempt", "digest")}
     results = {"main-sft-eval_sft": StageResult(stage="eval", kind="eval", was_found=False, **where)}
     found = conclude(night, results)
     night.run.close()
@@ -45,12 +45,14 @@ def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
         "main/sft sort exact_match 0.8, 1 before: -0.2 (adjusted p 9.5e-07) against last night (nightly-1)",
     )
     record = Store(project / "store").read_run("nightly-2")
-    assert [score["value"] for score in record["nightly"]["scores"]] == [0.8]
-    assert [c["is_worse"] for c in record["nightly"]["comparisons"]] == [True]
-    assert record["order"] == ["main-sft-eval_sft", "trend"] and record["stages"]["trend"]["state"] == "built"
-    assert "sft" not in record["stages"], "the model is its own run's: a night does not keep it from being removed"
+    assert [score.value for score in record.night.scores] == [0.8]
+    assert list(record.stages) == ["main-sft-eval_sft", "trend"] and record.stages["trend"].state == "built"
+    assert "sft" not in record.stages, "the model is its own run's"
+    model = Store(project / "store").read_run("main-1").stages["sft"].artifact
+    assert record.uses == (model,), "and stays as long as the night may be resumed"
     assert second.page.name == "trend.html" and "<svg" in second.page.read_text()
-    assert json.loads((second.page.parent / "night.json").read_text())["scores"][0]["value"] == 0.8
+    night = json.loads((second.page.parent / "night.json").read_text())
+    assert night["scores"][0]["value"] == 0.8 and [c["is_worse"] for c in night["comparisons"]] == [True]
     assert second.as_json()["text"].startswith("nanodag nightly-2: 1 of 1 score got worse\nmain/sft sort")
 
 
@@ -60,7 +62,7 @@ def test_a_night_that_is_retried_goes_on_under_its_name(project):
     night_of(project, "", [1] * 90 + [0] * 10, flow_run="abc")
     store = Store(project / "store")
     assert [run for run in store.runs() if run.startswith("nightly-")] == [name]
-    assert [score["value"] for score in store.read_run(name)["nightly"]["scores"]] == [0.9]
+    assert [score.value for score in store.read_run(name).night.scores] == [0.9]
 
 
 def test_the_schedules_night_is_begun_once(project):

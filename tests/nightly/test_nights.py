@@ -39,7 +39,7 @@ def test_a_night_of_last_week_does_not_count_as_tonights():
 
 def test_late_runs_that_start_together_leave_it_to_the_one_that_is_at_it():
     process = psutil.Process()
-    alive = {"state": "running", "pid": process.pid, "pid_started": process.create_time()}
+    alive = {"state": "running", "pid": process.pid, "pid_started": process_started(process)}
     under_way = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="first", **alive)
     assert taken_on(LATE, [under_way]) == []
     assert "under way: flow run first" in decide([under_way], DUE, "second").reason
@@ -58,8 +58,8 @@ def test_a_night_whose_process_was_killed_is_taken_over_once():
 
 
 def test_a_night_that_was_asked_for_does_not_stand_for_the_scheduled_one():
-    asked = night_record("nightly-20261127-0900", [], due=DUE.timestamp() + 60, flow_run="asked")
-    asked["nightly"]["by_schedule"] = False
+    due = DUE.timestamp() + 60
+    asked = night_record("nightly-20261127-0900", [], due=due, flow_run="asked", night={"by_schedule": False})
     assert len(taken_on(LATE, [asked])) == 1
 
 

@@ -9,6 +9,7 @@ from nanodag.cli.show import print_summary
 from nanodag.report.page import to_markdown
 from nanodag.report.summary import summary_of, summary_report
 from nanodag.store import Store, stage_key
+from tests.run_records import built, run_record
 
 ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "x", "chat": True, "num_fewshot": 0}
 NUM_ITEMS = 100
@@ -35,13 +36,17 @@ def publish(store, tmp_path):
             **{"kind": kind, "stage": name, "config": config or {}, "sources": {}, "cost": {}, "environment": {}},
             metrics=metrics or {},
             lineage={
-                label: {"stage": source, **{f: up[f] for f in ("kind", "key", "attempt", "digest")}}
+                label: {
+                    "stage": source,
+                    "kind": up.kind,
+                    "key": up.key,
+                    **up.made.model_dump(include={"attempt", "digest"}),
+                }
                 for label, (source, up) in ups.items()
             },
         )
-        made = {"made_of": {label: up["digest"] for label, (_, up) in ups.items()}, "made_with": "c", "config": "c"}
-        where = {"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest}
-        return {"kind": kind, "inputs": inputs or {}, "state": "built", **where, **made}
+        entry = built(artifact, inputs=inputs or {})
+        return entry.changed(made=entry.made.changed(inputs={label: up.made.digest for label, (_, up) in ups.items()}))
 
     return put
 
@@ -65,7 +70,7 @@ def record(publish):
         config = {"benchmarks": [{"name": name} for name in results]}
         how = {"inputs": {"model": model}, "entries": entries, "config": config}
         entries[f"eval_{model}"] = publish(f"eval_{model}", "eval", files, **how)
-    return {"run": "r", "preset": "p", "order": list(entries), "stages": entries}
+    return run_record("r", stages=entries)
 
 
 def test_a_summary_has_scores_and_what_got_better_and_worse_by_more_than_noise(store, record):
@@ -96,7 +101,7 @@ def test_it_is_shown_in_the_terminal_and_as_an_artifact(store, record, tmp_path)
 
 def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, record, publish):
     again = publish("sft-again", "sft", {"model": "another"})
-    record["stages"]["sft"] = again | {"inputs": {}}
+    record = record.changed(stages={**record.stages, "sft": again})
     found = summary_of(store, record)
     assert found.scores.headers == ["benchmark", "RL"], "eval_sft is of the sft before"
     assert found.num_compared == 0, "and RL did not come from this one"
@@ -105,5 +110,4 @@ def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, reco
 
 
 def test_a_run_without_scores_has_none(store, record):
-    record["order"] = ["sft"]
-    assert summary_of(store, record).scores is None
+    assert summary_of(store, record.changed(stages={"sft": record.stages["sft"]})).scores is None

@@ -13,6 +13,7 @@ import pytest
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreError
 from nanodag.store import Store, content_digest, stage_key
 from nanodag.store.keys import canonical_json
+from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish
 
 
@@ -137,29 +138,29 @@ def test_a_link_in_a_product_is_refused(store, product):
 
 
 def test_runs_are_listed_oldest_first_and_an_unknown_one_names_them(store):
-    store.write_run("first", {"created": 2.0})
-    store.write_run("second", {"created": 1.0})  # the clock was set back meanwhile
-    store.write_run("first", {"created": 2.0})  # begun again: still the older one
+    store.write_run(run_record("first", created=2.0))
+    store.write_run(run_record("second", created=1.0))  # the clock was set back meanwhile
+    store.write_run(run_record("first", created=2.0))  # begun again: still the older one
     assert store.runs() == ["first", "second"]
     with pytest.raises(ArtifactNotFound, match="first, second"):
         store.read_run("third")
     with pytest.raises(StoreError, match="not a name"):
-        store.write_run("../escape", {})
+        store.write_run(run_record("../escape"))
 
 
 def test_many_editors_of_a_run_lose_no_change(store):
-    store.write_run("r", {"n": 0})
+    store.write_run(run_record("r"))
 
     def add():
         for _ in range(5):
-            store.change_run("r", lambda record: record.update(n=record["n"] + 1))
+            store.change_run("r", lambda record: record.changed(ended=record.ended + 1))
 
     threads = [threading.Thread(target=add) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert store.read_run("r")["n"] == 20
+    assert store.read_run("r").ended == 20
 
 
 def test_one_builder_at_a_time_and_its_lock_goes_with_its_holders(store):

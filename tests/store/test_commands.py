@@ -10,6 +10,7 @@ import pytest
 
 from nanodag.cli import main
 from nanodag.store import Store
+from tests.run_records import built, run_record
 from tests.store.making import product_in, publish
 
 A, B, C = "a1" + "0" * 38, "a2" + "0" * 38, "b0" + "0" * 38
@@ -49,12 +50,8 @@ def made_from(artifact, label="model"):
 
 
 def write_run(store, name, stages, **pipeline):
-    entries = {
-        stage: {"kind": a.kind, "key": a.key, "attempt": a.attempt, "state": "built", "inputs": {}}
-        for stage, a in stages.items()
-    }
-    record = {"run": name, "state": "completed", "created": 1.0, "revision": "abc", "order": list(stages)}
-    store.write_run(name, {**record, "stages": entries, "pipeline": {"stages": {}, **pipeline}})
+    entries = {stage: built(artifact) for stage, artifact in stages.items()}
+    store.write_run(run_record(name, stages=entries, pipeline={"stages": {}, **pipeline}))
 
 
 @pytest.fixture
@@ -167,11 +164,19 @@ def test_a_key_may_be_abbreviated_as_long_as_one_begins_so(store, chain, model, 
 
 
 def test_status_and_stages_show_a_run_whose_artifact_is_gone(store, chain, nanodag):
-    record = store.read_run("first")
-    store.write_run("first", {**record, "preset": "pocket", "reason": ""})
     code, said = nanodag("status")
     assert code == 0 and "the runs use 2 artifacts" in said
     assert any(line.split()[:4] == ["sft", "sft", "built", C[:12]] for line in said.splitlines())
     shutil.rmtree(store.local / "artifacts" / A)
     code, said = nanodag("stages", "first")
     assert code == 0 and "There is no attempt 0001 of key a1" in said and "metric   loss = 1.5" in said
+
+
+def test_a_record_of_another_format_is_named_by_the_commands_and_gc_removes_nothing(store, chain, model, nanodag):
+    publish(store, model, B)
+    path = store.local / "runs" / "first.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    for command in (("stages", "first"), ("gc", "--yes"), ("verify",)):
+        code, said = nanodag(*command)
+        assert code == 1 and "runs/first.json" in said and "has format 7; this nanodag reads format 1" in said, command
+    assert store.lookup(B) and store.lookup(C)

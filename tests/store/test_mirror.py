@@ -7,6 +7,7 @@ import pytest
 from nanodag.errors import StoreError
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Checkpoints, Store
+from tests.run_records import run_record, stage_record
 from tests.store.making import KEY
 
 
@@ -73,7 +74,7 @@ def test_a_store_that_is_away_does_not_end_the_stage(store, tmp_path, monkeypatc
 def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
     save(Checkpoints(tmp_path / "a"), 10)
     assert store.mirror(KEY, tmp_path / "a").copy_newest()
-    store.write_run("r", {"stages": {"s": {"key": KEY, "state": "stopped"}}})
+    store.write_run(run_record("r", stages={"s": stage_record(key=KEY, state="stopped")}))
     assert plan(store, RetentionPolicy()).items == ()
     store.remove_run("r")
     with store.building(KEY):

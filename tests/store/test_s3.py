@@ -14,6 +14,7 @@ from nanodag.errors import CorruptArtifact, MissingTool, StoreError
 from nanodag.host.folders import PROJECT
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
+from tests.run_records import built, run_record
 from tests.store.making import KEY, product_in, publish
 
 PUBLISHING = Path(__file__).parent.parent / "fault" / "publishing.py"
@@ -83,8 +84,9 @@ def test_what_is_published_is_pulled_only_when_it_is_wanted(store, product, tmp_
     folder = elsewhere.materialize(made)
     assert folder.is_relative_to(tmp_path / "elsewhere")
     assert (folder / "weights").read_bytes() == b"abcdefgh" and (folder / "sub" / "more").read_text() == "x"
-    store.write_run("r", {"n": 1})
-    assert elsewhere.change_run("r", lambda record: record.update(n=2))["n"] == 2 and store.read_run("r")["n"] == 2
+    store.write_run(run_record("r"))
+    changed = elsewhere.change_run("r", lambda record: record.changed(preset="another"))
+    assert changed.preset == "another" and store.read_run("r") == changed
 
 
 def test_a_copy_gone_bad_is_pulled_again_and_a_bad_original_is_an_error(store, product):
@@ -131,8 +133,7 @@ def test_random_kills_leave_no_corrupt_read(server, tmp_path):
 
 def test_gc_and_setting_aside_work_without_rename(store, product):
     used, useless = publish(store, product), publish(store, product, "b" * 40)
-    entry = {"key": used.key, "attempt": used.attempt, "state": "built"}
-    store.write_run("r", {"stages": {"s": entry}})
+    store.write_run(run_record("r", stages={"s": built(used)}))
     found = plan(store, RetentionPolicy())
     assert [item.name for item in found.items] == [f"{useless.key}/{useless.attempt}"]
     freed, stayed = free(store, found, settle_s=0)

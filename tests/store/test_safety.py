@@ -14,6 +14,7 @@ from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.host.folders import PROJECT
 from nanodag.run.preflight_checks import FormLoader
 from nanodag.store import Store
+from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -150,8 +151,8 @@ def test_a_workspace_of_another_user_is_refused(store, monkeypatch):
 
 
 def test_a_record_of_another_user_is_read_and_not_resumed(store, monkeypatch):
-    store.write_run("r", {"file": "/tmp/evil/pipeline.yaml"})
-    assert store.own_run("r")["file"] == "/tmp/evil/pipeline.yaml"
+    store.write_run(run_record("r", file="/tmp/evil/pipeline.yaml"))
+    assert store.own_run("r").file == "/tmp/evil/pipeline.yaml"
     path = store.local / "runs" / "r.json"
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
@@ -159,4 +160,4 @@ def test_a_record_of_another_user_is_read_and_not_resumed(store, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(StoreError, match="written by another user"):
         store.own_run("r")
-    assert store.read_run("r")["number"] == 1
+    assert store.read_run("r").number == 1

@@ -16,6 +16,7 @@ from nanodag.sweep.begin import begin_sweep, find_built
 from nanodag.sweep.conclude import conclude
 from tests.flow.conftest import STAGES
 from tests.nightly.made_nights import FACTS, publish_eval
+from tests.run_records import run_record
 
 SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "", "flow_run": ""}
 
@@ -44,7 +45,7 @@ def build(run, project, answers):
         if config.kind == "eval":
             model = run.pipeline.stages[config.inputs["model"]]
             score = publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
-            assert score["value"] >= 0
+            assert score.value >= 0
         else:
             (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed}")
         (folder / "records").mkdir()
@@ -66,9 +67,9 @@ def test_what_another_run_built_is_found_and_the_rest_is_to_do(project):
     _, second = begin_sweep("second", grid=["sft.seed=[2,3]"], **SWEEP)
     found = find_built(second)
     assert set(second.to_do) - set(found) == {"sft-2", "eval_sft-2"}, "point 2 is seed 3"
-    record = second.store.read_run("second")["stages"]
-    assert record["sft-1"]["state"] == "found" and record["sft-2"]["state"] == "waiting"
-    assert found["sft-1"].digest == record["sft-1"]["digest"] and all(result.was_found for result in found.values())
+    record = second.store.read_run("second").stages
+    assert record["sft-1"].state == "found" and record["sft-2"].state == "waiting"
+    assert found["sft-1"].digest == record["sft-1"].made.digest and all(result.was_found for result in found.values())
 
 
 def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_time(project):
@@ -82,9 +83,9 @@ def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_
     assert "sft.seed" in found.markdown and "3 stages" not in found.markdown
     page = found.page.read_text()
     assert page.count("<svg") == 2 and "What the options do" in page and "Training loss" in page
-    entry = run.store.read_run("s")["stages"]["comparison"]
+    entry = run.store.read_run("s").stages["comparison"]
     assert conclude(sweep, run, results).page == found.page
-    assert run.store.read_run("s")["stages"]["comparison"]["attempt"] == entry["attempt"], "not drawn again"
+    assert run.store.read_run("s").stages["comparison"].artifact == entry.artifact, "not drawn again"
 
 
 def test_a_point_that_failed_is_a_row_that_says_so(project):
@@ -96,7 +97,7 @@ def test_a_point_that_failed_is_a_row_that_says_so(project):
 
 
 def test_a_runs_name_is_no_sweeps(project):
-    Store(project / "store").write_run("r", {"run": "r", "created": 0.0, "stages": {}})
+    Store(project / "store").write_run(run_record("r"))
     with pytest.raises(ConfigError, match="that is no sweep"):
         begin_sweep("r", grid=["sft.seed=[1,2]"], **SWEEP)
     with pytest.raises(ConfigError, match="Sweep name 'nightly-x'"):
@@ -107,6 +108,6 @@ def test_a_sweep_that_another_process_is_at_is_left_to_it_also_by_a_retry(projec
     _, run = begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
     other = psutil.Process(os.getppid())
     theirs = {"pid": other.pid, "pid_started": process_started(other)}
-    run.store.change_run("s", lambda record: record.update(theirs))
+    run.store.change_run("s", lambda record: record.changed(**theirs))
     with pytest.raises(StoreBusy, match=f"under way in process {other.pid}"):
         begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)

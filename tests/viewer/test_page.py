@@ -12,6 +12,7 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
 from nanodag.viewer.shelf import Read, Shelf, shelf_of
 from nanodag.viewer.view import Painter, timeline_svg, together
+from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
 
@@ -181,8 +182,8 @@ def test_the_shelf_of_a_stage_under_way_is_its_workspace(tmp_path):
     workspace = tmp_path / "work"
     (workspace / "records").mkdir(parents=True)
     (workspace / "job.json").write_text(json.dumps({"inputs": {"model": "/model"}}))
-    stages = {"rl": {"kind": "rl", "workspace": str(workspace)}, "sft": {"kind": "sft"}}
-    found = shelf_of(Store(tmp_path / "store"), {"run": "r", "order": ["sft", "rl"], "stages": stages})
+    stages = {"sft": stage_record("sft"), "rl": stage_record("rl", workspace=str(workspace))}
+    found = shelf_of(Store(tmp_path / "store"), run_record("r", stages=stages))
     assert (found.stage, found.records, str(found.model)) == ("rl", workspace / "records", "/model")
 
 
