@@ -4,8 +4,7 @@ from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from tasks import TASKS
-from tasks.stage import begin_again, ending, inputs_of, outcome
+from tasks.stage import begin_again, ending, inputs_of, outcome, submit
 from tasks.summary import concluded
 
 
@@ -24,5 +23,5 @@ def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: boo
     with ending(run):
         inputs = inputs_of(run, stage, futures)
         if inputs is not None:
-            futures[stage] = TASKS[run.pipeline.stages[stage].kind].submit(stage, run, inputs, force=force)
+            futures[stage] = submit(run, stage, inputs, force=force)
         return concluded(run, outcome(run.to_do, futures))

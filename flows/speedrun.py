@@ -14,8 +14,7 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
-from tasks import TASKS
-from tasks.stage import begin, begin_again, ending, inputs_of, outcome
+from tasks.stage import begin, begin_again, ending, inputs_of, outcome, submit
 from tasks.summary import concluded
 
 
@@ -51,6 +50,5 @@ def speedrun(
         for stage in run.to_do:
             inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
             if inputs is not None:
-                kind = run.pipeline.stages[stage].kind
-                futures[stage] = TASKS[kind].submit(stage, run, inputs, force=force)
+                futures[stage] = submit(run, stage, inputs, force=force)
         return concluded(run, outcome(run.to_do, futures))

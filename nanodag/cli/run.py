@@ -13,6 +13,8 @@ from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
 from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
+from nanodag.config.kind import PAGE
+from nanodag.config.kinds import recorded_kind
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
@@ -213,7 +215,7 @@ class _Attended:
             print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
-            if any(stage["kind"] == "report" for stage in record["stages"].values()):
+            if any(recorded_kind(stage["kind"]).makes == PAGE for stage in record["stages"].values()):
                 self._console.print(f"Report: {command(f'report {self._name}')}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)

@@ -12,6 +12,7 @@ from nanodag.cli.said import command
 from nanodag.cli.watch import STYLES, make_console
 from nanodag.config import resolve
 from nanodag.config.derive import facts
+from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
@@ -173,7 +174,7 @@ def _stage_cells(name: str, entry: Mapping[str, Any], is_stale: bool) -> tuple[s
     cost = entry.get("cost", {})
     return (
         name,
-        entry["kind"],
+        recorded_kind(entry["kind"]).name,
         "stale" if is_stale else entry["state"],
         entry.get("key", "")[:12],
         entry.get("attempt", ""),
@@ -227,7 +228,7 @@ def show_stages(name: str, *, file: str) -> None:
     for stage in record["order"]:
         entry = record["stages"][stage]
         state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry["state"], "dim")
-        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry['kind']}) ", state))
+        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({recorded_kind(entry['kind']).name}) ", state))
         if "attempt" in entry:
             _print_artifact(console, store, entry)
         elif entry.get("reason"):

@@ -14,23 +14,24 @@ from nanodag.cli import said
 from nanodag.cli.show import find_run, print_stale
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
+from nanodag.config.kind import MODEL, PAGE
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, MissingTool
 from nanodag.errors.words import listed, nearest
 from nanodag.host.folders import PROJECT
 from nanodag.host.processor import usable_cores
 from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.stale import ENDED_WELL
 from nanodag.server.local_server import Server, server_of
 from nanodag.store import Store
 from nanodag.worker.launch import worker_environment
-
-MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
 
 
 def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    models = [s for s in record["order"] if record["stages"][s]["kind"] in MODEL_KINDS and _is_made(record, s)]
+    models = _made(record, MODEL)
     if stage and stage not in models:
         raise ArtifactNotFound(
             f"Run {record['run']} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
@@ -50,7 +51,7 @@ def show_report(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    reports = [s for s in record["order"] if record["stages"][s]["kind"] == "report" and _is_made(record, s)]
+    reports = _made(record, PAGE)
     if not reports:
         raise ArtifactNotFound(
             f"Run {record['run']} has no report yet; see how far it is with: " + said.command(f"stages {record['run']}")
@@ -74,8 +75,10 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     serve(shelf, port=port)
 
 
-def _is_made(record: dict[str, Any], stage: str) -> bool:
-    return record["stages"][stage]["state"] in ("built", "found")
+def _made(record: dict[str, Any], product: str) -> list[str]:
+    """The finished stages whose kind makes such a thing."""
+    entries = {stage: record["stages"][stage] for stage in record["order"]}
+    return [s for s, e in entries.items() if e["state"] in ENDED_WELL and recorded_kind(e["kind"]).makes == product]
 
 
 def _files_of(store: Store, record: dict[str, Any], stage: str) -> Path:

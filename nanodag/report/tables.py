@@ -136,7 +136,7 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
     device = str(cost.get("device", ""))
     if (ranks := _num_ranks(stage)) > 1:
         device = f"{ranks} × {device}"
-    kind = stage.kind if stage.kind != stage.name else ""
+    kind = stage.kind.name if stage.kind.name != stage.name else ""
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
         Cell(text=words.duration(seconds) if seconds else "", detail=tries_of(cost)),
@@ -166,13 +166,12 @@ def _num_ranks(stage: Stage) -> int:
 
 def trained_tokens(stage: Stage) -> float:
     """Tokens that a stage put through the model forward and backward."""
-    return 0.0 if stage.kind == "eval" else number(stage.cost, "tokens")
+    return number(stage.cost, "tokens")
 
 
 def read_tokens(stage: Stage) -> float:
     """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
-    before = "tokens" if stage.kind == "eval" else "sampled_tokens"  # as artifacts had it before
-    return number(stage.cost, "forward_tokens") or number(stage.cost, before)
+    return number(stage.cost, "forward_tokens")
 
 
 def tries_of(cost: Mapping[str, Any]) -> str:
@@ -200,7 +199,7 @@ def reached_table(stages: Mapping[str, Stage]) -> Table | None:
             for name, value in stage.metrics.items()
             if value is not None
         ]
-        if stage.kind not in ("eval", "report") and shown:
+        if shown and not stage.kind.is_about_others:
             rows.append([Cell(text=stage.name), Cell(text=" · ".join(shown))])
     return Table(headers=["stage", "reached"], rows=rows) if rows else None
 
@@ -250,7 +249,7 @@ def lineage_table(stages: Mapping[str, Stage]) -> Table:
     rows = [
         [
             Cell(text=stage.name),
-            Cell(text=stage.kind),
+            Cell(text=stage.kind.name),
             Cell(text=stage.key[:16], code=True),
             Cell(text=stage.attempt),
             Cell(text=stage.digest[:16], code=True),

@@ -33,7 +33,7 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
     asked = {
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
-        "folder": str(file.parent),
+        "file": str(file),
     }
     identity = [asked, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     mark = remembered / f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StoreError
 from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
@@ -59,7 +61,7 @@ def _stage(store: Store, name: str, entry: Mapping[str, Any]) -> StageProgress:
     last = works[-1] if works else {"step": 0, "total": 0}
     return StageProgress(
         name=name,
-        kind=entry["kind"],
+        kind=recorded_kind(entry["kind"]).name,
         state=STARTING if is_running and not works else state,
         key=entry.get("key", ""),
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
@@ -132,9 +134,10 @@ def _reached_by(store: Store, key: str, attempt: str) -> str:
         artifact = store.attempt(key, attempt)
     except StoreError:  # removed, or damaged; that is said where it is needed
         return ""
-    if artifact.kind == "eval":
-        names = [benchmark["name"] for benchmark in artifact.config.get("benchmarks", [])]
-        return next((_score(name, artifact.metrics[name]) for name in names if name in artifact.metrics), "")
+    if recorded_kind(artifact.kind).makes == SCORES:
+        names = [*(benchmark["name"] for benchmark in artifact.config.get("benchmarks", ())), *artifact.metrics]
+        numbers = {name: value for name, value in artifact.metrics.items() if isinstance(value, int | float)}
+        return next((_score(name, numbers[name]) for name in names if name in numbers), "")
     return _telling(artifact.metrics, AT_THE_END)
 
 

@@ -12,6 +12,9 @@ import httpx
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline, result_config
+from nanodag.config.kind import PAGE
+from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
@@ -19,7 +22,6 @@ from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of
-from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
@@ -130,11 +132,14 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
         if (url := stage.teacher.url) != "none":
             sources[url] = server_identity(url)
-    if stage.kind == "import":
+    if isinstance(stage, ImportStage):
         sources[stage.model] = model_identity(stage.model, mirror)
+    kind = find_kind(stage.kind)
+    if ":" in stage.kind:
+        sources[stage.kind] = code_identity(stage.kind) | {"worker": code_identity(kind.module)}
     key = stage_key(
         kind=stage.kind,
-        code_version=KINDS[stage.kind].code_version,
+        code_version=kind.code_version,
         config=with_identities(result_config(stage), sources),
         inputs={label: result.digest for label, result in inputs.items()},
         sources={},
@@ -143,7 +148,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def code_identity(function: str) -> dict[str, Any]:
-    """What names a user's `module:function` in a key: its name and the sha256 of its module's file.
+    """What names a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
 
     Raises ConfigError when there is no such module.
     """
@@ -202,7 +207,7 @@ class _Build:
         restarts: int,
         restarts_left: int,
     ) -> Artifact:
-        run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
+        run, stage, kind = self._run, self._stage, find_kind(self._stage.kind)
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
         places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
@@ -259,7 +264,7 @@ class _Build:
             "composed": run.composed,
             **cluster_context(run.pipeline, self._stage),
         }
-        if self._stage.kind == "report":
+        if find_kind(self._stage.kind).makes == PAGE:
             context |= _report_context(self._run, self._name, self._inputs)
         return Job(
             name=self._name,
