@@ -10,15 +10,15 @@ MODEL, TOKENIZER, SCORES, PAGE, NOTHING = "model", "tokenizer", "scores", "page"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of stage. A user's own is another object of this class (docs/orchestration.md).
+    """One kind of stage. A user's own is another object of this class (nanodag.config.kinds says where it stands).
 
     name: what it is called; of a shipped or installed kind also what a pipeline says as `kind`.
     config: the class of its stages' config.
     module: its worker, which `python -m` runs with the path of job.json (nanodag.worker.job).
     code_version: raised by hand when the kind's code changes what it makes, so that older artifacts no longer count.
     makes: what its artifacts are. `model` and `tokenizer`: a Hugging Face directory. `scores`: results.json and
-        samples/, as nanodag.evaluation writes them. `page`: report.md, over all stages before it. `nothing`, or a word
-        of the user's own: what no shipped kind takes.
+        samples/ about the input `model`, as nanodag.evaluation writes them. `page`: report.md, over the stages before
+        it. `nothing`, or a word of the user's own: what no shipped kind takes.
     needs: inputs that a stage must name -> what each must be, in the words of `makes`. may_take: others that it may.
     takes_what_exists: it takes any stages under any names, and is run although some of them failed, on the others.
     trains: it puts tokens through a model forward and backward, on as many machines as resources.nodes says.

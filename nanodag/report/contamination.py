@@ -37,6 +37,7 @@ def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for stage in stages.values()
         if recorded_kind(stage["kind"]).trains
         for source in stage["config"].get("data", ())
+        if isinstance(source, Mapping)  # of a user's own kind it may be anything
     ]
     return list(dict.fromkeys(urls))
 

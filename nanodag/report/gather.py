@@ -134,7 +134,8 @@ def columns_of(stages: Mapping[str, Stage]) -> list[Column]:
     """The evaluated models in the DAG's order, named BASE, MID, SFT, RL, or by stage where a kind is there twice."""
     evals: dict[str, list[Stage]] = {}
     for stage in stages.values():
-        if stage.kind.makes == SCORES and (model := stage_behind(stages, stage.lineage["model"])):
+        source = stage.lineage.get("model") if stage.kind.makes == SCORES else None
+        if source is not None and (model := stage_behind(stages, source)):
             evals.setdefault(model.name, []).append(stage)
     models = [stages[name] for name in stages if name in evals]
     kinds = [model.kind.name for model in models]
