@@ -9,6 +9,7 @@ from typing import Any
 
 from nanodag.config.kind import SCORES, Kind
 from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
@@ -152,8 +153,9 @@ def columns_of(stages: Mapping[str, Stage]) -> list[Column]:
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:
     """Names of all benchmarks, in the order of the config where that says one."""
     evals = [stage for column in columns for stage in column.evals]
-    asked = [benchmark["name"] for stage in evals for benchmark in stage.config.get("benchmarks", ())]
-    return list(dict.fromkeys([*asked, *(name for stage in evals for name in stage.results["benchmarks"])]))
+    asked = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
+    names = [benchmark["name"] for benchmarks in asked for benchmark in benchmarks]
+    return list(dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])]))
 
 
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, Stage]) -> list[Comparison]:

@@ -16,7 +16,7 @@ import yaml
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
-from nanodag.config.kinds import vouch_for
+from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
@@ -67,6 +67,9 @@ class Checks:
             self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if "wandb" in stage.tracking:
             self._try(f"{name}.tracking", "wandb", _need_wandb)
+        if ":" in stage.kind:
+            for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
+                self._try(f"{name}.kind", f"module {module}", lambda module=module: self._module(module) and None)
         for label, wanted, sources in _mixtures(stage):
             self._try(f"{name}.{label}", f"mixture {sources}", lambda sources=sources: _weights_fit(sources))
             for number, source in enumerate(sources):

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanodag.config.kind import SCORES
 from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors import StoreError
 from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
@@ -134,8 +135,9 @@ def _reached_by(store: Store, key: str, attempt: str) -> str:
         artifact = store.attempt(key, attempt)
     except StoreError:  # removed, or damaged; that is said where it is needed
         return ""
-    if recorded_kind(artifact.kind).makes == SCORES:
-        names = [*(benchmark["name"] for benchmark in artifact.config.get("benchmarks", ())), *artifact.metrics]
+    if (kind := recorded_kind(artifact.kind)).makes == SCORES:
+        asked = artifact.config.get("benchmarks", ()) if issubclass(kind.config, EvalStage) else ()
+        names = [*(benchmark["name"] for benchmark in asked), *artifact.metrics]
         numbers = {name: value for name, value in artifact.metrics.items() if isinstance(value, int | float)}
         return next((_score(name, numbers[name]) for name in names if name in numbers), "")
     return _telling(artifact.metrics, AT_THE_END)

@@ -15,6 +15,7 @@ from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
 from nanodag.errors import ConfigError
 from nanodag.nightly.choose import choose
+from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
 from nanodag.run.stage import carry_out, key_of
 from nanodag.worker.job import Job, read_job, write_job
@@ -204,3 +205,13 @@ def test_a_kind_of_an_installed_package_has_a_name_and_is_imported_when_it_is_na
 def test_a_kind_that_is_gone_makes_nothing_and_stops_nobody():
     gone = recorded_kind("merged_before:KIND")
     assert (gone.name, gone.makes, gone.trains) == ("merged_before:KIND", "nothing", False)
+
+
+def test_a_kind_whose_worker_is_not_there_is_found_before_anything_starts(merge):
+    (merge / "astray.py").write_text(MERGE.replace('module="merging"', 'module="mergin"'))
+    write(merge, {**WITH_MERGE, "merged": {**MERGED, "kind": "astray:KIND"}})
+    checks = Checks(resolve(merge / "pipeline.yaml").pipeline, merge / "doing")
+    checks.stage("merged")
+    [fault] = checks.faults
+    assert fault.startswith("merged.kind: there is no module mergin beside the pipeline file")
+    assert str(merge / "astray.py") in checks.relied_on
