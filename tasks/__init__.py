@@ -1,1 +1,1 @@
-"""What Prefect sees of the stages (tasks/stage.py), nights and sweeps."""
+"""What Prefect sees of the stages (tasks/stage_task.py), nights and sweeps."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 
 MODEL, TOKENIZER, SCORES, PAGE, NOTHING = "model", "tokenizer", "scores", "page", "nothing"
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 

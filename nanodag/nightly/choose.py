@@ -16,7 +16,7 @@ from nanodag.config.kind import MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.pipeline import AnyStage, read_stage
-from nanodag.config.stage import Resources
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import ENDED_WELL, advice, stale_stages

@@ -15,17 +15,17 @@ from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
 from nanodag.errors import ConfigError
 from nanodag.nightly.choose import choose
+from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
-from nanodag.run.stage import carry_out, key_of
 from nanodag.worker.job import Job, read_job, write_job
-from tasks.stage import task_of
+from tasks.stage_task import task_of
 from tests.flow.conftest import STAGES
 
 MERGE = """
 import json
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 
 
 class MergeStage(StageBase):
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 JUDGE = """
 from nanodag.config.kind import MODEL, SCORES, Kind
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 
 class JudgeStage(StageBase):
     rounds: int = 3
@@ -110,7 +110,7 @@ def carried_out(run):
     results = {}
     for name in run.order:
         inputs = {label: results[source] for label, source in run.pipeline.stages[name].inputs.items()}
-        results[name] = carry_out(run, name, inputs)
+        results[name] = build_stage(run, name, inputs)
     return results
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from nanodag.config.kind import Kind
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.own_code.blame import with_place

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.section import Auto, Precision, Section, operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 

@@ -1,7 +1,7 @@
 """A stage that takes a model as it is."""
 
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 
 
 class ImportStage(StageBase):

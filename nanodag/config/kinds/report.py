@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from nanodag.config.kind import PAGE, Kind
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 
