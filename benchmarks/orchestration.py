@@ -53,7 +53,7 @@ def fake_project(num_stages: int) -> Iterator[Path]:
         os.environ.update(FAKE_ORDERS=str(folder / "orders"), PYTHONPATH=str(FAKES), NANODAG_CACHE=name)
         os.environ.pop("NANODAG_STORE", None)
         os.chdir(folder)
-        runpy.run_path(str(FAKES / "sitecustomize.py"))  # puts the fake worker into nanodag.run.kinds
+        runpy.run_path(str(FAKES / "sitecustomize.py"))  # puts the fake worker into the kinds
         yield folder
         os.chdir("/")
 

@@ -15,8 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.run.record import Run, StageResult, join_run
 from nanodag.store import Store
-from tasks import TASKS
-from tasks.stage_task import outcome, own_flow_run
+from tasks.stage_task import outcome, own_flow_run, submit
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def pool_stage(
     joined.note(stage, worker=os.environ.get("PREFECT__WORKER_NAME", ""))
     given = {label: StageResult(**result) for label, result in inputs.items()}
     with _ending_with(parent, joined):
-        future = TASKS[joined.pipeline.stages[stage].kind].submit(stage, joined, given, force=force)
+        future = submit(joined, stage, given, force=force)
         return outcome([stage], {stage: future})
 
 

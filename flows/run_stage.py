@@ -4,9 +4,8 @@ from prefect import flow
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from tasks import TASKS
 from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, inputs_of, outcome
+from tasks.stage_task import begin_again, ending, inputs_of, outcome, submit
 
 
 @flow(name="run_stage", flow_run_name="{name}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
@@ -24,5 +23,5 @@ def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: boo
     with ending(run):
         inputs = inputs_of(run, stage, futures)
         if inputs is not None:
-            futures[stage] = TASKS[run.pipeline.stages[stage].kind].submit(stage, run, inputs, force=force)
+            futures[stage] = submit(run, stage, inputs, force=force)
         return concluded(run, outcome(run.to_do, futures))

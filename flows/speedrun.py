@@ -14,9 +14,8 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
-from tasks import TASKS
 from tasks.run_summary import concluded
-from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome
+from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit
 
 
 @flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
@@ -51,6 +50,5 @@ def speedrun(
         for stage in run.to_do:
             inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
             if inputs is not None:
-                kind = run.pipeline.stages[stage].kind
-                futures[stage] = TASKS[kind].submit(stage, run, inputs, force=force)
+                futures[stage] = submit(run, stage, inputs, force=force)
         return concluded(run, outcome(run.to_do, futures))

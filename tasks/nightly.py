@@ -15,8 +15,7 @@ from nanodag.errors.words import counted
 from nanodag.nightly.findings import NightFindings, conclude, post
 from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
-from tasks import TASKS
-from tasks.stage_task import may_pass
+from tasks.stage_task import may_pass, submit
 
 EVENT = "nanodag.nightly.worse"
 _OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
@@ -28,11 +27,11 @@ def start_evals(night: Night) -> dict[str, PrefectFuture[StageResult]]:
     for subject in night.subjects:
         model = subject.model
         if model is None:
-            brought = futures[subject.input_name] = TASKS["import"].submit(subject.input_name, night.run, {})
+            brought = futures[subject.input_name] = submit(night.run, subject.input_name, {})
             brought.wait()
             model = brought.result() if brought.state.is_completed() else None
         for stage in subject.evals if model is not None else ():
-            futures[stage] = TASKS["eval"].submit(stage, night.run, {"model": model})
+            futures[stage] = submit(night.run, stage, {"model": model})
     return futures
 
 

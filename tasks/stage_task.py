@@ -1,4 +1,4 @@
-"""What every stage's task does: build it, and let Prefect see it.
+"""Stages as Prefect tasks: one task for each kind, which carries a stage out and lets Prefect see it.
 
 The store decides what is done, so Prefect caches nothing: a finished stage's task returns in milliseconds, shown as
 Cached. A worker that a signal ended, or that lost its sampler or the network, is started again after a while and goes
@@ -6,17 +6,19 @@ on from its checkpoint.
 """
 
 import atexit
+import inspect
 import logging
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger
+from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -26,12 +28,13 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.tasks import Task
 
+from nanodag.config.kind import PAGE, SCORES
+from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.errors.words import counted
 from nanodag.host.parent import end_with_parent
 from nanodag.report import words
 from nanodag.run.build_stage import build_stage
-from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING
@@ -46,14 +49,35 @@ def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool
     return isinstance(state.result(raise_on_failure=False), StageInterrupted | ConnectionError | TimeoutError)
 
 
-OPTIONS: dict[str, Any] = {
-    "task_run_name": "{name}",
-    "cache_policy": NO_CACHE,
-    "persist_result": False,
-    "retries": len(RETRY_AFTER_S),
-    "retry_delay_seconds": RETRY_AFTER_S,
-    "retry_condition_fn": may_pass,
-}
+def submit(
+    run: Run, stage: str, inputs: Mapping[str, StageResult], *, force: bool = False
+) -> PrefectFuture[StageResult]:
+    """Start a stage as a task of its kind, beside the flow."""
+    return task_of(run.pipeline.stages[stage].kind).submit(stage, run, inputs, force=force)
+
+
+@cache
+def task_of(kind: str) -> Task[..., Any]:
+    """The task of a kind, also of a user's own. It has the kind's name, and its runs have those of their stages."""
+    found = find_kind(kind)
+
+    @task(
+        name=found.name,
+        description=inspect.getdoc(found.config),
+        task_run_name="{name}",
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=len(RETRY_AFTER_S),
+        retry_delay_seconds=RETRY_AFTER_S,
+        retry_condition_fn=may_pass,
+    )
+    def stage(name: str, run: Run, inputs: dict[str, StageResult], force: bool = False) -> State[StageResult]:
+        state = _carried_out(name, run, inputs, force=force)
+        if found.makes == PAGE and state.is_completed():
+            _show_page(run, state.data)
+        return state
+
+    return stage
 
 
 def begin(
@@ -125,7 +149,7 @@ def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageRes
             if futures[source].state.is_completed():
                 found[label] = futures[source].result()
     missing = [source for label, source in wanted.items() if label not in found]
-    if missing and not (found and KINDS[run.pipeline.stages[stage].kind].takes_what_exists):
+    if missing and not (found and find_kind(run.pipeline.stages[stage].kind).takes_what_exists):
         run.note(stage, state="not run", reason=f"needs {', '.join(missing)}")
         return None
     return found
@@ -147,7 +171,7 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
 
 
-def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
+def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
     """Build a stage, and show what comes of it."""
     logger = get_run_logger()
     progress = _Progress(name)
@@ -207,10 +231,17 @@ class _Progress:
 def _show_result(run: Run, result: StageResult) -> None:
     """What a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
-    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, artifact.kind)]
+    is_scores = recorded_kind(artifact.kind).makes == SCORES
+    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, is_scores=is_scores)]
     lines += ["", *_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
+
+
+def _show_page(run: Run, result: StageResult) -> None:
+    """The report in the UI."""
+    text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
+    create_markdown_artifact(key=f"report-{run.name}".lower().replace("_", "-").replace(".", "-"), markdown=text)
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:
@@ -227,8 +258,8 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
-def _table(title: str, values: Mapping[str, Any], kind: str = "") -> list[str]:
-    """A Markdown table of names, values and units. kind: an evaluation's metrics are scores by benchmark."""
+def _table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:
+    """A Markdown table of names, values and units. is_scores: they are scores by benchmark."""
     flat = {
         f"{name} {inner}".strip(): number
         for name, value in values.items()
@@ -236,7 +267,7 @@ def _table(title: str, values: Mapping[str, Any], kind: str = "") -> list[str]:
     }
     rows = [f"| {title} | value | unit |", "|---|---:|---|"]
     for name, number in flat.items():
-        is_score = kind == "eval" and words.is_share(name)
+        is_score = is_scores and words.is_share(name)
         value, unit = words.measured(name.partition(" ")[0], number, unit="%" if is_score else "")
         said = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
         cells = [words.markdown(text[:300]) for text in (said, value, unit)]

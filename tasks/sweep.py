@@ -7,12 +7,11 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 
-from nanodag.run.kinds import KINDS
+from nanodag.config.kinds import find_kind
 from nanodag.run.record import Run, StageResult
 from nanodag.sweep.conclude import SweepFindings, conclude
 from nanodag.sweep.points import Sweep
-from tasks import TASKS
-from tasks.stage_task import inputs_of
+from tasks.stage_task import inputs_of, submit
 
 Futures = dict[str, PrefectFuture[StageResult]]
 
@@ -22,7 +21,7 @@ def build_missing(run: Run, at_once: int) -> Futures:
     run.at_once = at_once
     futures: Futures = {}
     under_way: list[PrefectFuture[StageResult]] = []
-    beside = [stage for stage in run.to_do if KINDS[run.pipeline.stages[stage].kind].is_beside]
+    beside = [stage for stage in run.to_do if find_kind(run.pipeline.stages[stage].kind).is_beside]
     for stage in run.to_do:
         if stage in beside:
             continue
@@ -47,7 +46,7 @@ def _has_inputs(run: Run, stage: str, futures: Futures) -> bool:
 def _submit(run: Run, stage: str, futures: Futures) -> bool:
     inputs = inputs_of(run, stage, futures)  # waits for them
     if inputs is not None:
-        futures[stage] = TASKS[run.pipeline.stages[stage].kind].submit(stage, run, inputs)
+        futures[stage] = submit(run, stage, inputs)
     return inputs is not None
 
 

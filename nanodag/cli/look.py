@@ -14,6 +14,7 @@ from rich.tree import Tree
 from nanodag.cli.keep import open_store
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StoreError
 from nanodag.errors.words import counted, duration, size
 from nanodag.report.ancestry import Origin, origin_of, picture_of
@@ -48,7 +49,8 @@ def _title(label: str, origin: Origin) -> Text:
     took = duration(float(artifact.cost.get("seconds", -1.0)))
     facts = [f"{artifact.key[:12]}/{artifact.attempt}", f"content {artifact.digest[:12]}", size(artifact.num_bytes)]
     facts += [when, *([f"took {took}"] if took else []), f"code {artifact.environment.get('revision', '?')}"]
-    return Text.assemble((head, "dim"), (artifact.stage, "bold"), f" ({artifact.kind})  ", ("  ".join(facts), "dim"))
+    kind = recorded_kind(artifact.kind).name
+    return Text.assemble((head, "dim"), (artifact.stage, "bold"), f" ({kind})  ", ("  ".join(facts), "dim"))
 
 
 def _grow(tree: Tree, origin: Origin, said: set[int]) -> None:
@@ -104,7 +106,8 @@ def export_artifact(key: str, folder: str, *, file: str) -> None:
     console, store = make_console(), open_store(file)
     artifact = store.get(key)
     path = export(store, artifact, Path(folder))
-    console.print(f"{artifact.stage} ({artifact.kind}), {size(artifact.num_bytes)}: {path}", soft_wrap=True)
+    kind = recorded_kind(artifact.kind).name
+    console.print(f"{artifact.stage} ({kind}), {size(artifact.num_bytes)}: {path}", soft_wrap=True)
     run, colon, stage = key.partition(":")
     if colon:
         print_stale(console, store.read_run(run), stage)
@@ -116,7 +119,8 @@ def reproduce_artifact(key: str, *, file: str) -> int:
 
     console, store = make_console(), open_store(file)
     artifact = store.get(key)
-    console.print(f"Building {artifact.stage} ({artifact.kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
+    kind = recorded_kind(artifact.kind).name
+    console.print(f"Building {artifact.stage} ({kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
     found = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
     for name, (then, now) in found.environment.items():
         console.print(f"{name} was {_shown(then)}, is {_shown(now)}", style="yellow", markup=False, soft_wrap=True)

@@ -12,6 +12,8 @@ from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
 from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
 from nanodag.config import Pipeline, resolve
+from nanodag.config.kind import PAGE
+from nanodag.config.kinds import recorded_kind
 from nanodag.config.resolve import portable
 from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
@@ -226,7 +228,7 @@ class _Attended:
             print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
-            if record is not None and any(entry.kind == "report" for entry in record.stages.values()):
+            if record is not None and any(recorded_kind(e.kind).makes == PAGE for e in record.stages.values()):
                 self._console.print(f"Report: {command(f'report {self._name}')}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)

@@ -12,6 +12,7 @@ from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
 from nanodag.config import resolve
 from nanodag.config.derive import facts
+from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
@@ -175,7 +176,7 @@ def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> tuple[str, ..
     made = entry.made
     return (
         name,
-        entry.kind,
+        recorded_kind(entry.kind).name,
         "stale" if is_stale else entry.state,
         entry.key[:12],
         made.attempt if made is not None else "",
@@ -232,7 +233,7 @@ def show_stages(name: str, *, file: str) -> None:
     stale = stale_stages(record)
     for stage, entry in record.stages.items():
         state = (f"stale: {stale[stage]}", STYLES["stale"]) if stage in stale else (entry.state, "dim")
-        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({entry.kind}) ", state))
+        console.print(Text.assemble((f"\n{stage}", "bold"), f" ({recorded_kind(entry.kind).name}) ", state))
         if entry.artifact is not None:
             _print_artifact(console, store, *entry.artifact)
         elif entry.reason:

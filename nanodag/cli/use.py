@@ -14,6 +14,8 @@ from nanodag.cli import said
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config import resolve
+from nanodag.config.kind import MODEL, PAGE
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, MissingTool
 from nanodag.errors.words import listed, nearest
 from nanodag.host.folders import PROJECT
@@ -24,14 +26,12 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
-MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
-
 
 def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    models = _finished(record, MODEL_KINDS)
+    models = _made(record, MODEL)
     if stage and stage not in models:
         raise ArtifactNotFound(
             f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
@@ -51,7 +51,7 @@ def show_report(name: str, *, file: str) -> None:
     console = make_console()
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
-    reports = _finished(record, ("report",))
+    reports = _made(record, PAGE)
     if not reports:
         raise ArtifactNotFound(
             f"Run {record.run} has no report yet; see how far it is with: " + said.command(f"stages {record.run}")
@@ -75,8 +75,10 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     serve(shelf, port=port)
 
 
-def _finished(record: RunRecord, kinds: Sequence[str]) -> list[str]:
-    return [stage for stage, entry in record.stages.items() if entry.kind in kinds and entry.has_ended_well]
+def _made(record: RunRecord, product: str) -> list[str]:
+    """The finished stages whose kind makes such a thing."""
+    entries = record.stages.items()
+    return [stage for stage, entry in entries if entry.has_ended_well and recorded_kind(entry.kind).makes == product]
 
 
 def _files_of(store: Store, record: RunRecord, stage: str) -> Path:

@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.pipeline import AnyStage, Pipeline
+from nanodag.config.kinds import known
+from nanodag.config.pipeline import Pipeline
 from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
@@ -38,20 +39,20 @@ _BY_TYPE = {
 }
 
 
-def explain(error: ValidationError, file: Path, preset: str) -> str:
-    """One line for each wrong field, after the file's name and the preset's."""
+def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset: str) -> str:
+    """One line for each wrong field, after the file's name and the preset's. kinds: stage -> the kind that it names."""
     problems = error.errors(include_url=False)
     names = [_name_of(_owner(problem)) for problem in problems]
     lines: dict[str, list[str]] = {}
     found: dict[str, str] = {}
-    for name, models_unknown in _unknown_keys(problems).items():
+    for name, models_unknown in _unknown_keys(problems, kinds).items():
         lines[name] = [models_unknown]
     for name, problem in zip(names, problems, strict=True):
         if problem["type"] == "extra_forbidden" or any(other.startswith(f"{name}.") for other in names if name):
             continue  # said above; or said of what is in it, and what that leaves of the whole is no second fault
         message = _message(problem)
         value = problem.get("input")
-        if problem["type"] not in ("missing", "union_tag_invalid", "union_tag_not_found", "too_short", "too_long"):
+        if problem["type"] not in ("missing", "too_short", "too_long"):
             is_said = problem["type"] == "value_error" and (not _is_plain(value) or said(value) in message)
             found[name] = "" if is_said else f" (found {said(value)}){_hint(problem['type'], value)}"
         if message not in lines.setdefault(name, []):
@@ -81,12 +82,6 @@ def _message(problem: Mapping[str, Any]) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _BY_TYPE:
         return _BY_TYPE[kind].format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
-    if kind == "union_tag_invalid":
-        tag = str(context["tag"])
-        kinds = list(_models_by_kind())
-        return f"there is no kind {tag!r:.80}; kinds are {listed(kinds)}.{nearest(tag, kinds, likeness=0.75)}"
-    if kind == "union_tag_not_found":
-        return f"has no `kind`, which says what the stage does: {listed(_models_by_kind())}"
     if kind == "missing":
         return "has too few values" if isinstance(problem["loc"][-1], int) else "is missing"
     if kind == "too_short":
@@ -112,7 +107,7 @@ def _hint(kind: str, value: Any) -> str:
     return ""
 
 
-def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> dict[str, str]:
     """What to say of keys that are none; in one line, where several of one stage are those of another kind."""
     by_owner: dict[tuple[int | str, ...], list[Mapping[str, Any]]] = {}
     for problem in problems:
@@ -121,13 +116,13 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     out = {}
     for owner, found in by_owner.items():
         keys = [str(problem["loc"][-1]) for problem in found]
-        if len(owner) == 3 and owner[0] == "stages" and len(keys) > 1:
-            kinds = [k for k, model in _models_by_kind().items() if set(keys) <= model.model_fields.keys()]
+        if len(owner) == 2 and owner[0] == "stages" and len(keys) > 1:
+            others = [name for name, kind in known().items() if set(keys) <= kind.config.model_fields.keys()]
             shown = listed(keys[:4]) + (f" and {counted(len(keys) - 4, 'other')}" if len(keys) > 4 else "")
-            is_whose = f"; they are keys of kind {' or '.join(kinds)}" if kinds else ""
-            out[_name_of(owner)] = f"a stage of kind {owner[2]} has no keys {shown}{is_whose}"
+            is_whose = f"; they are keys of kind {' or '.join(others)}" if others else ""
+            out[_name_of(owner)] = f"a stage of kind {kinds[str(owner[1])]} has no keys {shown}{is_whose}"
             continue
-        names = _names_in(_model_at(found[0]["loc"]))
+        names = _names_in(_model_at(found[0]["loc"], kinds))
         for problem, key in zip(found, keys, strict=True):
             own = [name for name in names if "." not in name]
             all_of_them = f" Allowed: {listed(own)}." if len(own) <= MAX_NAMES else " `nanodag config` prints all."
@@ -138,22 +133,17 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _name_of(location: Sequence[int | str]) -> str:
     parts = [str(part) for part in location]
     if parts and parts[0] == "stages":
-        parts = [p for i, p in enumerate(parts) if i > 0 and not (i == 2 and p in _models_by_kind())]
+        parts = parts[1:]
     return ".".join(p for i, p in enumerate(parts) if i == 0 or not p.startswith(_BRANCHES))
 
 
-def _models_by_kind() -> dict[str, type[BaseModel]]:
-    union = get_args(get_args(AnyStage)[0])
-    return {get_args(model.model_fields["kind"].annotation)[0]: model for model in union}
-
-
-def _model_at(location: Sequence[int | str]) -> type[BaseModel]:
+def _model_at(location: Sequence[int | str], kinds: Mapping[str, str]) -> type[BaseModel]:
     """The model in which an unknown key was found."""
     model: type[BaseModel] = Pipeline
     rest = list(location[:-1])
-    if len(rest) >= 3 and rest[0] == "stages":
-        model = _models_by_kind().get(str(rest[2]), Pipeline)
-        rest = rest[3:]
+    if len(rest) >= 2 and rest[0] == "stages":
+        model = known()[kinds[str(rest[1])]].config
+        rest = rest[2:]
     for part in rest:
         field = model.model_fields.get(part) if isinstance(part, str) else None
         model = (_model_in(field.annotation) if field else None) or model

@@ -1,58 +1,55 @@
 """One resolved pipeline: the DAG as a table, and what all its stages share."""
 
+import json
 import re
+from collections.abc import Mapping
 from ipaddress import ip_address
 from socket import inet_aton
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
-from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.midtrain import MidtrainStage
-from nanodag.config.kinds.pretrain import PretrainStage
-from nanodag.config.kinds.report import ReportStage
+from nanodag.config.kinds import find_kind, known
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.sft import SFTStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Section
+from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import listed, nearest
-
-AnyStage = Annotated[
-    ImportStage | TokenizerStage | PretrainStage | MidtrainStage | SFTStage | RLStage | EvalStage | ReportStage,
-    Field(discriminator="kind"),
-]
-
 
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
-REQUIRED_INPUTS: dict[str, tuple[str, ...]] = {
-    "import": (),
-    "tokenizer": (),
-    "pretrain": (),  # `tokenizer` or `model`, see its check_inputs
-    "midtrain": ("model",),
-    "sft": ("model",),
-    "rl": ("model",),
-    "eval": ("model",),
-    "report": (),
-}
+def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
+    """A stage's table as the config class of the kind that it names, as strictly as it is read."""
+    if isinstance(raw, StageBase):
+        return raw
+    if not isinstance(raw, dict):
+        raise PydanticKnownError("dict_type")
+    if "kind" not in raw:
+        raise ValueError(f"has no `kind`, which says what the stage does: {listed(known())}")
+    model = find_kind(str(raw["kind"])).config
+    if info.mode == "json":  # a pipeline file: types are strict, and a list may stand for a tuple
+        return model.model_validate_json(json.dumps(raw), strict=True)
+    return model.model_validate(raw)
 
 
-_MODELS = ("import", "pretrain", "midtrain", "sft", "rl")  # kinds whose result is a model
+# A stage of any kind; what is read from a table, and written into one, has the fields of its kind.
+AnyStage = Annotated[SerializeAsAny[StageBase], PlainValidator(_of_its_kind)]
 
 
-INPUT_KINDS: dict[str, tuple[str, ...]] = {
-    "tokenizer": ("tokenizer",),
-    "model": _MODELS,
-    "critic": _MODELS,
-    "teacher": _MODELS,
-}
-
-
-TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
+def read_stage(raw: Mapping[str, Any]) -> StageBase:
+    """A stage's config as it was written by `model_dump`. Raises ValidationError when it is none of its kind."""
+    return TypeAdapter(AnyStage).validate_python(raw)
 
 
 class ClusterConfig(Section):
@@ -172,34 +169,33 @@ class Pipeline(Section):
                 settings = ", ".join(type(self).model_fields)
                 raise ValueError(f"stage name {name!r}: use small letters, digits, '-' and '_', and none of {settings}")
             self._check_inputs(name, stage)
-            if isinstance(stage, PretrainStage):
-                try:
-                    stage.check_inputs()
-                except ValueError as error:
-                    raise ValueError(f"stages.{name}.{error}") from error
+            try:
+                stage.check_inputs()
+            except ValueError as error:
+                raise ValueError(f"stages.{name}.{error}") from error
             self._check_machines(name, stage)
         order_of(self)
         return self
 
     def _check_inputs(self, name: str, stage: AnyStage) -> None:
-        if missing := [label for label in REQUIRED_INPUTS[stage.kind] if label not in stage.inputs]:
+        kind = find_kind(stage.kind)
+        if missing := [label for label in kind.needs if label not in stage.inputs]:
             found = listed(stage.inputs)
             raise ValueError(f"stages.{name} of kind {stage.kind} needs the input {missing[0]}; found {found}")
         for label, source in stage.inputs.items():
             if source not in self.stages:
                 near = nearest(source, self.stages) or f" The stages are {listed(self.stages)}."
                 raise ValueError(f"stages.{name}.inputs.{label}: there is no stage {source!r}.{near}")
-            if stage.kind == "report":  # over whatever there is
+            if kind.takes_what_exists:
                 continue
-            if label not in INPUT_KINDS:
-                near = nearest(label, INPUT_KINDS) or f" Inputs are {listed(INPUT_KINDS)}."
+            if (wanted := kind.inputs.get(label)) is None:
+                near = nearest(label, kind.inputs) or f" Inputs of kind {stage.kind} are {listed(kind.inputs)}."
                 raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
-            if (kind := self.stages[source].kind) not in INPUT_KINDS[label]:
-                fitting = [n for n, s in self.stages.items() if s.kind in INPUT_KINDS[label] and n != name]
-                what = "a tokenizer" if label == "tokenizer" else "a model"
+            makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == wanted]
+            if source not in makers:
                 raise ValueError(
-                    f"stages.{name}.inputs.{label}: stage {source}, of kind {kind}, is not {what}; name one of "
-                    f"{listed(fitting)}"
+                    f"stages.{name}.inputs.{label}: stage {source}, of kind {self.stages[source].kind}, is not a "
+                    f"{wanted}; name one of {listed(n for n in makers if n != name)}"
                 )
 
     def _check_machines(self, name: str, stage: AnyStage) -> None:
@@ -213,13 +209,13 @@ class Pipeline(Section):
                 f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
                 f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
+        trains, nodes = find_kind(stage.kind).trains, stage.resources.nodes
         for offload in ("offload_optimizer", "offload_param"):
-            if getattr(stage.resources, offload) != "none" and stage.kind not in TRAINING_KINDS:
+            if getattr(stage.resources, offload) != "none" and not trains:
                 raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
-        nodes = stage.resources.nodes
-        if nodes > 1 and stage.kind not in TRAINING_KINDS:
+        if nodes > 1 and not trains:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
-        if nodes > 1 and stage.kind == "rl" and stage.sync == "distributed":
+        if nodes > 1 and isinstance(stage, RLStage) and stage.sync == "distributed":
             raise ValueError(
                 f"stages.{name}.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; use disk"
             )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
+from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_ranges
 from nanodag.config.trust import check_trust
@@ -69,11 +70,12 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
         if from_file.get(name) != value:
             raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
     _absolute_paths(tree, Path.cwd())
+    vouch_for(file.absolute(), _trusted(tree))
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        raise ConfigError(explain(error, file, preset)) from None
+        raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())
     check_ranges(pipeline, file, preset)
     pipeline, derived = derive(pipeline)
@@ -94,6 +96,17 @@ def _what_may_run(tree: Any) -> dict[str, Any]:
     ]
     found = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _trusted(tree: Mapping[str, Any]) -> list[str]:
+    """The modules that the file trusts, as far as it says so rightly: what is wrong is told with all that is."""
+    found = tree.get("trusted_modules", ())
+    return [module for module in found if isinstance(module, str)] if isinstance(found, list) else []
+
+
+def _kinds_in(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Stage -> the kind that it names."""
+    return {name: str(body.get("kind", "")) for name, body in tree["stages"].items() if isinstance(body, dict)}
 
 
 def _at(tree: Any, path: KeyPath) -> Any:

@@ -57,10 +57,15 @@ class Resources(Section):
 
 
 class StageBase(Section):
-    """What every stage has. inputs: input name -> stage name. timeout_s: a stage that takes longer is ended."""
+    """What every stage has. kind: what it does (nanodag.config.kinds). inputs: input name -> stage name. timeout_s: a
+    stage that takes longer is ended."""
 
+    kind: str
     inputs: dict[str, str] = operational({})
     seed: Natural | Auto = "auto"
     resources: Resources = operational(Resources())
     timeout_s: float = operational(7 * 24 * 3600.0, gt=0)
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = operational(("tensorboard",))
+
+    def check_inputs(self) -> None:
+        """Raise ValueError for inputs that do not fit the stage's other settings, where a kind has such."""

@@ -1,9 +1,11 @@
 """What pretraining, midtraining and SFT share: shape, optimizer, schedule, the loop's settings."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nanodag.config.kind import MODEL, Kind
 from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
@@ -105,3 +107,16 @@ class ChatStage(SupervisedStage):
 
     num_epochs: float = Field(1.0, gt=0)
     overlong: Literal["truncate", "drop"] = "truncate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedKind(Kind):
+    """What the kinds share that run the one supervised loop."""
+
+    module: str = "nanodag.train"
+    code_version: int = 2
+    makes: str = MODEL
+    trains: bool = True
+    has_ranks: bool = True
+    less_memory: str = "micro_batch_tokens=2048"
+    lower_rate: str = "optimizer.learning_rate=1e-4"

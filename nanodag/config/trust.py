@@ -5,11 +5,7 @@ overrides come from elsewhere too, as a flow run's parameters do; they are data,
 the pipeline file vouches for, and no others. `trusted_modules` stands in the file alone (nanodag.config.resolve).
 """
 
-import os
-import stat
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +19,19 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
-from nanodag.host.folders import PROJECT
-from nanodag.own_code.find import required_file
+from nanodag.own_code.vouched import Voucher
 
 SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
-OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
 
 
 def check_trust(pipeline: Pipeline, file: Path) -> None:
     """Raise ConfigError for the first function that a pipeline names without its file vouching for the module."""
     check_forms(pipeline, file)
+    voucher = Voucher(file=file, trusted_modules=pipeline.trusted_modules)
     for where, name in named_functions(pipeline):
         if name in SHIPPED or name in entries.SHIPPED:
             continue
-        module = name.partition(":")[0]
-        if module.partition(".")[0] in sys.stdlib_module_names:  # whatever trusted_modules say: some have no file
-            raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
-        if _is_below(module, pipeline.trusted_modules) or is_beside(module, file.parent):
-            continue
-        required_file(module, f"{where} names {name!r}", [file.parent])
-        raise ConfigError(
-            f"{where} names {name!r}, and the module {module} neither stands beside {file} nor is one of its "
-            f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "
-            f"write trusted_modules: [{module}] into that file: an override cannot say so."
-        )
+        voucher.check(where, name)
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:
@@ -67,16 +52,6 @@ def check_forms(pipeline: Pipeline, file: Path) -> None:
                     f"stage {name}: the form {form} of benchmark {benchmark.name} lies elsewhere, and a form may name "
                     f"functions. Put it below {file.parent}, or name one of lm-eval's as lm_eval:folder/file.yaml."
                 )
-
-
-def check_owner(file: Path) -> None:
-    """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
-    found = file.stat()
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{file} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; a pipeline file says "
-            "which code may run, so it must be yours, and not writable by everybody."
-        )
 
 
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
@@ -115,16 +90,3 @@ def functions_in(stage: RLStage) -> list[str]:
         named.append(("generate", stage.generate.name))
     prefixes = entries.FUNCTION_PREFIXES
     return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
-
-
-def is_beside(module: str, folder: Path) -> bool:
-    """True when the module that Python would import under that name lies in a folder, or in a package of it."""
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or (top in OURS and folder.resolve() == PROJECT.resolve()):
-        return False
-    elsewhere = [path for path in sys.path if Path(path).resolve() != folder.resolve()]
-    return PathFinder.find_spec(top, [str(folder)]) is not None and PathFinder.find_spec(top, elsewhere) is None
-
-
-def _is_below(module: str, packages: Sequence[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from nanodag.config import Pipeline
 from nanodag.config.derive import derive
-from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kind import MODEL, SCORES
+from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.import_model import ImportStage
+from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted
@@ -24,7 +26,6 @@ from nanodag.store.run_record import RunRecord
 
 log = logging.getLogger(__name__)
 
-MODEL_KINDS = ("import", "pretrain", "midtrain", "sft", "rl")
 _LONGEST_NAME = 40
 
 
@@ -42,7 +43,7 @@ class Subject:
     run: str
     input_name: str
     model: StageResult | None
-    evals: Mapping[str, tuple[str, EvalStage]]
+    evals: Mapping[str, tuple[str, AnyStage]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +145,12 @@ def _stages_of(fitting: Sequence[RunRecord], pipeline: Pipeline) -> list[str]:
     if not fitting:
         return []
     stages = fitting[-1].pipeline["stages"]
-    evaluated = [raw["inputs"]["model"] for raw in stages.values() if raw["kind"] == "eval"]
-    return [name for name in fitting[-1].stages if name in evaluated and stages[name]["kind"] in MODEL_KINDS]
+    evaluated = [raw["inputs"].get("model") for raw in stages.values() if _makes(raw, SCORES)]
+    return [name for name in fitting[-1].stages if name in evaluated and _makes(stages[name], MODEL)]
+
+
+def _makes(raw: Mapping[str, Any], product: str) -> bool:
+    return recorded_kind(raw["kind"]).makes == product
 
 
 def _newest_with(fitting: Sequence[RunRecord], stage: str) -> RunRecord | None:
@@ -159,9 +164,9 @@ def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject
     artifact = store.get(f"{record.run}:{stage}")
     evals = {}
     for name, raw in record.pipeline["stages"].items():
-        if raw["kind"] == "eval" and raw["inputs"].get("model") == stage:
+        if _makes(raw, SCORES) and raw["inputs"].get("model") == stage:
             try:
-                evals[_night_name(label, stage, name)] = (name, EvalStage.model_validate(raw))
+                evals[_night_name(label, stage, name)] = (name, read_stage(raw))
             except ValidationError as error:
                 raise ConfigError(
                     f"Stage {name} of run {record.run}, which another nanodag wrote, cannot be read ({error}). Run "
@@ -183,8 +188,8 @@ def _pinned(label: str, pipeline: Pipeline) -> Subject:
     evals = {}
     for name in pinned.evals:
         config = pipeline.stages.get(name)
-        if not isinstance(config, EvalStage):
-            known = [n for n, stage in pipeline.stages.items() if stage.kind == "eval"]
+        if config is None or recorded_kind(config.kind).makes != SCORES:
+            known = [n for n, stage in pipeline.stages.items() if recorded_kind(stage.kind).makes == SCORES]
             raise ConfigError(
                 f"nightly.models.{label}.evals names {name!r}, which is no eval stage of preset {pipeline.preset}; "
                 f"those are {', '.join(known) or 'none'}."

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.store import Artifact, Store
 
@@ -59,11 +60,12 @@ def picture_of(origin: Origin) -> str:
         nowhere = Path()
         stages[name] = ReportedStage(
             name=name,
+            kind=recorded_kind(artifact.kind),
             files=nowhere,
             records=nowhere,
             **{
                 name: getattr(artifact, name)
-                for name in ("kind", "key", "attempt", "digest", "metrics", "cost", "config", "lineage", "environment")
+                for name in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage", "environment")
             },
         )
 

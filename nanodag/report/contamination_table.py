@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kinds import recorded_kind
 from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
 from nanodag.errors.words import counted, size
 from nanodag.report.tables import Cell, Table
 
-TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
 MAX_TRAINING_BYTES = 200_000_000  # of each source: about half a minute
 
 
@@ -35,8 +35,9 @@ def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
     urls = [
         source["url"]
         for stage in stages.values()
-        if stage["kind"] in TRAINING_KINDS
+        if recorded_kind(stage["kind"]).trains
         for source in stage["config"].get("data", ())
+        if isinstance(source, Mapping)  # of a user's own kind it may be anything
     ]
     return list(dict.fromkeys(urls))
 

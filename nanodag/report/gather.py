@@ -7,11 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kind import SCORES, Kind
+from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
-
-KIND_ORDER = ("tokenizer", "import", "pretrain", "midtrain", "sft", "rl", "eval", "report")
-LABELS = {"import": "START", "pretrain": "BASE", "midtrain": "MID", "sft": "SFT", "rl": "RL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class ReportedStage:
     """One finished stage. Fields as in the context (nanodag.report); files and records: local folders."""
 
     name: str
-    kind: str
+    kind: Kind
     key: str
     attempt: str
     digest: str
@@ -46,7 +47,7 @@ class ReportedStage:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """results.json of an eval stage."""
+        """results.json of a stage that makes scores."""
         return json.loads((self.files / "results.json").read_text(encoding="utf-8"))
 
 
@@ -103,9 +104,10 @@ def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
     """The stages of a run by name: inputs before what was made of them, whatever order they were given in."""
     found: dict[str, ReportedStage] = {}
     for name, raw in context["stages"].items():
-        fields = {key: raw[key] for key in ("kind", "key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
+        fields = {key: raw[key] for key in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
         found[name] = ReportedStage(
             name=name,
+            kind=recorded_kind(raw["kind"]),
             environment=raw.get("environment", {}),
             files=Path(raw["files"]),
             records=Path(raw["records"]),
@@ -119,7 +121,7 @@ def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
             depth[stage.name] = 1 + max((depth_of(source) for source in sources if source is not None), default=0)
         return depth[stage.name]
 
-    ordered = sorted(found.values(), key=lambda stage: (depth_of(stage), KIND_ORDER.index(stage.kind), stage.name))
+    ordered = sorted(found.values(), key=lambda stage: (depth_of(stage), stage.kind.order, stage.name))
     return {stage.name: stage for stage in ordered}
 
 
@@ -133,13 +135,14 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
     """The evaluated models in the DAG's order, named BASE, MID, SFT, RL, or by stage where a kind is there twice."""
     evals: dict[str, list[ReportedStage]] = {}
     for stage in stages.values():
-        if stage.kind == "eval" and (model := stage_behind(stages, stage.lineage["model"])):
+        source = stage.lineage.get("model") if stage.kind.makes == SCORES else None
+        if source is not None and (model := stage_behind(stages, source)):
             evals.setdefault(model.name, []).append(stage)
     models = [stages[name] for name in stages if name in evals]
-    kinds = [model.kind for model in models]
+    kinds = [model.kind.name for model in models]
     return [
         Column(
-            label=LABELS.get(model.kind, model.name.upper()) if kinds.count(model.kind) == 1 else model.name.upper(),
+            label=(model.kind.label if kinds.count(model.kind.name) == 1 else "") or model.name.upper(),
             stage=model,
             evals=tuple(evals[model.name]),
         )
@@ -148,9 +151,11 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
 
 
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:
-    """Names of all benchmarks, in the order of the config."""
+    """Names of all benchmarks, in the order of the config where that says one."""
     evals = [stage for column in columns for stage in column.evals]
-    return list(dict.fromkeys(benchmark["name"] for stage in evals for benchmark in stage.config["benchmarks"]))
+    asked = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
+    names = [benchmark["name"] for benchmarks in asked for benchmark in benchmarks]
+    return list(dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])]))
 
 
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> list[Comparison]:
@@ -200,7 +205,7 @@ def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -
     """What the reader of scores must know: what is stale, and that RL learned nothing. stale: stage -> why."""
     said = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
-        if stage.kind == "rl":
+        if issubclass(stage.kind.config, RLStage):
             said += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
     return said
 

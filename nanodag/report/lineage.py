@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from html import escape
 
+from nanodag.config.kind import SCORES, Kind
+from nanodag.config.kinds.rl import RLStage
 from nanodag.report.gather import ReportedStage, stage_behind
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
 # Class and colour of a box. In a page its style sheet goes before the colours, which are for an SVG that stands alone.
-LOOKS = {"eval": ("beside", "#f3f4f6"), "report": ("beside", "#f3f4f6"), "rl": ("rl", "#fdeff4")} | dict.fromkeys(
-    ("tokenizer", "import"), ("first", "#eef7f0")
-)
-CHAIN = ("chain", "#eef3fd")
+BESIDE, RL, FIRST, CHAIN = ("beside", "#f3f4f6"), ("rl", "#fdeff4"), ("first", "#eef7f0"), ("chain", "#eef3fd")
 
 
 def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
@@ -46,12 +45,20 @@ def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
         columns[name] = max((columns[source.name] for source in sources_of(stages, stage)), default=-1) + 1
     places: dict[str, tuple[int, int]] = {}
     taken: dict[int, int] = {}
-    for name in sorted(stages, key=lambda name: stages[name].kind == "eval"):
-        lowest = 1 if stages[name].kind == "eval" else 0
+    for name in sorted(stages, key=lambda name: stages[name].kind.makes == SCORES):
+        lowest = 1 if stages[name].kind.makes == SCORES else 0
         row = max(taken.get(columns[name], 0), lowest)
         places[name] = (columns[name], row)
         taken[columns[name]] = row + 1
     return places
+
+
+def _look(kind: Kind) -> tuple[str, str]:
+    if kind.is_about_others:
+        return BESIDE
+    if issubclass(kind.config, RLStage):
+        return RL
+    return CHAIN if kind.trains or kind.inputs else FIRST
 
 
 def _corner(x: int, y: int) -> tuple[int, int]:
@@ -60,9 +67,9 @@ def _corner(x: int, y: int) -> tuple[int, int]:
 
 def _box(stage: ReportedStage, x: int, y: int) -> str:
     left, top = _corner(x, y)
-    name, fill = LOOKS.get(stage.kind, CHAIN)
+    name, fill = _look(stage.kind)
     middle = left + BOX_WIDTH // 2
-    detail = stage.kind if stage.kind != stage.name else ""
+    detail = stage.kind.name if stage.kind.name != stage.name else ""
     return (
         f'<rect class="{name}" x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
         'stroke="#c3cad4"/>'

@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
@@ -15,7 +17,6 @@ from nanodag.report.lineage import lineage_svg
 from nanodag.report.tables import Cell, Example, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
-SUPERVISED = ("pretrain", "midtrain", "sft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +176,8 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pag
 def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
     parts = []
     for stage in stages.values():
-        panels = plots.rl_panels(stage) if stage.kind == "rl" else []
-        panels = plots.supervised_panels(stage) if stage.kind in SUPERVISED else panels
+        panels = plots.rl_panels(stage) if issubclass(stage.kind.config, RLStage) else []
+        panels = plots.supervised_panels(stage) if issubclass(stage.kind.config, SupervisedStage) else panels
         if panels:
             parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
     if reached := tables.reached_table(stages):

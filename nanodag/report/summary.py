@@ -6,9 +6,11 @@ is stale.
 
 from dataclasses import dataclass
 
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
-from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
+from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table
 from nanodag.run.report_context import context_stages
@@ -31,9 +33,9 @@ class Summary:
 
 def summary_of(store: Store, record: RunRecord) -> Summary:
     """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
-    known = [stage for stage, entry in record.stages.items() if entry.kind in KIND_ORDER]
-    found = context_stages(store, record, known, is_read=_has_scores)
-    stages = stages_of({"stages": {n: raw for n, raw in found.items() if raw["kind"] != "eval" or raw["files"]}})
+    found = context_stages(store, record, list(record.stages), is_read=_has_scores)
+    known = {name: raw for name, raw in found.items() if raw["files"] or not _makes_scores(raw["kind"])}
+    stages = stages_of({"stages": known})
     columns = columns_of(stages)
     comparisons = [c for c in comparisons_of(columns, stages) if c.is_parent] if columns else []
     return Summary(
@@ -46,7 +48,11 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
 
 
 def _has_scores(artifact: Artifact) -> bool:
-    return artifact.kind == "eval" and "results.json" in artifact.files
+    return _makes_scores(artifact.kind) and "results.json" in artifact.files
+
+
+def _makes_scores(kind: str) -> bool:
+    return recorded_kind(kind).makes == SCORES
 
 
 def _line(comparison: Comparison) -> str:
@@ -86,7 +92,7 @@ def summary_report(record: RunRecord, summary: Summary) -> Report:
     rows = [
         [
             Cell(text=name),
-            Cell(text=entry.kind),
+            Cell(text=recorded_kind(entry.kind).name),
             Cell(text="stale" if name in stale else entry.state, detail=stale.get(name, "")),
             Cell(text=entry.key[:12], code=True),
             Cell(text=_took(entry)),

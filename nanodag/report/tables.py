@@ -138,7 +138,7 @@ def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
     device = str(cost.get("device", ""))
     if (ranks := _num_ranks(stage)) > 1:
         device = f"{ranks} × {device}"
-    kind = stage.kind if stage.kind != stage.name else ""
+    kind = stage.kind.name if stage.kind.name != stage.name else ""
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
         Cell(text=duration(seconds) if seconds else "", detail=tries(int(number(cost, "num_attempts")), last)),
@@ -168,13 +168,12 @@ def _num_ranks(stage: ReportedStage) -> int:
 
 def trained_tokens(stage: ReportedStage) -> float:
     """Tokens that a stage put through the model forward and backward."""
-    return 0.0 if stage.kind == "eval" else number(stage.cost, "tokens")
+    return number(stage.cost, "tokens")
 
 
 def read_tokens(stage: ReportedStage) -> float:
     """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
-    before = "tokens" if stage.kind == "eval" else "sampled_tokens"  # as artifacts had it before
-    return number(stage.cost, "forward_tokens") or number(stage.cost, before)
+    return number(stage.cost, "forward_tokens")
 
 
 def _count(tokens: float) -> str:
@@ -195,7 +194,7 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
             for name, value in stage.metrics.items()
             if value is not None
         ]
-        if stage.kind not in ("eval", "report") and shown:
+        if shown and not stage.kind.is_about_others:
             rows.append([Cell(text=stage.name), Cell(text=" · ".join(shown))])
     return Table(headers=["stage", "reached"], rows=rows) if rows else None
 
@@ -245,7 +244,7 @@ def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:
     rows = [
         [
             Cell(text=stage.name),
-            Cell(text=stage.kind),
+            Cell(text=stage.kind.name),
             Cell(text=stage.key[:16], code=True),
             Cell(text=stage.attempt),
             Cell(text=stage.digest[:16], code=True),

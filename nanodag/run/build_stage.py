@@ -13,6 +13,9 @@ import httpx
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, result_config
+from nanodag.config.kind import PAGE
+from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in, sources_in
 from nanodag.data.digests import file_sha256
@@ -20,7 +23,6 @@ from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import required_file
-from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
@@ -121,11 +123,14 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
         if (url := stage.teacher.url) != "none":
             sources[url] = server_identity(url)
-    if stage.kind == "import":
+    if isinstance(stage, ImportStage):
         sources[stage.model] = model_identity(stage.model, mirror)
+    kind = find_kind(stage.kind)
+    if ":" in stage.kind:
+        sources[stage.kind] = code_identity(stage.kind) | {"worker": code_identity(kind.module)}
     key = stage_key(
         kind=stage.kind,
-        code_version=KINDS[stage.kind].code_version,
+        code_version=kind.code_version,
         config=with_identities(result_config(stage), sources),
         inputs={label: result.digest for label, result in inputs.items()},
         sources={},
@@ -134,7 +139,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def code_identity(function: str) -> dict[str, Any]:
-    """What names a user's `module:function` in a key: its name and the sha256 of its module's file.
+    """What names a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
 
     Raises ConfigError when there is no such module.
     """
@@ -200,7 +205,7 @@ class _Build:
     ) -> Artifact:
         run = self._run
         job = job_of(run, self._name, self._stage, self._inputs, run.store.workspace(self._key))
-        if self._stage.kind == "report":
+        if find_kind(self._stage.kind).makes == PAGE:
             job = replace(job, context={**job.context, **_report_context(run, self._name, self._inputs)})
         told = {"on_line": on_line, "on_metrics": on_metrics, "restarts": restarts, "restarts_left": restarts_left}
         done = work(run, job, self._lock, on_place=self._on_place(job), **told)

@@ -1,7 +1,8 @@
 """What can be known of a pipeline before anything starts: functions, files, models, benchmarks and the first rows.
 
 A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own
-modules too, never gets into the command's process. What passed is not looked at again while nothing of it has changed.
+modules too, never gets into the command's process. Only the user's kinds of stages do: their configs are read there.
+What passed is not looked at again while nothing of it has changed.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
     asked = {
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
-        "folder": str(file.parent),
+        "file": str(file),
     }
     identity = [asked, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     mark = remembered / f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"

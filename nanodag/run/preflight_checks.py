@@ -16,9 +16,11 @@ import yaml
 
 from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
-from nanodag.config.kinds.report import ReportStage
+from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.ranges import check_lora
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of, open_adapter
@@ -65,11 +67,14 @@ class Checks:
             self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if "wandb" in stage.tracking:
             self._try(f"{name}.tracking", "wandb", _need_wandb)
+        if ":" in stage.kind:
+            for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
+                self._try(f"{name}.kind", f"module {module}", lambda module=module: self._module(module) and None)
         for label, wanted, sources in _mixtures(stage):
             self._try(f"{name}.{label}", f"mixture {sources}", lambda sources=sources: _weights_fit(sources))
             for number, source in enumerate(sources):
                 self._source(f"{name}.{label}.{number}", source, wanted)
-        if stage.kind == "import":
+        if isinstance(stage, ImportStage):
             self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
         if isinstance(stage, EvalStage):
             for number, benchmark in enumerate(stage.benchmarks):
@@ -169,7 +174,7 @@ class Checks:
 
     def _width_of(self, stage: AnyStage) -> int | None:
         """Of the model that a stage begins at, where that is imported from a folder."""
-        while stage.kind != "import":
+        while not isinstance(stage, ImportStage):
             if "model" not in stage.inputs:
                 return None
             stage = self._pipeline.stages[stage.inputs["model"]]
@@ -255,10 +260,13 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
         yield "validation", "prompt", stage.validation
     elif isinstance(stage, ChatStage):
         yield "data", "chat", stage.data
-    elif isinstance(stage, SupervisedStage) or stage.kind == "tokenizer":
+    elif isinstance(stage, SupervisedStage | TokenizerStage):
         yield "data", "document", stage.data
-    elif isinstance(stage, ReportStage):
-        yield "contamination", None, stage.contamination
+    else:
+        for label in type(stage).model_fields:
+            sources = getattr(stage, label)
+            if isinstance(sources, tuple) and sources and all(isinstance(source, SourceConfig) for source in sources):
+                yield label, None, sources
 
 
 def _weights_fit(sources: tuple[SourceConfig, ...]) -> None:
@@ -334,7 +342,8 @@ def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
 def main() -> None:
     answer, doing = Path(sys.argv[1]), Path(sys.argv[2])
     asked = json.loads(sys.stdin.read())
-    sys.path.append(asked["folder"])  # last, as in a worker
+    sys.path.append(str(Path(asked["file"]).parent))  # last, as in a worker
+    vouch_for(Path(asked["file"]), asked["pipeline"]["trusted_modules"])
     checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing)
     for name in asked["stages"]:
         checks.stage(name)

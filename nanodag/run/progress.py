@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors import StoreError
 from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
@@ -60,7 +63,7 @@ def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
     last = works[-1] if works else {"step": 0, "total": 0}
     return StageProgress(
         name=name,
-        kind=entry.kind,
+        kind=recorded_kind(entry.kind).name,
         state=STARTING if is_running and not works else state,
         key=entry.key,
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
@@ -133,9 +136,11 @@ def _reached_by(store: Store, key: str, attempt: str) -> str:
         artifact = store.attempt(key, attempt)
     except StoreError:  # removed, or damaged; that is said where it is needed
         return ""
-    if artifact.kind == "eval":
-        names = [benchmark["name"] for benchmark in artifact.config.get("benchmarks", [])]
-        return next((_score(name, artifact.metrics[name]) for name in names if name in artifact.metrics), "")
+    if (kind := recorded_kind(artifact.kind)).makes == SCORES:
+        asked = artifact.config.get("benchmarks", ()) if issubclass(kind.config, EvalStage) else ()
+        names = [*(benchmark["name"] for benchmark in asked), *artifact.metrics]
+        numbers = {name: value for name, value in artifact.metrics.items() if isinstance(value, int | float)}
+        return next((_score(name, numbers[name]) for name in names if name in numbers), "")
     return _telling(artifact.metrics, AT_THE_END)
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import psutil
 
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
+from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.resolve import read_document
-from nanodag.config.trust import check_owner, check_trust
+from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import nearest
 from nanodag.host.folders import PROJECT
-from nanodag.run.kinds import KINDS
+from nanodag.own_code.vouched import check_owner
 from nanodag.run.python_path import take_python_path
 from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
 from nanodag.store import Artifact, Store
@@ -185,6 +186,7 @@ def open_run(
 def join_run(name: str, store: Store) -> Run:
     """A run of another process, for one stage of it here: as its record says, nothing resolved again."""
     record = store.read_run(name)
+    vouch_for(Path(record.file), record.pipeline["trusted_modules"])
     resolved = Resolved(pipeline=Pipeline.model_validate(record.pipeline), origins=record.origins)
     check_trust(resolved.pipeline, Path(record.file))
     run = Run(name, resolved, store, Path(record.file).parent, record.flow_run)
@@ -270,7 +272,7 @@ def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, St
         if entry.has_ended_well and entry.artifact is not None:
             artifact = run.store.attempt(*entry.artifact)
             found[label] = result_of(source, artifact, was_found=True)
-        elif not KINDS[run.pipeline.stages[stage].kind].takes_what_exists:
+        elif not find_kind(run.pipeline.stages[stage].kind).takes_what_exists:
             raise ArtifactNotFound(
                 f"Stage {stage} of run {run.name} needs stage {source}, which is {entry.state}: run that."
             )

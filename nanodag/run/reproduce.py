@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from nanodag.config import AnyStage, resolve
+from nanodag.config import resolve
+from nanodag.config.kind import PAGE
+from nanodag.config.kinds import find_kind, recorded_kind
+from nanodag.config.pipeline import read_stage
 from nanodag.errors import ArtifactNotFound, StoreError
 from nanodag.run.build_stage import key_of
-from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
 from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
@@ -71,12 +73,12 @@ def reproduce(
 
 
 def _recipe(artifact: Artifact) -> Any:
-    if artifact.kind == "report":
+    if recorded_kind(artifact.kind).makes == PAGE:
         raise StoreError(
             f"Artifact {artifact.folder} is the report of a run, made from all its stages; reproduce one of these."
         )
     try:
-        return TypeAdapter(AnyStage).validate_python(artifact.config)
+        return read_stage(artifact.config)
     except ValidationError as error:
         raise StoreError(
             f"The config of artifact {artifact.folder} is not one that this nanodag has ({error.errors()[0]['msg']} at "
@@ -121,7 +123,7 @@ def _same_key(run: Run, stage: Any, inputs: Mapping[str, StageResult], artifact:
         )
     raise StoreError(
         f"Stage {artifact.stage} with the recorded config, inputs and data has another key now ({key[:12]}): kind "
-        f"{stage.kind} makes something else since (code version {KINDS[stage.kind].code_version}). Artifact "
+        f"{stage.kind} makes something else since (code version {find_kind(stage.kind).code_version}). Artifact "
         f"{artifact.folder} was made by code {artifact.environment.get('revision', '?')}: reproduce it there."
     )
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.kinds import find_kind
 from nanodag.errors import StageFailed
-from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult
 from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
 from nanodag.worker.job import Job
@@ -71,7 +71,7 @@ def work(
     the worker has ended. steps_back: GPUs that another stage waits for are left to it. The others: as in
     nanodag.worker.launch.run_worker, which says what is raised.
     """
-    stage, kind = job.config, KINDS[job.config.kind]
+    stage, kind = job.config, find_kind(job.config.kind)
     device = str(stage.resources.device)
     places = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0

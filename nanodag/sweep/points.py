@@ -9,6 +9,8 @@ from typing import Any
 
 from nanodag.config import AnyStage, Pipeline, order_of, resolve
 from nanodag.config.document import parse_yaml
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import find_kind
 from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
@@ -82,7 +84,7 @@ def make_sweep(
     stage = stage or _last_set(base, points)
     if stage not in base.stages:
         raise ConfigError(f"Preset {base.preset} has no stage {stage!r}; it has {', '.join(base.stages)}.")
-    if base.stages[stage].kind in ("eval", "report"):
+    if find_kind(base.stages[stage].kind).is_about_others:
         raise ConfigError(f"Stage {stage} is of kind {base.stages[stage].kind}; sweep over one that makes something.")
     pipelines = []
     for point in points:
@@ -134,14 +136,18 @@ def _needed(pipeline: Pipeline, stage: str) -> list[str]:
     for name in reversed(order):
         if name in wanted:
             wanted |= set(pipeline.stages[name].inputs.values())
-    evals = [n for n in order if pipeline.stages[n].kind == "eval" and pipeline.stages[n].inputs["model"] == stage]
+    evals = [
+        name
+        for name, config in pipeline.stages.items()
+        if find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage
+    ]
     return [name for name in order if name in wanted or name in evals]
 
 
 def _last_set(base: Pipeline, points: Sequence[Point]) -> str:
     heads = {name.partition(".")[0] for point in points for name in point.values}
-    kinds = {name: stage.kind for name, stage in base.stages.items()}
-    found = [name for name in order_of(base) if name in heads and kinds[name] not in ("eval", "report")]
+    kinds = {name: find_kind(stage.kind) for name, stage in base.stages.items()}
+    found = [name for name in order_of(base) if name in heads and not kinds[name].is_about_others]
     if not found:
         raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
     return found[-1]

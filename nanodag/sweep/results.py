@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import find_kind
 from nanodag.errors import SourceError
 from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.run.record import Run, StageResult
@@ -70,7 +72,7 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
         artifact = run.store.attempt(result.key, result.attempt) if result is not None else None
         scores: dict[str, PointScore] = {}
         for name, stage in point.stages.items():
-            if run.pipeline.stages[stage].kind == "eval" and stage in results:
+            if stage in results and find_kind(run.pipeline.stages[stage].kind).makes == SCORES:
                 folder = run.store.materialize(run.store.attempt(results[stage].key, results[stage].attempt))
                 scores |= _scores(name, folder, first)
         records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None

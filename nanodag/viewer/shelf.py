@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
 from nanodag.rl.rollouts.stopwatch import Span
@@ -94,7 +96,8 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
 
     Raises ArtifactNotFound when the run has none.
     """
-    begun = [name for name, entry in record.stages.items() if entry.kind == "rl" and _has_begun(entry)]
+    entries = record.stages.items()
+    begun = [s for s, e in entries if issubclass(recorded_kind(e.kind).config, RLStage) and _has_begun(e)]
     if not begun or (stage and stage not in begun):
         wanted = f"stage {stage!r}" if stage else "stage"
         raise ArtifactNotFound(

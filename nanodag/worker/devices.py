@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.config import AnyStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.errors.words import counted
 from nanodag.store import Store
@@ -52,7 +53,7 @@ def num_gpus_of(stage: AnyStage) -> int:
     all its servers have, where that is more. Ranks and servers share them. Other nodes take those of the same numbers.
     """
     num_ranks = int(stage.resources.num_ranks) // int(stage.resources.nodes)
-    if stage.kind == "rl" and stage.sampler.engine == "sglang":
+    if isinstance(stage, RLStage) and stage.sampler.engine == "sglang":
         return max(num_ranks, int(stage.sampler.replicas) * stage.sampler.tensor_parallel)
     return num_ranks
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.errors.words import counted
 from nanodag.own_code.blame import is_users, place
@@ -137,8 +138,6 @@ _RULES = (
         error=StageInterrupted,
     ),
 )
-_MEMORY = {"eval": "batch_size=8", "tokenizer": "max_bytes=10000000"}
-_RATE = {"rl": "learning_rate=5e-7"}
 
 
 def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
@@ -150,8 +149,8 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         "stage": stage,
         **_commands(stage, run, composed),
         "by_itself": _by_itself(ended),
-        "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
-        "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
+        "memory": recorded_kind(kind).less_memory,
+        "rate": recorded_kind(kind).lower_rate,
     }
     resume = _RESUME.format(**words)
     if ended.was_asked:

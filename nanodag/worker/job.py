@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
-
-from nanodag.config.pipeline import AnyStage
+from nanodag.config.kinds import vouch_for
+from nanodag.config.pipeline import read_stage
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
 
@@ -90,14 +89,23 @@ def write_job(job: Job) -> Path:
 def read_job(path: Path) -> Job:
     """The job that `write_job` wrote."""
     raw = json.loads(path.read_text())
+    _vouch_for_kinds(raw["config"], raw.get("context", {}))
     return Job(
         name=raw["name"],
         run=raw["run"],
-        config=TypeAdapter(AnyStage).validate_python(raw["config"]),
+        config=read_stage(raw["config"]),
         inputs={name: Path(folder) for name, folder in raw["inputs"].items()},
         workspace=Path(raw["workspace"]),
         context=raw.get("context", {}),
     )
+
+
+def _vouch_for_kinds(config: Mapping[str, Any], context: Mapping[str, Any]) -> None:
+    """Let the kinds of a job be imported, its own and those that a report is over: who wrote the job has looked."""
+    named = [config["kind"], *(stage["kind"] for stage in context.get("stages", {}).values())]
+    modules = [name.partition(":")[0] for name in named if ":" in name]
+    if modules:
+        vouch_for(Path(context.get("code", ".")) / "pipeline.yaml", modules)
 
 
 def load_job(argv: list[str] | None = None) -> Job:

@@ -16,6 +16,7 @@ from typing import Any
 from nanodag.host.ports import network_environment
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
+from nanodag.worker.own_worker import module_of
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
@@ -136,6 +137,7 @@ def run_worker(
     workspace and the last log lines when no result was published.
     """
     (job.workspace / "result.json").unlink(missing_ok=True)
+    module = module_of(module, str(job.context.get("code", "")))
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
     environment = worker_environment(threads, device=device, gpus=gpus)
     if nodes == 1 and num_ranks > 1:

@@ -10,9 +10,8 @@ import threading
 import time
 
 import pytest
-from pydantic import TypeAdapter
 
-from nanodag.config.pipeline import AnyStage
+from nanodag.config.pipeline import read_stage
 from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.namespaces import SSH_COMMAND, two_nodes
 from tests.rl import stages as rl_stages
@@ -68,7 +67,7 @@ def pretrain(folder, name, *, context=None, **changes):
     workspace.mkdir()
     resources = {**TWO, "nodes": 2 if context else 1}
     config = stages.pretrain(folder, resources=resources, zero_stage=3, **changes)
-    stage = TypeAdapter(AnyStage).validate_python(config)
+    stage = read_stage(config)
     inputs = {"tokenizer": folder / "tokenizer"}
     write_job(Job(name="pretrain", run="test", config=stage, inputs=inputs, workspace=workspace, context=context or {}))
     return workspace

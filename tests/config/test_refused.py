@@ -48,7 +48,7 @@ def refusal(file, *overrides, preset="one"):
         ),
         (
             "rl.kind=grpo",
-            "rl: there is no kind 'grpo'; kinds are import, tokenizer, pretrain, midtrain, sft, rl, eval, report.",
+            "rl: there is no kind 'grpo'; kinds are tokenizer, import, pretrain, midtrain, sft, rl, eval, report",
         ),
         # inputs
         ("rl.inputs={}", "rl of kind rl needs the input model; found none"),

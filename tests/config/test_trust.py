@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
-from nanodag.config.trust import check_owner
 from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 from nanodag.own_code.functions import function_at
+from nanodag.own_code.vouched import check_owner
 
 TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}
 

@@ -5,6 +5,6 @@ import os
 from dataclasses import replace
 
 if "FAKE_ORDERS" in os.environ:
-    from nanodag.run.kinds import KINDS
+    from nanodag.config.kinds import shipped
 
-    KINDS.update({name: replace(kind, module="fake_worker") for name, kind in KINDS.items()})
+    shipped().update({name: replace(kind, module="fake_worker") for name, kind in shipped().items()})

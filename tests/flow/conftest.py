@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanodag.run.kinds import KINDS
+from nanodag.config.kinds import shipped
 
 FAKES = Path(__file__).parent.parent / "fakes"
 SOURCE = "file:text.txt"
@@ -49,8 +49,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.delenv("NANODAG_MIRROR", raising=False)
     monkeypatch.delenv("NANODAG_STORE", raising=False)
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
-    for name, kind in KINDS.items():
-        monkeypatch.setitem(KINDS, name, replace(kind, module="fake_worker"))
+    for name, kind in shipped().items():
+        monkeypatch.setitem(shipped(), name, replace(kind, module="fake_worker"))
     return tmp_path
 
 

@@ -13,8 +13,8 @@ from prefect.settings import PREFECT_API_URL
 import tasks.nightly
 from flows.nightly_eval import nightly_eval, schedule
 from flows.speedrun import speedrun
+from nanodag.config.kinds import shipped
 from nanodag.nightly.switch import read_switch, turn
-from nanodag.run.kinds import KINDS
 from nanodag.server.local_server import Api
 from nanodag.store import Store
 from tests.http_server import listening
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 @pytest.fixture
 def store(project, monkeypatch):
-    monkeypatch.setitem(KINDS, "eval", replace(KINDS["eval"], module="fake_eval"))
+    monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
     assert speedrun("main-1", preset="tiny", return_state=True).is_completed()
     return Store(project / "store")
 

@@ -18,7 +18,7 @@ def test_each_row_has_a_name_a_value_and_its_unit():
 
 
 def test_scores_are_in_percent_and_what_is_kept_by_benchmark_has_a_row_each():
-    assert _table("reached", {"sort": 0.415, "bits_per_byte": 1.8431}, "eval")[2:] == [
+    assert _table("reached", {"sort": 0.415, "bits_per_byte": 1.8431}, is_scores=True)[2:] == [
         "| sort | 41.5 | % |",
         "| bits per byte | 1.843 | bits a byte |",
     ]

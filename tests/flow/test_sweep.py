@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flows.sweep import sweep
-from nanodag.run.kinds import KINDS
+from nanodag.config.kinds import shipped
 from nanodag.store import Store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 @pytest.fixture
 def store(project, monkeypatch):
-    monkeypatch.setitem(KINDS, "eval", replace(KINDS["eval"], module="fake_eval"))
+    monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
     return Store(project / "store")
 
 

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from nanodag.config.pipeline import AnyStage
+from nanodag.config.pipeline import read_stage
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.worker.job import Job, write_job
 
@@ -94,7 +92,7 @@ def sft(folder: Path, **changes: Any) -> dict[str, Any]:
 def make_job(workspace: Path, config: dict[str, Any], inputs: dict[str, Path]) -> Path:
     """A workspace with a job.json; returns the workspace."""
     workspace.mkdir(parents=True)
-    stage = TypeAdapter(AnyStage).validate_python(config)
+    stage = read_stage(config)
     write_job(Job(name=stage.kind, run="test", config=stage, inputs=inputs, workspace=workspace))
     return workspace
 

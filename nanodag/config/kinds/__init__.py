@@ -1,1 +1,101 @@
-"""The kinds of stages, a file each."""
+"""The kinds of stages, a file each, and how a kind is found by what a pipeline says as `kind`.
+
+Shipped ones are the `KIND` of each module here. An installed package offers its own under a name, as an entry point of
+the group `nanodag.kinds`: who installs a package lets it run. Any other is named as `module:NAME`, as rewards and
+adapters are, and stands beside the pipeline file or in its trusted_modules.
+"""
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from nanodag.config.kind import Kind
+from nanodag.config.stage_base import StageBase
+from nanodag.errors import ConfigError
+from nanodag.errors.words import listed, nearest
+from nanodag.own_code.blame import with_place
+from nanodag.own_code.functions import function_at
+from nanodag.own_code.vouched import Voucher, check_owner
+
+ENTRY_POINTS = "nanodag.kinds"
+
+_loaded: dict[str, Kind] = {}  # of users' own
+_voucher: Voucher | None = None
+
+
+def find_kind(name: str) -> Kind:
+    """The kind that a pipeline names.
+
+    Raises ConfigError when there is none, or the pipeline file does not vouch for the module that it stands in.
+    """
+    if found := shipped().get(name) or _loaded.get(name):
+        return found
+    if name in installed():
+        _loaded[name] = _checked(name, installed()[name])
+    elif ":" in name:
+        _loaded[name] = _own(name)
+    else:
+        names = [*shipped(), *installed()]
+        more = nearest(name, names, likeness=0.75)
+        raise ConfigError(f"there is no kind {name!r:.80}; kinds are {listed(names)}.{more}")
+    return _loaded[name]
+
+
+def recorded_kind(name: str) -> Kind:
+    """The kind that a record or an artifact names; one that is not to be had here any more makes nothing."""
+    try:
+        return find_kind(name)
+    except ConfigError:
+        return Kind(name=name, config=StageBase, module="", order=100)
+
+
+@cache
+def shipped() -> dict[str, Kind]:
+    """The kinds that come with nanodag, by name."""
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    kinds: list[Kind] = sorted((module.KIND for module in modules), key=lambda kind: kind.order)
+    return {kind.name: kind for kind in kinds}
+
+
+@cache
+def installed() -> Mapping[str, EntryPoint]:
+    """What installed packages offer, by name. Nothing of them is imported before it is named."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def known() -> dict[str, Kind]:
+    """The kinds that are loaded already, without looking for more."""
+    return {**shipped(), **_loaded}
+
+
+def vouch_for(file: Path, modules: Sequence[str]) -> None:
+    """From now on kinds may be named that stand beside this pipeline file, or in these modules."""
+    global _voucher
+    _voucher = Voucher(file=file, trusted_modules=tuple(modules))
+
+
+def _own(name: str) -> Kind:
+    if _voucher is None:
+        raise ConfigError(f"kind {name!r} is a user's own, and no pipeline file has vouched for it in this process")
+    if _voucher.file.exists():  # a worker is told of its folder only, by who has looked
+        check_owner(_voucher.file)
+    _voucher.check("kind", name)
+    if (folder := str(_voucher.file.parent)) not in sys.path:
+        sys.path.append(folder)  # last, as in a worker
+    return _checked(name, name)
+
+
+def _checked(name: str, place: EntryPoint | str) -> Kind:
+    try:
+        found = function_at(place) if isinstance(place, str) else place.load()
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's module may raise whatever it likes
+        raise ConfigError(f"the kind {name!r} cannot be imported: {with_place(error)}") from error
+    if not isinstance(found, Kind):
+        raise ConfigError(f"the kind {name!r} must be a nanodag.config.kind.Kind; found {found!r:.100}")
+    return found

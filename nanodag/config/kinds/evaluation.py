@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.section import Auto, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
@@ -28,7 +29,6 @@ class EvalStage(StageBase):
     whether other texts begin with the tokenizer's bos token; `auto` where the tokenizer itself puts it there, as
     lm-eval does and as ours do."""
 
-    kind: Literal["eval"]
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     precision: Precision | Auto = "fp32"
     batch_size: int = operational(64, ge=1)
@@ -43,3 +43,16 @@ class EvalStage(StageBase):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
         return self
+
+
+KIND = Kind(
+    name="eval",
+    config=EvalStage,
+    module="nanodag.evaluation",
+    code_version=2,
+    makes=SCORES,
+    needs={"model": MODEL},
+    is_beside=True,
+    order=80,
+    less_memory="batch_size=8",
+)

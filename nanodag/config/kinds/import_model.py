@@ -1,12 +1,20 @@
 """A stage that takes a model as it is."""
 
-from typing import Literal
-
+from nanodag.config.kind import MODEL, Kind
 from nanodag.config.stage_base import StageBase
 
 
 class ImportStage(StageBase):
     """A model that exists already, as a Hugging Face directory. model: `hub:owner/name[@revision]` or `file:folder`."""
 
-    kind: Literal["import"]
     model: str
+
+
+KIND = Kind(
+    name="import",
+    config=ImportStage,
+    module="nanodag.model.import_model",
+    makes=MODEL,
+    label="START",
+    order=20,
+)

@@ -1,11 +1,11 @@
 """Midtraining."""
 
-from typing import Literal
-
-from nanodag.config.supervised import ChatStage
+from nanodag.config.kind import MODEL
+from nanodag.config.supervised import ChatStage, SupervisedKind
 
 
 class MidtrainStage(ChatStage):
     """Chat format, multiple choice and tools, on a large mixture."""
 
-    kind: Literal["midtrain"]
+
+KIND = SupervisedKind(name="midtrain", config=MidtrainStage, needs={"model": MODEL}, label="MID", order=40)

@@ -1,10 +1,9 @@
 """Pretraining, from a shape or from a model."""
 
-from typing import Literal
-
 from pydantic import Field
 
-from nanodag.config.supervised import ShapeConfig, SupervisedStage
+from nanodag.config.kind import MODEL, TOKENIZER
+from nanodag.config.supervised import ShapeConfig, SupervisedKind, SupervisedStage
 
 
 class PretrainStage(SupervisedStage):
@@ -12,7 +11,6 @@ class PretrainStage(SupervisedStage):
     continued pretraining: shape is left out, horizon_tokens given). tokens_per_parameter: the dial's horizon for each
     parameter in matrices and output head."""
 
-    kind: Literal["pretrain"]
     shape: ShapeConfig = ShapeConfig()
     tokens_per_parameter: float = Field(10.5, gt=0)
 
@@ -41,3 +39,12 @@ class PretrainStage(SupervisedStage):
             )
         if self.tokens_per_parameter != type(self).model_fields["tokens_per_parameter"].default:
             raise ValueError("tokens_per_parameter means nothing to a model that goes on; leave it out")
+
+
+KIND = SupervisedKind(
+    name="pretrain",
+    config=PretrainStage,
+    may_take={"tokenizer": TOKENIZER, "model": MODEL},  # one of them, see check_inputs
+    label="BASE",
+    order=30,
+)

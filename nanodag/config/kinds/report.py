@@ -1,9 +1,8 @@
 """The report over a run."""
 
-from typing import Literal
-
 from pydantic import Field
 
+from nanodag.config.kind import PAGE, Kind
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
@@ -12,6 +11,16 @@ class ReportStage(StageBase):
     """report.md and report.html over its inputs. contamination: benchmark sources whose 13-grams are looked for in the
     training sources. price_per_hour: of one device, in any currency; 0 leaves prices out."""
 
-    kind: Literal["report"]
     contamination: tuple[SourceConfig, ...] = ()
     price_per_hour: float = Field(0.0, ge=0)
+
+
+KIND = Kind(
+    name="report",
+    config=ReportStage,
+    module="nanodag.report",
+    code_version=2,
+    makes=PAGE,
+    takes_what_exists=True,
+    order=90,
+)

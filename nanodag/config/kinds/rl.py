@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from nanodag import registry as entries
+from nanodag.config.kind import MODEL, Kind
 from nanodag.config.rl_parts import CriticConfig, FilterConfig, GenerateConfig, SamplerConfig, TeacherConfig
 from nanodag.config.section import Auto, Precision, Share, later, operational
 from nanodag.config.stage_base import StageBase
@@ -366,3 +367,18 @@ class RLStage(StageBase):
             raise ValueError(
                 f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {self.max_new_tokens}; lower it"
             )
+
+
+KIND = Kind(
+    name="rl",
+    config=RLStage,
+    module="nanodag.rl",
+    makes=MODEL,
+    needs={"model": MODEL},
+    may_take={"critic": MODEL, "teacher": MODEL},
+    trains=True,
+    label="RL",
+    order=60,
+    lower_rate="learning_rate=5e-7",
+    less_memory="micro_batch_tokens=2048",
+)

@@ -1,11 +1,11 @@
 """Supervised fine-tuning."""
 
-from typing import Literal
-
-from nanodag.config.supervised import ChatStage
+from nanodag.config.kind import MODEL
+from nanodag.config.supervised import ChatStage, SupervisedKind
 
 
 class SFTStage(ChatStage):
     """The last supervised stage."""
 
-    kind: Literal["sft"]
+
+KIND = SupervisedKind(name="sft", config=SFTStage, needs={"model": MODEL}, label="SFT", order=50)

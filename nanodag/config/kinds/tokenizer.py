@@ -1,9 +1,8 @@
 """The stage that trains a tokenizer."""
 
-from typing import Literal
-
 from pydantic import Field
 
+from nanodag.config.kind import TOKENIZER, Kind
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
@@ -11,7 +10,16 @@ from nanodag.data.config import SourceConfig
 class TokenizerStage(StageBase):
     """Byte-level BPE trained on the first max_bytes of the mixture."""
 
-    kind: Literal["tokenizer"]
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     vocabulary: int = Field(32768, ge=512, le=262144)
     max_bytes: int = Field(2_000_000_000, ge=10_000)
+
+
+KIND = Kind(
+    name="tokenizer",
+    config=TokenizerStage,
+    module="nanodag.tokenizer.train",
+    makes=TOKENIZER,
+    order=10,
+    less_memory="max_bytes=10000000",
+)

@@ -1,0 +1,60 @@
+"""Which modules of a user's own may be imported: those beside the pipeline file, and those that it trusts."""
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from nanodag.errors import ConfigError
+from nanodag.host.folders import PROJECT
+from nanodag.own_code.find import required_file
+
+OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voucher:
+    """A pipeline file, which vouches for the modules beside it and for its trusted_modules."""
+
+    file: Path
+    trusted_modules: Sequence[str]
+
+    def check(self, where: str, name: str) -> None:
+        """Raise ConfigError for a `module:name` whose module the file does not vouch for."""
+        module, folder = name.partition(":")[0], self.file.parent
+        if module.partition(".")[0] in sys.stdlib_module_names:  # whatever trusted_modules say: some have no file
+            raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
+        if _is_below(module, self.trusted_modules) or is_beside(module, folder):
+            return
+        required_file(module, f"{where} names {name!r}", [folder])
+        raise ConfigError(
+            f"{where} names {name!r}, and the module {module} neither stands beside {self.file} nor is one of its "
+            f"trusted_modules. Put the function into a module there; or, if whatever {module} can do may be done here, "
+            f"write trusted_modules: [{module}] into that file: an override cannot say so."
+        )
+
+
+def check_owner(file: Path) -> None:
+    """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
+    found = file.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{file} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; a pipeline file says "
+            "which code may run, so it must be yours, and not writable by everybody."
+        )
+
+
+def is_beside(module: str, folder: Path) -> bool:
+    """True when the module that Python would import under that name lies in a folder, or in a package of it."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or (top in OURS and folder.resolve() == PROJECT.resolve()):
+        return False
+    elsewhere = [path for path in sys.path if Path(path).resolve() != folder.resolve()]
+    return PathFinder.find_spec(top, [str(folder)]) is not None and PathFinder.find_spec(top, elsewhere) is None
+
+
+def _is_below(module: str, packages: Sequence[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -1,0 +1,217 @@
+"""Kinds of a user's own, one file each: beside the pipeline file, and of an installed package."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from nanodag.cli.show import show_status
+from nanodag.cli.use import chat_with
+from nanodag.config import Pipeline, resolve
+from nanodag.config.kinds import installed, recorded_kind, shipped
+from nanodag.errors import ConfigError
+from nanodag.nightly.choose import choose
+from nanodag.run.build_stage import build_stage, key_of
+from nanodag.run.preflight_checks import Checks
+from nanodag.run.record import open_run
+from nanodag.worker.job import Job, read_job, write_job
+from tasks.stage_task import task_of
+from tests.flow.conftest import STAGES
+
+MERGE = """
+import json
+from nanodag.config.kind import MODEL, Kind
+from nanodag.config.stage_base import StageBase
+
+
+class MergeStage(StageBase):
+    share: float = 0.5
+
+
+KIND = Kind(
+    name="merge",
+    config=MergeStage,
+    module="merging",
+    makes=MODEL,
+    needs={"model": MODEL, "other": MODEL},
+    label="MERGED",
+)
+
+
+def main():
+    from nanodag.worker.job import finish, load_job
+
+    job = load_job()
+    seeds = [json.loads((job.inputs[name] / "made.json").read_text())["seed"] for name in ("model", "other")]
+    job.output.mkdir(exist_ok=True)
+    (job.output / "made.json").write_text(json.dumps({"seed": sum(seeds), "share": job.config.share}))
+    finish(job, metrics={"share": job.config.share}, cost={})
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+JUDGE = """
+from nanodag.config.kind import MODEL, SCORES, Kind
+from nanodag.config.stage_base import StageBase
+
+class JudgeStage(StageBase):
+    rounds: int = 3
+
+KIND = Kind(name="judge", config=JudgeStage, module="fake_judge", makes=SCORES, needs={"model": MODEL}, code_version=4)
+"""
+
+MERGED = {"kind": "merging:KIND", "inputs": {"model": "pretrain", "other": "pretrain"}, "share": 0.25}
+WITH_MERGE = {
+    **{name: STAGES[name] for name in ("tokenizer", "pretrain")},
+    "merged": MERGED,
+    "eval_merged": {"kind": "eval", "inputs": {"model": "merged"}, "benchmarks": [{"name": "x"}]},
+    "report": {"kind": "report", "inputs": ["merged", "eval_merged"]},
+}
+
+
+def write(project, stages, **fields):
+    preset = {"stages": stages, **fields}
+    (project / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
+
+
+@pytest.fixture
+def merge(project, monkeypatch):
+    """A project with a stage of a kind whose one file lies beside the pipeline file, with scores and a true report."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the test before has a module of that name too
+    (project / "merging.py").write_text(MERGE)
+    write(project, WITH_MERGE, nightly={"runs": {"now": "r"}})
+    for kind, module in (("eval", "fake_eval"), ("report", "nanodag.report")):
+        monkeypatch.setitem(shipped(), kind, replace(shipped()[kind], module=module))
+    return project
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that offers the kind `judge`; its module is `judging`."""
+    site = tmp_path / "site"
+    about = site / "judging-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "judging.py").write_text(JUDGE)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: judging\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[nanodag.kinds]\njudge = judging:KIND\n")
+    monkeypatch.syspath_prepend(str(site))
+    installed.cache_clear()
+    yield site
+    installed.cache_clear()
+
+
+def carried_out(run):
+    results = {}
+    for name in run.order:
+        inputs = {label: results[source] for label, source in run.pipeline.stages[name].inputs.items()}
+        results[name] = build_stage(run, name, inputs)
+    return results
+
+
+def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch, capsys):
+    run = open_run("r", file="", preset="tiny", overrides=[])
+    results = carried_out(run)
+    run.close()
+    of = {name: run.store.materialize(run.store.attempt(r.key, r.attempt)) for name, r in results.items()}
+    assert json.loads((of["merged"] / "made.json").read_text()) == {"seed": 0, "share": 0.25}
+
+    report = (of["report"] / "report.md").read_text()
+    assert "MERGED" in report and "| merged | merge |" in report
+    show_status(file="", all_runs=False)
+    assert re.search(r"^  merged +merge +built ", capsys.readouterr().out, re.MULTILINE)
+    assert task_of("merging:KIND").name == "merge"
+
+    started = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append(command))
+    chat_with("r", "merged", file="")
+    assert started[0][-1] == str(of["merged"])
+    [subject] = choose(run.store, run.pipeline).subjects
+    assert (subject.stage, [name for name, _ in subject.evals.values()]) == ("merged", ["eval_merged"])
+
+
+def test_the_key_of_a_stage_knows_the_file_of_its_kind(merge):
+    keys = []
+    for text in (MERGE, MERGE, MERGE + "# other"):
+        (merge / "merging.py").write_text(text)
+        run = open_run("r", file="", preset="tiny", overrides=[])
+        keys.append(key_of(run, run.pipeline.stages["merged"], {})[0])
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_stage_of_an_own_kind_survives_being_written_and_read(merge, tmp_path):
+    pipeline = resolve(merge / "pipeline.yaml").pipeline
+    read = Pipeline.model_validate(json.loads(pipeline.model_dump_json()))
+    assert read == pipeline and read.stages["merged"].share == 0.25
+    job = Job(name="merged", run="r", config=pipeline.stages["merged"], inputs={}, workspace=tmp_path)
+    assert read_job(write_job(job)).config == pipeline.stages["merged"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("merged.share=x", "merged.share: must be a number (found 'x')"),
+        ("merged.shares=1", "merged.shares: there is no such key. Did you mean 'share'?"),
+        ("merged.inputs={model: pretrain}", "merged of kind merging:KIND needs the input other; found model"),
+        (
+            "merged.inputs={model: pretrain, other: tokenizer}",
+            "merged.inputs.other: stage tokenizer, of kind tokenizer, is not a model; name one of pretrain",
+        ),
+        ("merged.resources.nodes=2", "merged.resources.nodes 2: a stage of kind merging:KIND runs on one machine"),
+    ],
+)  # fmt: skip
+def test_what_an_own_kind_says_of_itself_is_checked_as_of_ours(merge, override, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        resolve(merge / "pipeline.yaml", "tiny", [override])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("os:path", "kind: 'os:path' names os, a module of Python's own"),
+        ("nowhere:KIND", "kind: 'nowhere:KIND' cannot be had: there is no module nowhere beside"),
+        ("yaml:KIND", "kind names 'yaml:KIND', and the module yaml neither stands beside"),
+        ("broken:KIND", "the kind 'broken:KIND' cannot be imported: ZeroDivisionError"),
+        ("broken_too:KIND", "the kind 'broken_too:KIND' must be a nanodag.config.kind.Kind; found 5"),
+        ("jugde", "there is no kind 'jugde'; kinds are .*, report, judge. Did you mean 'judge'"),
+    ],
+)
+def test_a_kind_that_cannot_be_had_is_refused_in_one_line(project, package, kind, said):
+    (project / "broken.py").write_text("1 / 0")
+    (project / "broken_too.py").write_text("KIND = 5")
+    write(project, {"tokenizer": {**STAGES["tokenizer"], "kind": kind}})
+    with pytest.raises(ConfigError, match=said) as caught:
+        resolve(project / "pipeline.yaml")
+    assert "tokenizer: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_kind_of_an_installed_package_has_a_name_and_is_imported_when_it_is_named(project, package):
+    resolve(project / "pipeline.yaml")
+    assert "judging" not in sys.modules
+    judge = {"kind": "judge", "inputs": {"model": "pretrain"}, "rounds": 5}
+    write(project, {**STAGES, "judged": judge, "report": {"kind": "report", "inputs": ["judged"]}})
+    run = open_run("r", file="", preset="tiny", overrides=[])
+    assert run.pipeline.stages["judged"].rounds == 5
+    assert recorded_kind("judge").is_about_others and task_of("judge").name == "judge"
+    key, sources = key_of(run, run.pipeline.stages["judged"], {})
+    assert sources == {} and key != key_of(run, run.pipeline.stages["judged"].model_copy(update={"rounds": 6}), {})[0]
+
+
+def test_a_kind_that_is_gone_makes_nothing_and_stops_nobody():
+    gone = recorded_kind("merged_before:KIND")
+    assert (gone.name, gone.makes, gone.trains) == ("merged_before:KIND", "nothing", False)
+
+
+def test_a_kind_whose_worker_is_not_there_is_found_before_anything_starts(merge):
+    (merge / "astray.py").write_text(MERGE.replace('module="merging"', 'module="mergin"'))
+    write(merge, {**WITH_MERGE, "merged": {**MERGED, "kind": "astray:KIND"}})
+    checks = Checks(resolve(merge / "pipeline.yaml").pipeline, merge / "doing")
+    checks.stage("merged")
+    [fault] = checks.faults
+    assert fault.startswith("merged.kind: there is no module mergin beside the pipeline file")
+    assert str(merge / "astray.py") in checks.relied_on
