@@ -1,5 +1,6 @@
 """Programs of a model: what they can do, what they are kept from, and what is said where they cannot be."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -65,6 +66,29 @@ def test_installed_packages_and_the_environment_are_not_there(walls, monkeypatch
     monkeypatch.setenv("A_SECRET", "1")
     done = run_python("import os; print('A_SECRET' in os.environ)\nimport numpy", timeout_s=20)
     assert done.stdout == "False\n" and "No module named 'numpy'" in done.stderr
+
+
+def test_a_group_is_killed_while_its_number_is_its_own(walls, monkeypatch):
+    sandbox.walls()
+    states, kill = [], os.killpg
+
+    def watched(group, signum):
+        states.append(psutil.Process(group).status())  # raises once its exit code was fetched
+        kill(group, signum)
+
+    monkeypatch.setattr(os, "killpg", watched)
+    assert run_python("print(1)", timeout_s=20).stdout == "1\n"
+    assert run_python("while True: pass", timeout_s=0.5).timed_out
+    assert states[0] == psutil.STATUS_ZOMBIE != states[1]
+
+
+def test_an_end_is_seen_without_pidfds(monkeypatch):
+    def missing(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    assert sandbox._run(None, "print(1)", timeout_s=20) == sandbox.Finished("1\n", "", 0, False)
+    assert sandbox._run(None, "while True: pass", timeout_s=0.5).timed_out
 
 
 def test_a_program_may_use_threads_processes_and_temporary_files():
