@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 
 import nanodag
 from nanodag.errors import MissingTool
-from nanodag.rewards import cgroup, sandbox
+from nanodag.rewards import sandbox
 from nanodag.rewards.sandbox import run_python
 from tests.rewards.hostile import ATTACKS, PRELUDE
 
@@ -260,45 +259,3 @@ def test_a_bubblewrap_that_cannot_bound_a_tmpfs_leaves_nothing_to_write(monkeypa
         timeout_s=20,
     )
     assert done.stdout.count("Read-only file system") == 2, done
-
-
-# cgroups
-
-
-@pytest.mark.parametrize(
-    ("membership", "on", "above"),
-    [
-        ("0::/system.slice/cron.service\n", "cpu memory pids", "system.slice"),
-        ("4:memory:/x\n0::/user.slice/a.scope\n", "memory pids", "user.slice"),
-        ("0::/\n", "memory pids", "."),
-        ("0::/system.slice/cron.service\n", "cpu pids", None),
-        ("4:memory:/x\n", "memory pids", None),
-    ],
-)
-def test_programs_get_a_cgroup_beside_their_starters_where_memory_and_processes_can_be_bounded(
-    tmp_path, membership, on, above
-):
-    for name in ("system.slice", "user.slice", "."):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "cgroup.subtree_control").write_text(on)
-    wanted = None if above is None else tmp_path / above
-    assert cgroup.candidate(tmp_path, membership) == wanted
-
-
-def test_a_process_joins_the_group_that_bounds_it(tmp_path, monkeypatch):
-    """The kernel's part is a folder here: it makes the files, and lets a group go that has no process."""
-    monkeypatch.setattr(cgroup, "parent", lambda: tmp_path)
-    monkeypatch.setattr(Path, "mkdir", lambda path: (os.mkdir(path), (path / "cgroup.procs").touch())[0])
-    monkeypatch.setattr(cgroup, "_remove", shutil.rmtree)
-    with cgroup.group(max_bytes=1 << 20, max_processes=3) as made:
-        subprocess.run([sys.executable, "-c", ""], preexec_fn=made.join, check=True)
-        found = {path.name: path.read_text() for path in made.path.iterdir()}
-    wanted = {"memory.max": str(1 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "3"}
-    assert found == wanted | {"cgroup.procs": "0"}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_cgroup_none_is_made(monkeypatch):
-    monkeypatch.setattr(cgroup, "parent", lambda: None)
-    with cgroup.group(max_bytes=1, max_processes=1) as made:
-        assert made is None
