@@ -92,23 +92,31 @@ class Generator:
         harvest.seconds = time.monotonic() - began
         return harvest
 
-    async def judged_again(self, cursor: PromptCursor, step: int, harvest: Harvest) -> Harvest:
-        """A harvest from a checkpoint, with the rewards that failed computed again: the function may have been mended.
+    async def judged_again(self, cursor: PromptCursor, step: int, waiting: Sequence[Harvest]) -> tuple[Harvest, ...]:
+        """The harvests of a checkpoint of this step, the next one's first, with the rewards that failed computed again:
+        the function may have been mended.
 
-        Groups are chosen anew in the order of their prompts; those that are not needed any more go back to the cursor.
+        Groups are chosen anew in the order of their prompts; those that are not needed any more go back to the cursor,
+        of all harvests together, so that the order stays.
         """
+        spare: list[Prompt] = []
+        numbered = enumerate(waiting, start=step + 1)
+        judged = [await self._judged_again(cursor, number, harvest, spare) for number, harvest in numbered]
+        cursor.give_back(spare)
+        return tuple(judged)
+
+    async def _judged_again(self, cursor: PromptCursor, step: int, harvest: Harvest, spare: list[Prompt]) -> Harvest:
+        """spare: gets the prompts that are not needed."""
         if not any(map(has_failed_reward, harvest.all_rollouts)):
             return harvest
         again = Harvest(passed_over=harvest.passed_over, num_carried=harvest.num_carried, seconds=harvest.seconds)
         judged = harvest.in_order()
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
-        spare = []
         for (prompt, _), group in zip(judged, groups, strict=True):
             if len(again.kept) < self._config.prompts_per_step:
                 self._choose(prompt, group, again)
             else:
                 spare.append(prompt)
-        cursor.give_back(spare)
         self._conclude(cursor, step, again)
         return again
 
