@@ -128,7 +128,7 @@ def print_summary(console: Console, store: Store, record: Mapping[str, Any]) -> 
         for line in lines:
             console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)
     if summary.num_compared and not (summary.better or summary.worse):
-        console.print(f"No difference beyond noise, in {summary.num_compared} comparisons.", style="dim")
+        console.print(f"No difference beyond noise, in {counted(summary.num_compared, 'comparison')}.", style="dim")
     for line in summary.warnings:
         console.print(line, style="yellow", markup=False, soft_wrap=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanodag.errors.words import counted
 from nanodag.report import tables, words
 from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import Part, Report, Section
@@ -20,7 +21,8 @@ from nanodag.store import Artifact, Store
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """scores: None where nothing was evaluated. better, worse: lines, each a difference beyond noise between a model
-    and the one it comes from. num_compared: how many were looked at. warnings: lines, without what is stale."""
+    and the one it comes from, or one beside it. num_compared: how many were looked at, and their p-values corrected
+    for. warnings: lines, without what is stale."""
 
     scores: Table | None
     better: tuple[str, ...]
@@ -35,7 +37,7 @@ def summary_of(store: Store, record: Mapping[str, Any]) -> Summary:
     found = context_stages(store, record, known, is_read=_has_scores)
     stages = stages_of({"stages": {n: raw for n, raw in found.items() if raw["kind"] != "eval" or raw["files"]}})
     columns = columns_of(stages)
-    comparisons = [c for c in comparisons_of(columns, stages) if c.is_parent] if columns else []
+    comparisons = comparisons_of(columns, stages)
     return Summary(
         scores=tables.short_scores_table(columns) if columns else None,
         better=tuple(_line(c) for c in comparisons if c.verdict == "better"),
@@ -73,7 +75,7 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
         rows = [
             [Cell(text="better" if tone == "good" else "worse", tone=tone), Cell(text=text)] for text, tone in changes
         ]
-        note = f"Of {summary.num_compared} comparisons of a model with the one it comes from, {len(rows)} beyond noise."
+        note = f"Of {counted(summary.num_compared, 'comparison')} between models, {len(rows)} beyond noise."
         parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
         sections.append(Section(title="Better and worse", note=note, parts=parts))
     stale = stale_stages(record)
