@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from nanodag.cli.nightly import asked, follow
+from nanodag.cli.nightly import follow, serve, settings
 from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors.words import counted
@@ -45,7 +45,8 @@ def start_sweep(
     local = store_of(made.pipeline).local
     check_before_start(made.pipeline, file=pipeline_file(file), remembered=local / "checked")
     note_python_path(local, name)
-    store, running, parameters = asked(list(overrides), preset=preset, file=file)
+    path, pipeline, store = settings(list(overrides), preset=preset, file=file)
+    running, parameters = serve(path, pipeline, store, list(overrides))
     about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
     api = running.api()
     flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})

@@ -16,6 +16,7 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.stage import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
+from nanodag.errors.words import listed, nearest
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import ENDED_WELL, advice, stale_stages
 from nanodag.store import Store
@@ -187,7 +188,7 @@ def _pinned(label: str, pipeline: Pipeline) -> Subject:
             known = [n for n, stage in pipeline.stages.items() if stage.kind == "eval"]
             raise ConfigError(
                 f"nightly.models.{label}.evals names {name!r}, which is no eval stage of preset {pipeline.preset}; "
-                f"those are {', '.join(known) or 'none'}."
+                f"those are {listed(known)}.{nearest(name, known)}"
             )
         evals[_night_name(label, name)] = (name, config)
     return Subject(label=label, stage="", run="", input_name=_night_name("model", label), model=None, evals=evals)
