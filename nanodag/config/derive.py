@@ -1,7 +1,7 @@
 """Replaces every `auto` of a pipeline by a number, and says why it is that number."""
 
 import os
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.kinds.pretrain import PretrainStage
@@ -17,6 +17,9 @@ from nanodag.host.processor import multiplies_bf16_fast, usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 MOST_REPLICAS = 4
+
+_S = TypeVar("_S", bound=StageBase)
+_Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 
 def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
@@ -64,7 +67,7 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
     return found.model_copy(update=updates)
 
 
-def _precision(name: str, stage: StageBase, origins: dict[str, str]) -> StageBase:
+def _precision(name: str, stage: _S, origins: dict[str, str]) -> _S:
     """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
     is_fast = multiplies_bf16_fast(stage.resources.device)
     found = "bf16" if is_fast else "fp32"
@@ -175,7 +178,7 @@ def _consistent(config: ShapeConfig, derived: dict[str, Any], name: str, origins
     return out
 
 
-def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: dict[str, str]) -> SupervisedStage:
+def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[str, str]) -> _Supervised:
     updates: dict[str, Any] = {}
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
@@ -183,7 +186,7 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
         begins = _begins_anew(stage)
         if not begins:  # the source's own `auto` may come later in the table
             source = _pretrain(stage.inputs["model"], source, pipeline, {})
-        shape = shape_from(stage.shape if begins else source.shape)
+        shape = shape_from(stage.shape if _begins_anew(stage) else source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         ratio = source.tokens_per_parameter
         fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)

@@ -63,7 +63,7 @@ def begin_night(
         if isinstance(decision, Skipped):
             return decision
         choice = choose(store, resolved.pipeline)
-        about = {"by_schedule": by_schedule, "due": due.timestamp()}
+        about: dict[str, Any] = {"by_schedule": by_schedule, "due": due.timestamp()}
         about |= {"missing": list(choice.missing), "stale": list(choice.stale)}
         # Only what is carried out is in the record's stages: the models of runs are those runs' own, and how long they
         # are kept is not a night's business.

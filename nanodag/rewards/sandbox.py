@@ -158,7 +158,9 @@ def _run(
         path = str(folder / "program.py")
         if behind is not None:
             source = stack.enter_context((folder / "program.py").open("rb"))
-            rules = stack.enter_context(seccomp.filter_path().open("rb"))  # there is one: _why_not
+            filter_path = seccomp.filter_path()
+            assert filter_path is not None  # _why_not has seen it
+            rules = stack.enter_context(filter_path.open("rb"))
             command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
             files, path = [source.fileno(), rules.fileno()], _PROGRAM
         group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MOST_PROCESSES))

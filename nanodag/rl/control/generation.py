@@ -205,10 +205,10 @@ class Generator:
         num_before = len(harvest.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
         if len(scored) < min(2, self._config.samples_per_prompt):
-            reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
-            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
-            return
-        reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
+            failed = any(map(has_failed_reward, group))
+            reason: str | None = REWARD_FAILED if failed else GENERATE_FAILED
+        else:
+            reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
         if reason is not None:
             harvest.dropped.append(Dropped(prompt, group, reason, num_before))
             return
