@@ -143,7 +143,7 @@ def _pretrain(name: str, stage: PretrainStage, pipeline: Pipeline, origins: dict
             f"{name}.shape.num_kv_heads: {shape.num_kv_heads} does not divide num_heads {shape.num_heads}; "
             "each key-value head serves a whole number of heads."
         )
-    if shape.head_width % 2:  # type: ignore[operator]
+    if shape.head_width % 2:
         raise ConfigError(
             f"{name}.shape.head_width: {shape.head_width} is odd; rotary positions turn pairs. Set an even one, or a "
             "width that an even number divides."
