@@ -138,7 +138,7 @@ def _pretrain(name: str, stage: PretrainStage, pipeline: Pipeline, origins: dict
     if {"width", "num_heads", "num_kv_heads", "head_width", "mlp_width"} - set(updates):
         updates.update(_consistent(stage.shape, updates, name, origins))
     shape = stage.shape.model_copy(update=updates)
-    if shape.num_heads % shape.num_kv_heads:  # type: ignore[operator]
+    if int(shape.num_heads) % int(shape.num_kv_heads):
         raise ConfigError(
             f"{name}.shape.num_kv_heads: {shape.num_kv_heads} does not divide num_heads {shape.num_heads}; "
             "each key-value head serves a whole number of heads."
