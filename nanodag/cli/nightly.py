@@ -31,8 +31,8 @@ def run_night(
     """
     import time
 
+    from nanodag.cli.live_table import make_console
     from nanodag.cli.said import command
-    from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX, check_choice
     from nanodag.run.python_path import note_python_path
 
@@ -60,7 +60,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     \b
     nanodag nightly on --preset small
     """
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.nights import check_choice
     from nanodag.nightly.switch import cron_of, turn
@@ -85,7 +85,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     \b
     nanodag nightly off
     """
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.nightly.switch import turn
 
     running, _ = serve(*settings([], preset=preset, file=file), [])
@@ -107,7 +107,7 @@ def show_night(
     """
     from rich.markdown import Markdown
 
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.config import resolve
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
@@ -138,14 +138,14 @@ def settings(overrides: list[str], *, preset: str, file: str) -> "tuple[Path, Pi
 def serve(path: "Path", pipeline: "Pipeline", store: "Store", overrides: list[str]) -> tuple[Any, dict[str, Any]]:
     """The running server, and a flow run's parameters: the flow's process has another environment and working
     directory, so it is told all that came from these."""
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.config.resolve import portable
-    from nanodag.run.record import places_of
+    from nanodag.run.record import locations_of
     from nanodag.server.local_server import server_of
 
     console = make_console()
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    told = [*portable(overrides), *places_of(pipeline, store)]
+    told = [*portable(overrides), *locations_of(pipeline, store)]
     return running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
 
 
@@ -153,7 +153,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     """Show a run until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
     import time
 
-    from nanodag.cli.watch import Watch, make_console
+    from nanodag.cli.live_table import LiveTable, make_console
     from nanodag.errors import ArtifactNotFound
     from nanodag.server.local_server import FINAL_STATES
 
@@ -165,7 +165,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
         except ArtifactNotFound:  # the flow's process has not begun it yet
             return {}
 
-    with Watch(console, store) as watch:
+    with LiveTable(console, store) as watch:
         while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
             watch.show(record(), state)
             time.sleep(0.3)

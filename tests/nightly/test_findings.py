@@ -13,7 +13,7 @@ from nanodag.nightly.nights import Skipped, begin_night, check_choice, check_nig
 from nanodag.run.record import StageResult
 from nanodag.server import local_server
 from nanodag.store import Store
-from tests.nightly.nights import EVAL, publish_eval, write_run
+from tests.nightly.made_nights import EVAL, publish_eval, write_run
 
 
 @pytest.fixture
