@@ -20,7 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.deployments import find
 from nanodag.config import resolve
 from nanodag.nightly.findings import NightFindings
-from nanodag.nightly.nights import Skipped, begin_night
+from nanodag.nightly.nights import Skipped, begin_night, check_night
 from nanodag.nightly.switch import cron_of
 from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend, webhook
@@ -55,6 +55,7 @@ def nightly_eval(
     )
     if isinstance(night, Skipped):
         return Completed(name="Skipped", message=night.reason)
+    check_night(night)
     with ending(night.run):
         futures = start_evals(night)
         ends = [outcome(night.stages, futures)]  # waits for them

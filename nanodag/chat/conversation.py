@@ -116,8 +116,8 @@ def chat(model_folder: Path, *, temperature: float = 0.8, max_new_tokens: int = 
             console.print(f"[dim]Loading {model_folder} ... (/help for commands)[/dim]")
         with _interrupts_kept_away():
             token = secrets.token_hex(16)
-            options = {"log_path": Path(folder) / "log", "device": device, "token": token}
-            sampler = SamplerProcess.start(model_folder, max_batch=1, **options)
+            log_path = Path(folder) / "log"
+            sampler = SamplerProcess.start(model_folder, log_path=log_path, device=device, max_batch=1, token=token)
         with sampler, asyncio.Runner() as runner:
             client = SamplerClient(sampler.url, token=token)
             try:

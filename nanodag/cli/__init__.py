@@ -78,8 +78,17 @@ def rerun(
     """
     from nanodag.cli.rerun import rerun as run_again
 
-    which = {"stage": stage, "begin_at": begin_at, "stale": stale}
-    raise typer.Exit(run_again(overrides or [], run=run, **which, force=force, file=file, detach=detach))
+    code = run_again(
+        overrides or [],
+        run=run,
+        stage=stage,
+        begin_at=begin_at,
+        stale=stale,
+        force=force,
+        file=file,
+        detach=detach,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -126,8 +135,18 @@ def sweep(
     """
     from nanodag.cli.sweep import start_sweep
 
-    how = {"stage": stage, "at_once": at_once, "preset": preset, "file": file, "name": name}
-    code = start_sweep(overrides or [], grid=grid or [], points=point or [], detach=detach, dry_run=dry_run, **how)
+    code = start_sweep(
+        overrides or [],
+        grid=grid or [],
+        points=point or [],
+        stage=stage,
+        at_once=at_once,
+        preset=preset,
+        file=file,
+        name=name,
+        detach=detach,
+        dry_run=dry_run,
+    )
     raise typer.Exit(code)
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -80,10 +80,10 @@ def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
 
 def _side_by_side(rows: Sequence[DiffLine], first: str, second: str, is_numbers: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
-    side = "right" if is_numbers else "left"
+    side: Literal["left", "right"] = "right" if is_numbers else "left"
     table.add_column("")
-    table.add_column(first, justify=side)  # type: ignore[arg-type]
-    table.add_column(second, justify=side)  # type: ignore[arg-type]
+    table.add_column(first, justify=side)
+    table.add_column(second, justify=side)
     if is_numbers:
         table.add_column("difference", justify="right")
     for row in rows:

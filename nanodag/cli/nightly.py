@@ -1,10 +1,16 @@
 """`nanodag nightly`: evals by schedule. Each command imports what it needs when it runs."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanodag.cli.parameters import Detach, File, Overrides, Preset
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nanodag.config import Pipeline
+    from nanodag.store import Store
 
 nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
@@ -27,11 +33,13 @@ def run_night(
 
     from nanodag.cli.live_table import make_console
     from nanodag.cli.said import command
-    from nanodag.nightly.nights import PREFIX
+    from nanodag.nightly.nights import PREFIX, check_choice
     from nanodag.run.python_path import note_python_path
 
     console = make_console()
-    store, running, parameters = asked(overrides or [], preset=preset, file=file)
+    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    check_choice(store, pipeline, path)
+    running, parameters = serve(path, pipeline, store, overrides or [])
     name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
     api = running.api()
     note_python_path(store.local, name)
@@ -53,15 +61,21 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     nanodag nightly on --preset small
     """
     from nanodag.cli.live_table import make_console
-    from nanodag.config import resolve
+    from nanodag.errors import ArtifactNotFound
+    from nanodag.nightly.nights import check_choice
     from nanodag.nightly.switch import cron_of, turn
-    from nanodag.run.record import pipeline_file
 
-    _, running, parameters = asked(overrides or [], preset=preset, file=file)
-    cron = cron_of(resolve(pipeline_file(file), preset, overrides or []).pipeline.nightly)
+    console = make_console()
+    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    try:
+        check_choice(store, pipeline, path)
+    except ArtifactNotFound as error:  # what is there by the night counts
+        console.print(f"For now: {error}", style="yellow", markup=False, highlight=False)
+    running, parameters = serve(path, pipeline, store, overrides or [])
+    cron = cron_of(pipeline.nightly)
     given = {"by_schedule": True, **parameters}
     turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
-    make_console().print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
+    console.print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
 
 
 @nightly_app.command("off")
@@ -74,7 +88,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     from nanodag.cli.live_table import make_console
     from nanodag.nightly.switch import turn
 
-    _, running, _ = asked([], preset=preset, file=file)
+    running, _ = serve(*settings([], preset=preset, file=file), [])
     turn(running.api(), running.deployments["nightly_eval"], active=False)
     make_console().print("Off.")
 
@@ -110,22 +124,28 @@ def show_night(
     console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
 
 
-def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The store, its running server, and a flow run's parameters: the flow's process has another environment and
-    working directory, so it is told all that came from these."""
-    from nanodag.cli.live_table import make_console
+def settings(overrides: list[str], *, preset: str, file: str) -> "tuple[Path, Pipeline, Store]":
+    """The pipeline file, what it says, and its store."""
     from nanodag.config import resolve
+    from nanodag.run.record import pipeline_file, store_of
+
+    path = pipeline_file(file)
+    pipeline = resolve(path, preset, overrides).pipeline
+    return path, pipeline, store_of(pipeline)
+
+
+def serve(path: "Path", pipeline: "Pipeline", store: "Store", overrides: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The running server, and a flow run's parameters: the flow's process has another environment and working
+    directory, so it is told all that came from these."""
+    from nanodag.cli.live_table import make_console
     from nanodag.config.resolve import portable
-    from nanodag.run.record import locations_of, pipeline_file, store_of
+    from nanodag.run.record import locations_of
     from nanodag.server.local_server import server_of
 
     console = make_console()
-    path = pipeline_file(file)
-    pipeline = resolve(path, preset, overrides).pipeline
-    store = store_of(pipeline)
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
     told = [*portable(overrides), *locations_of(pipeline, store)]
-    return store, running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
+    return running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
 
 
 def follow(store: Any, api: Any, name: str, flow_run: str) -> int:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from nanodag.cli.live_table import make_console
-from nanodag.cli.nightly import asked, follow
+from nanodag.cli.nightly import follow, serve, settings
 from nanodag.config import resolve
 from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
@@ -46,7 +46,8 @@ def start_sweep(
     local = store_of(made.pipeline).local
     check_before_start(made.pipeline, file=pipeline_file(file), remembered=local / "checked")
     note_python_path(local, name)
-    store, running, parameters = asked(list(overrides), preset=preset, file=file)
+    path, pipeline, store = settings(list(overrides), preset=preset, file=file)
+    running, parameters = serve(path, pipeline, store, list(overrides))
     about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
     api = running.api()
     flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})

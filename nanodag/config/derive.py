@@ -1,7 +1,7 @@
 """Replaces every `auto` of a pipeline by a number, and says why it is that number."""
 
 import os
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.kinds.pretrain import PretrainStage
@@ -17,6 +17,9 @@ from nanodag.host.processor import multiplies_bf16_fast, usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 MAX_REPLICAS = 4
+
+_S = TypeVar("_S", bound=StageBase)
+_Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 
 def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
@@ -64,7 +67,7 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
     return found.model_copy(update=updates)
 
 
-def _precision(name: str, stage: StageBase, origins: dict[str, str]) -> StageBase:
+def _precision(name: str, stage: _S, origins: dict[str, str]) -> _S:
     """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
     is_fast = multiplies_bf16_fast(stage.resources.device)
     found = "bf16" if is_fast else "fp32"
@@ -135,12 +138,12 @@ def _pretrain(name: str, stage: PretrainStage, origins: dict[str, str]) -> Pretr
     if {"width", "num_heads", "num_kv_heads", "head_width", "mlp_width"} - set(updates):
         updates.update(_consistent(stage.shape, updates, name, origins))
     shape = stage.shape.model_copy(update=updates)
-    if shape.num_heads % shape.num_kv_heads:  # type: ignore[operator]
+    if int(shape.num_heads) % int(shape.num_kv_heads):
         raise ConfigError(
             f"{name}.shape.num_kv_heads: {shape.num_kv_heads} does not divide num_heads {shape.num_heads}; "
             "each key-value head serves a whole number of heads."
         )
-    if shape.head_width % 2:  # type: ignore[operator]
+    if shape.head_width % 2:
         raise ConfigError(
             f"{name}.shape.head_width: {shape.head_width} is odd; rotary positions turn pairs. Set an even one, or a "
             "width that an even number divides."
@@ -175,7 +178,7 @@ def _consistent(config: ShapeConfig, derived: dict[str, Any], name: str, origins
     return out
 
 
-def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: dict[str, str]) -> SupervisedStage:
+def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[str, str]) -> _Supervised:
     updates: dict[str, Any] = {}
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from nanodag.data.views import view_rows
 from nanodag.errors import MissingTool, SourceError
@@ -59,7 +59,7 @@ class LazyRows(Sequence[Row]):
     def __len__(self) -> int:
         return self._num_rows
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
         if not 0 <= index < self._num_rows:
             raise IndexError(index)
         return self._make(index)
@@ -240,7 +240,7 @@ def _json_row(path: Path, line: int, raw: bytes) -> Row:
 def open_binary(path: Path) -> IO[bytes]:
     """The decompressed bytes of a plain, .gz or .zst file."""
     if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return cast(IO[bytes], gzip.open(path, "rb"))  # it reads like one
     if path.suffix == ".zst":
         return io.BufferedReader(_ZstdStream(path), 1 << 20)
     return path.open("rb")

@@ -31,7 +31,7 @@ class Problems(Sequence[Row]):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
         if not 0 <= index < self._size:
             raise IndexError(index)
         for question, answer in self._draws(index):

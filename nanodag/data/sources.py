@@ -119,7 +119,7 @@ class _Window(Sequence[Row]):
     def __len__(self) -> int:
         return self._high - self._low
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._rows[self._low + index]

@@ -135,14 +135,15 @@ def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
     packages = [found[1] or found[2] for line in lines if (found := _PACKAGE.match(line))]
     of = f" of {total}" if total else ""
     num_bytes = sum(float(found[1]) * UNITS[found[2]] for line in lines if (found := _DOWNLOAD.match(line)))
-    loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download so far"
+    loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download"
     if any(line.startswith("Installing collected packages") for line in lines):
         return f"{num_unpacked} of {max(total, len(packages))} packages unpacked, {loaded}"
+    loaded += "" if num_bytes else " so far"
     return f"package {len(packages)}{of}: {packages[-1]}, {loaded}" if packages else "asking the package index"
 
 
 # from an index, as it is there already, or from a folder of wheels
-_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing .*/(\w+)-[^/]*$")
+_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing [^(]*/([\w.-]+?)-\d")
 _DOWNLOAD = re.compile(r"\s*Downloading .*\(([0-9.]+) (kB|MB|GB)\)")
 
 

@@ -18,7 +18,7 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
-from nanodag.errors.words import counted
+from nanodag.errors.words import counted, listed, nearest
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
@@ -192,7 +192,7 @@ def _pinned(label: str, pipeline: Pipeline) -> Subject:
             known = [n for n, stage in pipeline.stages.items() if recorded_kind(stage.kind).makes == SCORES]
             raise ConfigError(
                 f"nightly.models.{label}.evals names {name!r}, which is no eval stage of preset {pipeline.preset}; "
-                f"those are {', '.join(known) or 'none'}."
+                f"those are {listed(known)}.{nearest(name, known)}"
             )
         evals[_night_name(label, name)] = (name, config)
     return Subject(label=label, stage="", run="", input_name=_night_name("model", label), model=None, evals=evals)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
@@ -12,6 +13,7 @@ from nanodag.config.cron import last_due, zone_of
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.composed import open_composed
+from nanodag.run.preflight import check_before_start
 from nanodag.run.record import Run, pipeline_file, store_of
 from nanodag.store import Store
 from nanodag.store.atomic import locked
@@ -73,6 +75,28 @@ def begin_night(
             about=about,
         )
     return Night(run, resolved.pipeline, choice)
+
+
+def check_choice(store: Store, settings: Pipeline, file: Path) -> None:
+    """Raise for what a night of these settings would fail for as the store is now: as choose and check_before_start."""
+    choice = choose(store, settings)
+    _check(store, night_pipeline(settings, choice), file, stages_of(choice))
+
+
+def check_night(night: Night) -> None:
+    """Raise ConfigError with a line for each thing that a stage of it would fail for; its record says so, too."""
+    store, name = night.run.store, night.run.name
+    try:
+        _check(store, night.run.pipeline, Path(store.read_run(name).file), night.stages)
+    except BaseException as error:
+        reason = str(error)
+        night.run.close()
+        store.change_run(name, lambda record: record.changed(state="failed", reason=reason))
+        raise
+
+
+def _check(store: Store, pipeline: Pipeline, file: Path, stages: Sequence[str]) -> None:
+    check_before_start(pipeline, file=file, remembered=store.local / "checked", stages=stages)
 
 
 def decide(nights: Sequence[RunRecord], due: datetime, flow_run: str) -> str | Skipped:

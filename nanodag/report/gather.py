@@ -92,7 +92,7 @@ class Comparison:
     @property
     def metric(self) -> str:
         """What is compared."""
-        return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index]
+        return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index] # both have it
 
     @property
     def gain(self) -> float:

@@ -22,7 +22,8 @@ from nanodag.store.run_record import RunRecord, StageRecord
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """scores: None where nothing was evaluated. better, worse: lines, each a difference beyond noise between a model
-    and the one it comes from. num_compared: how many were looked at. warnings: lines, without what is stale."""
+    and the one it comes from, or one beside it. num_compared: how many were looked at, and their p-values corrected
+    for. warnings: lines, without what is stale."""
 
     scores: Table | None
     better: tuple[str, ...]
@@ -37,7 +38,7 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
     known = {name: raw for name, raw in found.items() if raw["files"] or not _makes_scores(raw["kind"])}
     stages = stages_of({"stages": known})
     columns = columns_of(stages)
-    comparisons = [c for c in comparisons_of(columns, stages) if c.is_parent] if columns else []
+    comparisons = comparisons_of(columns, stages)
     return Summary(
         scores=tables.short_scores_table(columns) if columns else None,
         better=tuple(_line(c) for c in comparisons if c.verdict == "better"),
@@ -84,8 +85,7 @@ def summary_report(record: RunRecord, summary: Summary) -> Report:
         rows = [
             [Cell(text="better" if tone == "good" else "worse", tone=tone), Cell(text=text)] for text, tone in changes
         ]
-        compared = counted(summary.num_compared, "comparison")
-        note = f"Of {compared} of a model with the one it comes from, {len(rows)} beyond noise."
+        note = f"Of {counted(summary.num_compared, 'comparison')} between models, {len(rows)} beyond noise."
         parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
         sections.append(PageSection(title="Better and worse", note=note, parts=parts))
     stale = stale_stages(record)

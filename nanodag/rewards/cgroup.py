@@ -18,6 +18,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 END_TIMEOUT_S = 1.0
 
 
@@ -36,12 +37,10 @@ class Cgroup:
 @contextmanager
 def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
     """A group with these bounds, ended and removed in the end; None where none can be made."""
-    above = parent()
-    if above is None:
+    path = _made()
+    if path is None:
         yield None
         return
-    path = above / f"nanodag-{uuid.uuid4().hex[:12]}"
-    path.mkdir()
     try:
         for name, value in (("memory.max", max_bytes), ("pids.max", max_processes), ("memory.oom.group", 1)):
             (path / name).write_text(str(value))
@@ -59,7 +58,7 @@ def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
 @cache
 def parent() -> Path | None:
     """The cgroup in which those of programs can be made, found by making one."""
-    above = candidate(ROOT, Path("/proc/self/cgroup").read_text())
+    above = candidate(ROOT, MEMBERSHIP.read_text())
     if above is None:
         return None
     tried = above / f"nanodag-{uuid.uuid4().hex[:12]}"
@@ -74,9 +73,22 @@ def parent() -> Path | None:
     return above if is_whole and may_move else None
 
 
+def _made() -> Path | None:
+    above = parent()
+    if above is None:
+        return None
+    path = above / f"nanodag-{uuid.uuid4().hex[:12]}"
+    try:
+        path.mkdir()
+    except OSError as error:  # one could be made before: there are too many by now
+        log.warning("No cgroup can be made in %s: %s; limits of each process and a watch hold.", above, error)
+        return None
+    return path
+
+
 def candidate(root: Path, membership: str) -> Path | None:
     """The cgroup above this process's own, where memory and pids are on for its children. root: where version 2 is
-    mounted; membership: /proc/self/cgroup."""
+    mounted; membership: what MEMBERSHIP holds."""
     own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
     if own is None:
         return None

@@ -40,6 +40,7 @@ TMP_BYTES = 64 << 20
 MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
+LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
 _PROGRAM = "/inside/program.py"
 
@@ -157,7 +158,9 @@ def _run(
         path = str(folder / "program.py")
         if behind is not None:
             source = stack.enter_context((folder / "program.py").open("rb"))
-            rules = stack.enter_context(seccomp.filter_path().open("rb"))  # there is one: _why_not
+            filter_path = seccomp.filter_path()
+            assert filter_path is not None  # _why_not has seen it
+            rules = stack.enter_context(filter_path.open("rb"))
             command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
             files, path = [source.fileno(), rules.fileno()], _PROGRAM
         group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
@@ -212,32 +215,31 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, *, max_bytes: in
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(process, left_s if max_bytes is None else min(WATCH_S, left_s)):
+        if _ends_within(process.pid, left_s if max_bytes is None else min(WATCH_S, left_s)):
             break
         if time.monotonic() >= deadline:
             ended = "time"
         elif max_bytes is not None and _memory(process.pid) > max_bytes:
             ended = "memory"
-    with suppress(ProcessLookupError):  # nothing may be left of the session
-        os.killpg(process.pid, signal.SIGKILL)
+    # Nothing may be left of the session. Before the wait: after it, the group's number may be another's.
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return ended
 
 
-def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Whether it ends in that time. Heard of at once where the kernel can say it (Linux 5.3): Popen.wait looks again
-    after pauses that double, up to 50 ms."""
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Whether a child ends in that time; its exit code stays to be fetched. Heard of at once where the kernel can say
+    it (Linux 5.3), else by looks."""
     try:
-        handle = os.pidfd_open(process.pid)
+        handle = os.pidfd_open(pid)
     except OSError:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
+        time.sleep(min(LOOK_S, seconds))
     else:
         ends = select.poll()
         ends.register(handle, select.POLLIN)
         ends.poll(seconds * 1000)
         os.close(handle)
-    return process.poll() is not None
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _memory(pid: int) -> int:

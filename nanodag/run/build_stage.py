@@ -207,8 +207,16 @@ class _Build:
         job = job_of(run, self._name, self._stage, self._inputs, run.store.workspace(self._key))
         if find_kind(self._stage.kind).makes == PAGE:
             job = replace(job, context={**job.context, **_report_context(run, self._name, self._inputs)})
-        told = {"on_line": on_line, "on_metrics": on_metrics, "restarts": restarts, "restarts_left": restarts_left}
-        done = work(run, job, self._lock, on_place=self._on_place(job), **told)
+        done = work(
+            run,
+            job,
+            self._lock,
+            on_place=self._on_place(job),
+            on_line=on_line,
+            on_metrics=on_metrics,
+            restarts=restarts,
+            restarts_left=restarts_left,
+        )
         self.waited_s = done.waited_s
         artifact = self._publish(job, done.result)
         if run.pipeline.store.mirror_checkpoints:

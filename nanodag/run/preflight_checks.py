@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ class Checks:
             self._try(f"{name}.tracking", "wandb", _need_wandb)
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
-                self._try(f"{name}.kind", f"module {module}", lambda module=module: self._module(module) and None)
+                self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
         for label, wanted, sources in _mixtures(stage):
-            self._try(f"{name}.{label}", f"mixture {sources}", lambda sources=sources: _weights_fit(sources))
+            self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
                 self._source(f"{name}.{label}.{number}", source, wanted)
         if isinstance(stage, ImportStage):
@@ -82,7 +83,7 @@ class Checks:
         if isinstance(stage, RLStage):
             self._rl(name, stage)
 
-    def _try(self, where: str, what: str, look: Callable[[], None]) -> None:
+    def _try(self, where: str, what: str, look: Callable[[], object]) -> None:
         """Note the fault that looking raises; what is named twice is looked at once."""
         if what in self._seen:
             return
@@ -188,22 +189,23 @@ class Checks:
     def _rl(self, name: str, stage: RLStage) -> None:
         if stage.sampler.engine == "sglang":
             python, device = stage.sampler.python, stage.resources.device
-            self._try(f"{name}.sampler.python", f"sglang {python}", lambda: find_python(python, device) and None)
+            assert device != "auto"  # derived
+            self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
         rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
         models = [(f"{name}.critic.model", stage.critic.model), (f"{name}.teacher.model", stage.teacher.model)]
         models += [(f"{name}.reward", reward.removeprefix("model:")) for reward in rewards if reward[:6] == "model:"]
         for where, model in models:
             if model.startswith("/"):
-                self._try(where, model, lambda model=model: self._model(f"file:{model}"))
+                self._try(where, model, partial(self._model, f"file:{model}"))
         named = [(f"{name}.reward", "reward", reward) for reward in rewards if reward != "auto"]
         named += [(f"{name}.{kind}", kind, getattr(stage, kind)) for kind in ("advantage", "policy_loss")]
         for where, kind, entry in named:
             if _is_own(kind, entry):
-                self._try(where, f"{kind} {entry}", lambda kind=kind, entry=entry: self._function(kind, entry))
+                self._try(where, f"{kind} {entry}", partial(self._function, kind, entry))
         for number, one in enumerate(stage.filters):
             if _is_own("filter", one.name):
                 where = f"{name}.filters.{number}"
-                self._try(where, f"{where} {one}", lambda one=one: self._own_filter(one.name, one.options))
+                self._try(where, f"{where} {one}", partial(self._own_filter, one.name, one.options))
         if not stage.generate.is_one_turn and _is_own("generate", stage.generate.name):
             self._try(f"{name}.generate", f"generate {stage.generate}", lambda: self._own_generate(stage))
         if stage.lora_rank:
@@ -267,10 +269,6 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
             sources = getattr(stage, label)
             if isinstance(sources, tuple) and sources and all(isinstance(source, SourceConfig) for source in sources):
                 yield label, None, sources
-
-
-def _weights_fit(sources: tuple[SourceConfig, ...]) -> None:
-    mixes_by_epochs(sources)
 
 
 def _need_wandb() -> None:

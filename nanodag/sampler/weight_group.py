@@ -11,6 +11,7 @@ torch/distributed/distributed_c10d.py (_new_process_group_helper). Not covered: 
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,11 @@ class WeightGroup:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         found = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # else of the machine's name
+        gloo: Any = ProcessGroupGloo  # whose annotations lack most of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]  # else of the machine's name
         options._timeout = self._timeout
-        self._gloo = ProcessGroupGloo(found, rank, size, options)
+        self._gloo = gloo(found, rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor into everybody's. Raises RuntimeError, after which the group is of no use, when a member is

@@ -16,7 +16,7 @@ from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.manifest import ATTEMPT
 from nanodag.store.provenance import is_alive
 
-RECORD_FORMAT = 1
+RECORD_FORMAT: Final = 1
 ENDED_WELL = ("built", "found")
 
 KEY = re.compile("[0-9a-f]{40}$")

@@ -97,8 +97,9 @@ def save_checkpoint(
     engine.barrier()
     folder = checkpoints.temporary(progress.step)
     engine.save(folder, snapshot=best)
-    common = {"progress": asdict(progress), "num_steps": num_steps, "num_ranks": engine.world_size}
-    seconds = common["progress"].pop("seconds")
+    reached = asdict(progress)
+    seconds = reached.pop("seconds")
+    common = {"progress": reached, "num_steps": num_steps, "num_ranks": engine.world_size}
     own = {"common": common, "cursor": cursor.state_dict(), "random": _random_state()}
     (folder / RANK_FILE.format(engine.rank)).write_text(json.dumps(own))
     if engine.rank == 0:

@@ -308,7 +308,8 @@ class TrainEngine:
                 )
         return masters, segments
 
-    def _shard_segment(self, name: str, parameter: nn.Parameter, flats: list[Tensor]) -> Segment:
+    def _shard_segment(self, name: str, parameter: Any, flats: list[Tensor]) -> Segment:
+        """parameter: with the attributes that ZeRO-3 gives it."""
         shard = parameter.ds_tensor
         flat, begin = _position(shard, flats)
         offset = self.rank * shard.ds_numel
@@ -323,7 +324,7 @@ class TrainEngine:
     def _stage_0_masters(self) -> list[Tensor]:
         if hasattr(self._zero, "fp32_groups"):
             return [p for group in self._zero.fp32_groups for p in group]
-        return self._stage_0_parameters()
+        return list(self._stage_0_parameters())
 
     @torch.no_grad()
     def _refresh_weights(self) -> None:

@@ -127,7 +127,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self._rates = (adamw, matrix)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # a closure is not evaluated
         """One update from the gradients on the master weights. Raises TrainingDiverged, before any weight changes, when
         the norm of the gradient is not finite or above the limit, and such are not to be skipped."""
         if not self.masters:

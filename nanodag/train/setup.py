@@ -90,6 +90,7 @@ def prepare(job: Job) -> PreparedStage:
     """Everything that the loop needs, from the job's config and inputs."""
     config = job.config
     assert isinstance(config, SupervisedStage)
+    assert config.precision != "auto"  # derived
     torch.set_num_threads(int(config.resources.threads))
     tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
     model = _model(job, tokenizer_path)

@@ -8,7 +8,7 @@ repeats state.json in its metadata; files that disagree with it were not written
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class SavedState:
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._folder = folder
         self._shapes = shapes
-        self._found: dict[tuple[str, str], list[tuple[int, int, Callable[..., Any]]]] = {}
+        self._found: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}  # offset, length, slice of a file
         self.num_updates = 0
 
     def __enter__(self) -> "SavedState":

@@ -10,7 +10,8 @@ from nanodag.inference.bound_store import BoundStore
 
 def main() -> None:
     """As torch.distributed.run, with its arguments."""
-    torch.distributed.TCPStore = BoundStore  # before the modules that take it from there are imported
+    # Before the modules that take it from there are imported.
+    torch.distributed.TCPStore = BoundStore  # type: ignore[misc] # a class is replaced on purpose
     from torch.distributed.run import main as run
 
     run()

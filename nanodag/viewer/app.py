@@ -14,7 +14,7 @@ from nanodag.errors import ConfigError, NanodagError
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import shortened
 from nanodag.viewer.shelf import Shelf
-from nanodag.viewer.view import COLOURS, LONGEST_SAID, Painter, fates_of, timeline_svg, together, wanted_of
+from nanodag.viewer.view import COLOURS, LONGEST_SAID, Colour, Painter, fates_of, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
@@ -84,7 +84,8 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
     fates = fates_of(reads)
     chosen = [read for read in reads if wanted_of(query).is_met_by(read)]
-    colour = query.get("colour") or ("advantage" if any(r.advantages for r in reads) else "logprob")
+    unasked: Colour = "advantage" if any(r.advantages for r in reads) else "logprob"
+    colour = next((colour for colour in COLOURS if colour == query.get("colour")), unasked)
     number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
     if number > max(1, len(pages)):
         raise ValueError(f"page is {query['page']!r}, and the last one is {max(1, len(pages))}")

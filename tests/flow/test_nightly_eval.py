@@ -10,6 +10,7 @@ from prefect.deployments.runner import EntrypointType
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL
 
+import flows.nightly_eval
 import tasks.nightly
 from flows.nightly_eval import nightly_eval, schedule
 from flows.speedrun import speedrun
@@ -27,6 +28,12 @@ def store(project, monkeypatch):
     monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
     assert speedrun("main-1", preset="tiny", return_state=True).is_completed()
     return Store(project / "store")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Nobody looks for the fake stages' benchmark."""
+    monkeypatch.setattr(flows.nightly_eval, "check_night", lambda night: None)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def make_main_2(project, num_right):
     assert speedrun("main-2", preset="tiny", overrides=overrides, return_state=True).is_completed()
 
 
-def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, project, emitted, listener):
+def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, project, emitted, listener, unchecked):
     address, posted = listener
     overrides = ["nightly.runs={main: main-*}", f"nightly.webhook={address}"]
     first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
@@ -91,13 +98,21 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     assert any("nightly-3" in text and "| main/sft (main-2)" in text and entry.key in text for text in shown)
 
 
-def test_seven_late_runs_of_the_schedule_are_one_night(store):
+def test_seven_late_runs_of_the_schedule_are_one_night(store, unchecked):
     ends = [nightly_eval(by_schedule=True, return_state=True) for _ in range(7)]
     assert [state.name for state in ends] == ["Completed"] + ["Skipped"] * 6
     assert len([name for name in store.runs() if name.startswith("nightly-")]) == 1
 
 
-def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell):
+def test_a_night_with_an_unknown_benchmark_is_refused_before_an_eval_starts(store):
+    state = nightly_eval(name="nightly-1", return_state=True)
+    said = "newest-pretrain-eval_base.benchmarks.0: Benchmark 'x' has no form 'x'"
+    assert state.is_failed() and said in state.message
+    record = store.read_run("nightly-1")
+    assert record["state"] == "failed" and {s["state"] for s in record["stages"].values()} == {"not run"}
+
+
+def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell, unchecked):
     tell("newest-sft-eval_sft", "fail")
     overrides = ["nightly.stages=[pretrain,sft]"]
 
@@ -113,7 +128,7 @@ def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(st
     assert record.state == "failed" and [score.stage for score in record.night.scores] == ["pretrain"]
 
 
-def test_a_pinned_model_is_imported_and_evaluated(store, project):
+def test_a_pinned_model_is_imported_and_evaluated(store, project, unchecked):
     (project / "hf").mkdir()
     for name in ("config.json", "model.safetensors"):
         (project / "hf" / name).write_text("{}")

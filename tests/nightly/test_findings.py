@@ -5,11 +5,13 @@ import json
 import pytest
 import yaml
 
+from nanodag.cli.nightly import run_night, turn_on
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude
-from nanodag.nightly.nights import Skipped, begin_night
+from nanodag.nightly.nights import Skipped, begin_night, check_choice, check_night
 from nanodag.run.record import StageResult
+from nanodag.server import local_server
 from nanodag.store import Store
 from tests.nightly.made_nights import EVAL, publish_eval, write_run
 
@@ -85,6 +87,53 @@ def test_a_pinned_models_folder_is_told_from_the_pipeline_file(project, monkeypa
     (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
     found = resolve(project / "pipeline.yaml", "p").pipeline.nightly.models["yardstick"].model
     assert found == f"file:{project}/hf"
+
+
+@pytest.fixture
+def no_server(monkeypatch):
+    def started(*unused):
+        raise AssertionError("a server is started")
+
+    monkeypatch.setattr(local_server, "server_of", started)
+
+
+def has_continuations(project):
+    """The run's eval stage has a benchmark that exists."""
+    update = {"benchmarks": [{"name": "continuation", "source": f"file:{project}/x.txt"}]}
+    Store(project / "store").change_run("main-1", lambda r: r["pipeline"]["stages"]["eval_sft"].update(update))
+
+
+def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(project, no_server):
+    has_continuations(project)
+    missing = f"preset 'p': main-sft-eval_sft.benchmarks.0: Source 'file:{project}/x.txt' matches no file"
+    night = begin_night(name="", file="", preset="p", overrides=[], by_schedule=True, flow_run="one")
+    with pytest.raises(ConfigError, match=missing):
+        check_night(night)
+    record = Store(project / "store").read_run(night.run.name)
+    assert record["state"] == "failed" and missing in record["reason"]
+    assert [stage["state"] for stage in record["stages"].values()] == ["not run"]
+    with pytest.raises(ConfigError, match=missing):
+        turn_on(overrides=[], preset="p", file="")
+
+
+def test_a_night_whose_everything_is_there_is_begun(project):
+    (project / "x.txt").write_text("A document of some words.")
+    has_continuations(project)
+    check_choice(Store(project / "store"), resolve(project / "pipeline.yaml", "p").pipeline, project / "pipeline.yaml")
+
+
+@pytest.mark.parametrize("turn", [run_night, turn_on])
+def test_a_wrong_eval_stage_is_refused_before_a_server_is_started(project, no_server, turn):
+    models = "nightly.models={yardstick: {model: 'file:hf', evals: [eval_stf]}}"
+    said = r"models.yardstick.evals names 'eval_stf', .* those are eval_sft\. Did you mean 'eval_sft'\?"
+    with pytest.raises(ConfigError, match=said):
+        turn(overrides=[models], preset="p", file="")
+
+
+def test_a_schedule_may_be_turned_on_before_there_is_a_model(project, no_server, capsys):
+    with pytest.raises(AssertionError, match="a server is started"):
+        turn_on(overrides=["nightly.runs={main: later-*}"], preset="p", file="")
+    assert "For now: Nothing in" in capsys.readouterr().out
 
 
 def test_a_name_that_is_no_nights_is_refused(project):

@@ -51,6 +51,21 @@ def publish(store, tmp_path):
     return put
 
 
+def evaluate(publish, entries, model, right):
+    """Add an eval of a model: right: of 100 items of each benchmark."""
+    files, results = {}, {}
+    for name, num in zip(("gains", "loses", "same"), right, strict=True):
+        lines = [{"id": f"{i}", "scores": {"exact_match": float(i < num)}} for i in range(NUM_ITEMS)]
+        files[f"samples/{name}.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines)
+        value = num / NUM_ITEMS
+        score = {"value": value, "stderr": 0.05, "low": value - 0.1, "high": value + 0.1, "num_items": NUM_ITEMS}
+        results[name] = {**ABOUT, **score}
+    files["results.json"] = json.dumps({"benchmarks": results, "samples": []})
+    config = {"benchmarks": [{"name": name} for name in results]}
+    how = {"inputs": {"model": model}, "entries": entries, "config": config}
+    entries[f"eval_{model}"] = publish(f"eval_{model}", "eval", files, **how)
+
+
 @pytest.fixture
 def record(publish):
     """SFT and RL, each asked 100 items of three benchmarks: `gains` 20 -> 60, `loses` 50 -> 20, `same` 30 -> 32."""
@@ -58,18 +73,8 @@ def record(publish):
     entries["sft"] = publish("sft", "sft", {"model": "sft"})
     given = {"inputs": {"model": "sft"}, "entries": entries, "metrics": {"version": 0}}
     entries["rl"] = publish("rl", "rl", {"model": "rl"}, **given)
-    for model, right in (("sft", (20, 50, 30)), ("rl", (60, 20, 32))):
-        files, results = {}, {}
-        for name, num in zip(("gains", "loses", "same"), right, strict=True):
-            lines = [{"id": f"{i}", "scores": {"exact_match": float(i < num)}} for i in range(NUM_ITEMS)]
-            files[f"samples/{name}.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines)
-            value = num / NUM_ITEMS
-            score = {"value": value, "stderr": 0.05, "low": value - 0.1, "high": value + 0.1, "num_items": NUM_ITEMS}
-            results[name] = {**ABOUT, **score}
-        files["results.json"] = json.dumps({"benchmarks": results, "samples": []})
-        config = {"benchmarks": [{"name": name} for name in results]}
-        how = {"inputs": {"model": model}, "entries": entries, "config": config}
-        entries[f"eval_{model}"] = publish(f"eval_{model}", "eval", files, **how)
+    evaluate(publish, entries, "sft", (20, 50, 30))
+    evaluate(publish, entries, "rl", (60, 20, 32))
     return run_record("r", stages=entries)
 
 
@@ -97,6 +102,24 @@ def test_it_is_shown_in_the_terminal_and_as_an_artifact(store, record, tmp_path)
     text = to_markdown(summary_report(record, summary_of(store, record)))
     assert text.startswith("# Run r\n") and "| worse | loses: RL over SFT −30.0 points" in text
     assert "rl learned nothing" in text and "| eval\\_rl | eval | built |" in text
+
+
+def test_all_that_p_is_corrected_for_is_counted_and_said(store, record, publish):
+    """A control trained from the same SFT beside RL: three models, three benchmarks, three differences each."""
+    entries = dict(record.stages)
+    entries["control"] = publish("control", "sft", {"model": "c"}, inputs={"model": "sft"}, entries=entries)
+    evaluate(publish, entries, "control", (20, 50, 30))
+    record = record.changed(stages=entries)
+    found = summary_of(store, record)
+    assert found.num_compared == 9
+    said = [line.partition(" points (")[0] for line in (*found.better, *found.worse)]
+    assert said == [
+        "gains: RL over SFT +40.0",
+        "gains: RL over CONTROL +40.0",
+        "loses: RL over SFT −30.0",
+        "loses: RL over CONTROL −30.0",
+    ]
+    assert "Of 9 comparisons between models, 4 beyond noise." in to_markdown(summary_report(record, found))
 
 
 def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, record, publish):

@@ -1,5 +1,6 @@
 """Programs of a model: what they can do, what they are kept from, and what is said where they cannot be."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -8,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 
 import nanodag
 from nanodag.errors import MissingTool
-from nanodag.rewards import cgroup, sandbox
+from nanodag.rewards import sandbox
 from nanodag.rewards.sandbox import run_python
 from tests.rewards.hostile import ATTACKS, PRELUDE
 
@@ -65,6 +65,29 @@ def test_installed_packages_and_the_environment_are_not_there(walls, monkeypatch
     monkeypatch.setenv("A_SECRET", "1")
     done = run_python("import os; print('A_SECRET' in os.environ)\nimport numpy", timeout_s=20)
     assert done.stdout == "False\n" and "No module named 'numpy'" in done.stderr
+
+
+def test_a_group_is_killed_while_its_number_is_its_own(walls, monkeypatch):
+    sandbox.walls()
+    states, kill = [], os.killpg
+
+    def watched(group, signum):
+        states.append(psutil.Process(group).status())  # raises once its exit code was fetched
+        kill(group, signum)
+
+    monkeypatch.setattr(os, "killpg", watched)
+    assert run_python("print(1)", timeout_s=20).stdout == "1\n"
+    assert run_python("while True: pass", timeout_s=0.5).timed_out
+    assert states[0] == psutil.STATUS_ZOMBIE != states[1]
+
+
+def test_an_end_is_seen_without_pidfds(monkeypatch):
+    def missing(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    assert sandbox._run(None, "print(1)", timeout_s=20) == sandbox.Finished("1\n", "", 0, False)
+    assert sandbox._run(None, "while True: pass", timeout_s=0.5).timed_out
 
 
 def test_a_program_may_use_threads_processes_and_temporary_files():
@@ -236,45 +259,3 @@ def test_a_bubblewrap_that_cannot_bound_a_tmpfs_leaves_nothing_to_write(monkeypa
         timeout_s=20,
     )
     assert done.stdout.count("Read-only file system") == 2, done
-
-
-# cgroups
-
-
-@pytest.mark.parametrize(
-    ("membership", "on", "above"),
-    [
-        ("0::/system.slice/cron.service\n", "cpu memory pids", "system.slice"),
-        ("4:memory:/x\n0::/user.slice/a.scope\n", "memory pids", "user.slice"),
-        ("0::/\n", "memory pids", "."),
-        ("0::/system.slice/cron.service\n", "cpu pids", None),
-        ("4:memory:/x\n", "memory pids", None),
-    ],
-)
-def test_programs_get_a_cgroup_beside_their_starters_where_memory_and_processes_can_be_bounded(
-    tmp_path, membership, on, above
-):
-    for name in ("system.slice", "user.slice", "."):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "cgroup.subtree_control").write_text(on)
-    wanted = None if above is None else tmp_path / above
-    assert cgroup.candidate(tmp_path, membership) == wanted
-
-
-def test_a_process_joins_the_group_that_bounds_it(tmp_path, monkeypatch):
-    """The kernel's part is a folder here: it makes the files, and lets a group go that has no process."""
-    monkeypatch.setattr(cgroup, "parent", lambda: tmp_path)
-    monkeypatch.setattr(Path, "mkdir", lambda path: (os.mkdir(path), (path / "cgroup.procs").touch())[0])
-    monkeypatch.setattr(cgroup, "_remove", shutil.rmtree)
-    with cgroup.group(max_bytes=1 << 20, max_processes=3) as made:
-        subprocess.run([sys.executable, "-c", ""], preexec_fn=made.join, check=True)
-        found = {path.name: path.read_text() for path in made.path.iterdir()}
-    wanted = {"memory.max": str(1 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "3"}
-    assert found == wanted | {"cgroup.procs": "0"}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_cgroup_none_is_made(monkeypatch):
-    monkeypatch.setattr(cgroup, "parent", lambda: None)
-    with cgroup.group(max_bytes=1, max_processes=1) as made:
-        assert made is None

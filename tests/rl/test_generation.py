@@ -230,11 +230,14 @@ class MendedPool(FakePool):
         return future
 
 
-def judged_again(batch, cursor, folder, pool, **values):
-    """As a checkpoint has it, by a stage that was started again."""
-    write_batch(folder / "batch.json", batch)
+def judged_again(batches, cursor, folder, pool, **values):
+    """As a checkpoint of step 0 has them, by a stage that was started again."""
+    read = []
+    for number, batch in enumerate(batches):
+        write_batch(folder / f"batch-{number}.json", batch)
+        read.append(read_batch(folder / f"batch-{number}.json"))
     made = RolloutGenerator(config(**values), FakeSampler({}), pool, FakeEncoding(), (STOP,))
-    return asyncio.run(made.judged_again(cursor, 1, read_batch(folder / "batch.json")))
+    return asyncio.run(made.judged_again(cursor, 0, read))
 
 
 def test_rewards_that_failed_are_computed_again_when_a_checkpoint_is_read(tmp_path):
@@ -243,7 +246,7 @@ def test_rewards_that_failed_are_computed_again_when_a_checkpoint_is_read(tmp_pa
     cursor = cursor_over(tmp_path, [1] * 4)
     before = step(generator(FakeSampler(answers), **values), cursor)
     assert ids(prompt for prompt, _ in before.kept) == ["p1"] and len(before.dropped) == 3
-    after = judged_again(before, cursor, tmp_path, MendedPool(), **values)
+    (after,) = judged_again([before], cursor, tmp_path, MendedPool(), **values)
     assert [(p.prompt_id, [r.reward for r in group]) for p, group in after.kept] == [("p1", [0, 1]), ("p3", [0.5, 1])]
     assert [(drop.prompt.prompt_id, drop.reason) for drop in after.dropped] == [
         ("p0", "zero_spread"),
@@ -257,7 +260,7 @@ def test_rewards_that_fail_again_leave_a_batch_as_it_was(tmp_path):
     answers = {0: "?01", 1: "???", 2: "011", 3: "1?1"}
     cursor = cursor_over(tmp_path, [1] * 4)
     before = step(generator(FakeSampler(answers), **values), cursor)
-    after = judged_again(before, cursor, tmp_path, FakePool(), **values)
+    (after,) = judged_again([before], cursor, tmp_path, FakePool(), **values)
     assert after == before and len(before.failed) == 1 and len(before.dropped) == 2
 
 
@@ -266,9 +269,20 @@ def test_groups_beyond_those_that_a_step_trains_go_back_to_the_cursor_when_other
     cursor = cursor_over(tmp_path, [1] * 5)
     before = step(generator(FakeSampler({0: "?1", 1: SPREAD, 2: SPREAD, 3: SPREAD}), **values), cursor)
     assert ids(prompt for prompt, _ in before.kept) == ["p1", "p2"]
-    after = judged_again(before, cursor, tmp_path, MendedPool(), **values)
+    (after,) = judged_again([before], cursor, tmp_path, MendedPool(), **values)
     assert ids(prompt for prompt, _ in after.kept) == ["p0", "p1"] and after.dropped == []
     assert ids(cursor.take(3)) == ["p2", "p3", "p4"]
+
+
+def test_groups_that_several_batches_give_back_keep_the_order_of_their_prompts(tmp_path):
+    values = {"prompts_per_step": 2, "over_sampling": 4, "max_failed_rewards": 0.5}
+    cursor = cursor_over(tmp_path, [1] * 8)
+    made = generator(FakeSampler(dict.fromkeys(range(8), SPREAD) | {0: "?1", 3: "?1"}), **values)
+    first, second = step(made, cursor), step(made, cursor, number=2)
+    assert [ids(p for p, _ in batch.kept) for batch in (first, second)] == [["p1", "p2"], ["p4", "p5"]]
+    after = judged_again([first, second], cursor, tmp_path, MendedPool(), **values)
+    assert [ids(p for p, _ in batch.kept) for batch in after] == [["p0", "p1"], ["p3", "p4"]]
+    assert ids(cursor.take(4)) == ["p2", "p5", "p6", "p7"]
 
 
 def test_a_function_mended_in_part_still_ends_the_stage_above_the_limit(tmp_path):
@@ -276,7 +290,7 @@ def test_a_function_mended_in_part_still_ends_the_stage_above_the_limit(tmp_path
     values = {"prompts_per_step": 8}
     before = step(generator(FakeSampler(answers_with_failures(4)), **values), cursor)
     with pytest.raises(StageFailed, match=r"max_failed_rewards 0\.1"):
-        judged_again(before, cursor, tmp_path, FakePool(), **values, max_failed_rewards=0.1)
+        judged_again([before], cursor, tmp_path, FakePool(), **values, max_failed_rewards=0.1)
 
 
 def test_an_aborted_sample_is_an_error_of_the_sampler(tmp_path):

@@ -66,7 +66,7 @@ Collecting numpy==2.4.0
 Requirement already satisfied: attrs==26.1.0 in /x (26.1.0)
 Collecting six==1.17.0
   Downloading six-1.17.0-py2.py3-none-any.whl (500 kB)
-Processing /wheels/idna-3.20-py3-none-any.whl
+Processing /wheels/idna-3.20-py3-none-any.whl (from -r /x/sglang-cpu.txt (line 145))
 Installing collected packages: torch, six
 """.splitlines()
 
@@ -84,6 +84,10 @@ Installing collected packages: torch, six
 )
 def test_how_far_pip_is_follows_from_what_it_says(num_lines, total, said):
     assert progress_of(PIP_SAYS[:num_lines], total, num_unpacked=3) == said
+
+
+def test_unpacking_what_was_all_there_says_that_nothing_is_downloaded():
+    assert progress_of(["Installing collected packages: six"], 5) == "0 of 5 packages unpacked, nothing to download"
 
 
 def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment):

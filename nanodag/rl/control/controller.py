@@ -290,10 +290,7 @@ class Controller:
 
     def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
         """The rollout batches of this step's checkpoint. A reward that failed is no result: it is computed again."""
-        judged = tuple(
-            self._runner.run(self._generator.judged_again(self._cursor, number, batch))
-            for number, batch in enumerate(waiting, start=step + 1)
-        )
+        judged = self._runner.run(self._generator.judged_again(self._cursor, step, waiting))
         self._used_up = self._cursor.state_dict()
         return judged
 

@@ -92,23 +92,35 @@ class RolloutGenerator:
         batch.seconds = time.monotonic() - began
         return batch
 
-    async def judged_again(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> RolloutBatch:
-        """A checkpoint's rollout batch, with the rewards that failed computed again: the function may be mended by now.
+    async def judged_again(
+        self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch]
+    ) -> tuple[RolloutBatch, ...]:
+        """The rollout batches of a checkpoint of this step, the next one's first, with failed rewards computed again:
+        the function may have been mended.
 
-        Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor.
+        Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor,
+        of all rollout batches together, so that the order stays.
         """
+        spare: list[Prompt] = []
+        numbered = enumerate(waiting, start=step + 1)
+        judged = [await self._judged_again(cursor, number, batch, spare) for number, batch in numbered]
+        cursor.give_back(spare)
+        return tuple(judged)
+
+    async def _judged_again(
+        self, cursor: PromptCursor, step: int, batch: RolloutBatch, spare: list[Prompt]
+    ) -> RolloutBatch:
+        """spare: gets the prompts that are not needed."""
         if not any(map(has_failed_reward, batch.all_rollouts)):
             return batch
         again = RolloutBatch(passed_over=batch.passed_over, num_partial=batch.num_partial, seconds=batch.seconds)
         judged = batch.in_order()
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
-        spare = []
         for (prompt, _), group in zip(judged, groups, strict=True):
             if len(again.kept) < self._config.prompts_per_step:
                 self._choose(prompt, group, again)
             else:
                 spare.append(prompt)
-        cursor.give_back(spare)
         self._conclude(cursor, step, again)
         return again
 
@@ -199,10 +211,10 @@ class RolloutGenerator:
         num_before = len(batch.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
         if len(scored) < min(2, self._config.samples_per_prompt):
-            reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
-            batch.dropped.append(Dropped(prompt, group, reason, num_before))
-            return
-        reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
+            failed = any(map(has_failed_reward, group))
+            reason: str | None = REWARD_FAILED if failed else GENERATE_FAILED
+        else:
+            reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
         if reason is not None:
             batch.dropped.append(Dropped(prompt, group, reason, num_before))
             return

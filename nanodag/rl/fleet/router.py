@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from nanodag.errors import SamplerLost
 from nanodag.inference.protocol import Completion, Request
@@ -136,7 +136,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     def settle(value: T | None, error: BaseException | None) -> None:
         if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(value)  # type: ignore[arg-type]
+            future.set_exception(error) if error is not None else future.set_result(cast(T, value))
 
     def run() -> None:
         value, error = None, None

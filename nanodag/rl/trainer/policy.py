@@ -87,6 +87,7 @@ def load_policy(
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
     """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
+    assert config.precision != "auto"  # derived
     return TrainEngine(
         model,
         optimizer=OptimizerConfig(
