@@ -20,8 +20,8 @@ from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess, is_healthy
 from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
+from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
-from tests.rl.test_sync_health import answers, requests, until_busy, with_samplers
 
 START_S = 1500
 FAKE = Path(__file__).with_name("fake_router.py")
@@ -47,7 +47,7 @@ def launch_fake(folder):
     def launch():
         url = f"http://127.0.0.1:{(port := free_port())}"
         server = ServerProcess(subprocess.Popen([sys.executable, str(FAKE), str(port)]), url, folder / "log-0")
-        server.wait_until(lambda: is_healthy(f"{url}/liveness"), 30)
+        server.wait_until(lambda: is_healthy(f"{url}/liveness"), 300)
         return server
 
     return launch
@@ -248,7 +248,7 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
 def test_a_stage_with_two_sglang_servers_generates_through_the_router(tmp_path, python):
     sampler = {"engine": "sglang", "context": 64, "max_batch": 16, "replicas": 2, "memory_fraction": 0.1}
     job = make_job(tmp_path, sampler={**sampler, "router_options": {"policy": "round_robin"}})
-    process = start(job)
+    process = start(job, fresh=True)
     code = process.wait(timeout=START_S)
     log = (job.workspace / "worker.log").read_text()
     assert code == 0, log[-6000:]

@@ -60,7 +60,7 @@ def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(
     damaged = bytearray(state.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     state.write_bytes(damaged)
-    stages.finish(workspace)
+    stages.finish(workspace, fresh=True)
     log = (workspace / "worker.log").read_text()
     assert str(state) in log
     assert stages.content(workspace / "output") == stages.content(pretrained / "output"), f"killed after step {step}"
