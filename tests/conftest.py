@@ -13,6 +13,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 
+from nanodag.host.folders import PROJECT  # noqa: E402
+
 # Files of more than some ten CPU-seconds, the longest first: a worker that is left alone with one of these at the end
 # keeps the other waiting.
 LONG = (
@@ -28,9 +30,14 @@ LONG = (
     "flow/test_nightly_eval.py",
     "flow/test_stage.py",
     "train/test_engine.py",
+    # of the slow ones
+    "rl/test_stage_kills.py",
+    "fault/test_kill_starts.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
+    for path in places:
+        assert (PROJECT / path).exists(), f"tests/conftest.py names {path}, which has another name by now"
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))

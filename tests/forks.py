@@ -111,6 +111,7 @@ def spawn_server(
 
 def _script(code: str, command: list[str], output: Path, errors: Path) -> None:
     _write_to(output, errors)
+    _check_imports()
     sys.argv = command
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
@@ -119,10 +120,16 @@ def _module(module: str, arguments: list[str], environment: dict[str, str], log:
     if new_session:
         os.setsid()
     _write_to(log, log)
+    _check_imports()
     parent = f"--parent-pid={os.getppid()}"  # which ends with the process that asked for this one
     arguments = [parent if argument.startswith("--parent-pid=") else argument for argument in arguments]
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     _become(module, arguments, environment)
+
+
+def _check_imports() -> None:
+    """The server that forks goes on silently without what it cannot import."""
+    assert "tests.preloaded" in sys.modules, "tests/preloaded.py cannot be imported: python -c 'import tests.preloaded'"
 
 
 def _write_to(output: Path, errors: Path) -> None:
