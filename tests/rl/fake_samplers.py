@@ -244,6 +244,7 @@ class World:
         self.may_answer = asyncio.Event()
         self.trainer = FakeTrainer(self)
         self.servers: list[FakeSampler] = []
+        self._replaced: list[FakeSampler] = []
 
     async def __aenter__(self) -> "World":
         write_weights(self.folder / "model", "0")
@@ -270,7 +271,7 @@ class World:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        for server in [*self.servers, *([self.router] if self.has_router else [])]:
+        for server in [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]:
             server.kill()
             await server._runner.cleanup()
 
@@ -284,6 +285,7 @@ class World:
     async def _start(self, number: int, folder: Path, version: int) -> FakeSampler:
         server = FakeSampler(self, number, read_weights(folder), str(version))
         await server.start()
+        self._replaced += self.servers[number : number + 1]  # one may accept a connection after it was killed
         self.servers[number : number + 1] = [server]
         return server
 

@@ -173,6 +173,7 @@ async def broken(sampler, sample, *, how: str):
         await asyncio.sleep(3600)
     if how == "blocks":
         time.sleep(1.5)
+        return sample  # given up by now: whom it would ask has no event loop any more
     while how == "spins":
         pass
     if how == "nothing":

@@ -105,7 +105,7 @@ def test_pretraining_goes_on_from_a_models_weights(folder, pretrained):
 
 
 def test_sft_trains_documents_beside_conversations_and_validates_on_the_conversations(folder, pretrained):
-    plain = stages.sft(folder, max_steps=10, validation_every=1000, compile=False)
+    plain = stages.sft(folder, max_steps=10, validation_every=1000, precision="fp32")
     prose = {"url": f"file:{folder / 'prose.jsonl'}[0:20]", "adapter": "text", "held_out": 0.1}
     both = {**plain, "data": [*plain["data"], prose]}
     found = {}
