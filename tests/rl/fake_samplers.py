@@ -271,9 +271,14 @@ class World:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        for server in [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]:
+        servers = [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]
+        for server in servers:
+            server.kill()
+        await asyncio.sleep(0.01)  # until what was just being accepted is a connection
+        for server in servers:
             server.kill()
             await server._runner.cleanup()
+        await asyncio.sleep(0)
 
     def at(self, number: int, name: str, how: str) -> None:
         """A step; the sampler is killed if it is this one's turn."""
