@@ -6,7 +6,7 @@ WORKERS = (
     "nanodag.rl.control.controller",
     "nanodag.rl.trainer.trainer",
     "nanodag.sampler.__main__",
-    "nanodag.sampler.server",
+    "nanodag.sampler.generation_server",
     "nanodag.train.__main__",
 )
 LATE = (

@@ -11,7 +11,7 @@ from nanodag.host.folders import PROJECT
 
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "lm_eval", "sglang", "reasoning_gym", "matplotlib")
 SLOW_FOR_HELP = ("pydantic", "yaml", "httpx", "psutil")
-LIBRARY = ("nanodag.cli", "nanodag.cli.run", "nanodag.run.stage", "nanodag.server.local_server")
+LIBRARY = ("nanodag.cli", "nanodag.cli.run", "nanodag.run.build_stage", "nanodag.server.local_server")
 CONTROL_PLANE = (
     *LIBRARY,
     *("nanodag.cli.show", "nanodag.cli.use"),

@@ -1,4 +1,4 @@
-"""Waiting for a stage that another thread or process carries out."""
+"""Waiting for a stage that another thread or process runs."""
 
 import time
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.rewards.pool import Score
+from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.rollouts.prompts import PromptCursor
 
 STOP = 0
@@ -29,13 +29,13 @@ class FakeRenderer:
 class FakePool:
     """The reward of an answer is the number that it spells; `?` fails."""
 
-    def submit_group(self, prompt, completions) -> "list[Future[Score]]":
+    def submit_group(self, prompt, completions) -> "list[Future[SampleReward]]":
         return [self._score(completion) for completion in completions]
 
-    def _score(self, completion) -> "Future[Score]":
-        future: Future[Score] = Future()
+    def _score(self, completion) -> "Future[SampleReward]":
+        future: Future[SampleReward] = Future()
         failed = completion == "?"
-        future.set_result(Score(None, {}, "no number") if failed else Score(float(completion), {}))
+        future.set_result(SampleReward(None, {}, "no number") if failed else SampleReward(float(completion), {}))
         return future
 
 

@@ -88,7 +88,7 @@ def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[b
 
 
 def run(job: Job, *, fresh: bool = False) -> None:
-    """Carry the stage out to its end; fails with its log."""
+    """Run the stage to its end; fails with its log."""
     process = start(job, fresh=fresh)
     code = process.wait(timeout=300)
     assert code == 0 and (job.workspace / "result.json").exists(), (job.workspace / "worker.log").read_text()[-6000:]
