@@ -94,3 +94,23 @@ def test_no_test_defines_what_nothing_runs():
 )
 def test_what_nothing_runs_is_found(source, found):
     assert list(never_run(ast.parse(source))) == found
+
+
+FORGOTTEN = """
+async def ask():
+    raise AssertionError
+
+def test_a():
+    answers = [ask()]
+
+async def test_b():
+    raise AssertionError
+"""
+
+
+def test_a_test_whose_coroutine_is_never_awaited_fails(tmp_path):
+    (tmp_path / "test_forgotten.py").write_text(FORGOTTEN)
+    settings = ["-c", str(PROJECT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *settings, str(tmp_path)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 failed" in found.stdout and "coroutine 'ask' was never awaited" in found.stdout, found.stdout

@@ -26,6 +26,8 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
+MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
+
 
 def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
@@ -90,12 +92,10 @@ def run_tests(*, slow: bool, arguments: Sequence[str]) -> int:
     if not (PROJECT / "tests").is_dir():
         raise MissingTool(f"{PROJECT} has no tests; they come with a checkout of the project, not with a package.")
     selection = [] if slow else ["-m", "not slow"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    environment.update(
-        OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", TOKENIZERS_PARALLELISM="false"
-    )
-    command = [sys.executable, "-m", "pytest", *selection, *arguments]
-    return subprocess.run(command, cwd=PROJECT, env=environment, check=False).returncode
+    # A file's tests stay together, for what they share. tests/conftest.py says what begins first.
+    beside = ["-n", str(min(usable_cores(), MAX_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [sys.executable, "-m", "pytest", *beside, *selection, *arguments]
+    return subprocess.run(command, cwd=PROJECT, check=False).returncode
 
 
 def _server(file: str, preset: str) -> LocalServer:

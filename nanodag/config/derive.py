@@ -186,7 +186,7 @@ def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict
         begins = _is_from_scratch(stage)
         if not begins:  # the source's own `auto` may come later in the table
             source = _pretrain(stage.inputs["model"], source, {})
-        shape = shape_from(stage.shape if begins else source.shape)
+        shape = shape_from(stage.shape if _is_from_scratch(stage) else source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         ratio = source.tokens_per_parameter
         fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)

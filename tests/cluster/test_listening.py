@@ -56,7 +56,7 @@ def test_an_rl_stage_of_two_ranks_that_broadcasts_listens_on_loopback_only(tmp_p
     job = make_rl_job(
         tmp_path, resources={"num_ranks": 2, "threads": 1, "device": "cpu"}, sync="distributed", sync_bucket_bytes=4000
     )
-    process = start(job)
+    process = start(job, fresh=True)
     found = seen_until_end(process)
     assert process.returncode == 0, (job.workspace / "worker.log").read_text()[-4000:]
     assert len(metrics(job)) == 2

@@ -139,7 +139,7 @@ def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with made:
         processes = made.start("nanodag.train", {"GLOO_X": "passed", "A_B": "kept", "PATH": "/usr/bin:/bin"})
-        assert [process.wait(timeout=30) for process in processes.values()] == [0, 0]
+        assert [process.wait(timeout=300) for process in processes.values()] == [0, 0]
     assert (tmp_path / "once").exists() and list(processes) == ["here", "there"]
     assert (tmp_path / "work" / "usage-1.jsonl").exists()
 

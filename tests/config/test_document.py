@@ -14,7 +14,7 @@ from nanodag.config.document import MAX_BYTES, parse_yaml
 from nanodag.config.resolve import leaves
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
-from tests.config.test_resolve import STAGES
+from tests.config.stages import STAGES
 
 SHIPPED = (PROJECT / "pipeline.yaml").read_text()
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # of each kind

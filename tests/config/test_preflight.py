@@ -16,7 +16,7 @@ from nanodag.host.folders import PROJECT
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
-from tests.config.test_resolve import STAGES
+from tests.config.stages import STAGES
 from tests.flow.tiny_mirror import write_mirror
 
 MODULE = """

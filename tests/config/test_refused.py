@@ -8,7 +8,7 @@ import yaml
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from tests.config.test_resolve import STAGES
+from tests.config.stages import STAGES
 
 USUAL = "is out of any usual range"
 

@@ -11,20 +11,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.resolve import leaves, portable
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
+from tests.config.stages import STAGES
 
 SHIPPED = PROJECT / "pipeline.yaml"
-STAGES = {
-    "tokenizer": {"kind": "tokenizer", "data": ["file:/x.txt"], "vocabulary": 512},
-    "base": {
-        "kind": "pretrain",
-        "inputs": {"tokenizer": "tokenizer"},
-        "data": ["file:text.txt"],
-        "shape": {"depth": 2},
-        "sequence_length": 8,
-        "batch_tokens": 64,
-    },
-    "rl": {"kind": "rl", "inputs": {"model": "base"}, "data": ["file:/p.jsonl"]},
-}
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ STAGES = {
     },
     "report": {"kind": "report", "inputs": ["pretrain", "eval_base"]},
 }
+for _stage in STAGES.values():
+    _stage["tracking"] = []  # TensorBoard would be half of what a fake stage takes
 
 
 class Project:

@@ -1,5 +1,6 @@
 """The shipped presets with two steps a stage at small widths: every stage on its own code path, in seconds."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_reduced(preset: str, path: Path) -> list[str]:
-    """Write a pipeline file with one preset `reduced`, made of a shipped one; returns the names of its stages."""
+def write_reduced(preset: str, path: Path, *, without: Collection[str] = ()) -> list[str]:
+    """Write a pipeline file with one preset `reduced`, made of a shipped one; returns the names of its stages.
+    without: stages of which only the report knows."""
     stages = resolve(PROJECT / "pipeline.yaml", preset).pipeline.model_dump(mode="json")["stages"]
+    for name in without:
+        del stages[name], stages["report"]["inputs"][name]
     for stage in stages.values():
         stage.update(CHANGES[stage["kind"]])
         stage["resources"] = {"num_ranks": 1, "threads": 1}
+        if stage["kind"] != "sft":
+            stage["tracking"] = []  # a second of imports
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 4
         if stage["kind"] == "rl":

@@ -19,6 +19,7 @@ from nanodag.run.record import open_run
 from nanodag.run.retention import RetentionPolicy, plan
 from nanodag.worker.launch import begin_try, usage_of
 from tests.fault.processes import pids_in, wait_until
+from tests.flow.waiting import wait_for_step
 
 
 @pytest.fixture
@@ -38,18 +39,6 @@ def in_thread(*args, **kwargs):
     thread = threading.Thread(target=body)
     thread.start()
     return thread, raised
-
-
-def wait_for_step(run, stage, step, of="r"):
-    wait_until(lambda: of in run.store.runs())
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        workspace = run.store.read_run(of).stages[stage].workspace
-        path = run.store.local / "work" / (workspace or "none").rpartition("/")[2] / "metrics.jsonl"
-        if path.exists() and f'"step": {step}' in path.read_text():
-            return path.parent
-        time.sleep(0.02)
-    raise AssertionError("the stage did not get that far")
 
 
 def test_a_stage_is_built_once_and_then_found(run):
@@ -137,7 +126,7 @@ def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
     assert third.entry("tokenizer").state == "stopped"
     tell("tokenizer", "")
     for thread in (builder, waiter):
-        thread.join(30)
+        thread.join(300)
     assert (results[0].was_found, results[0].attempt) == (False, "0001")
     assert first.entry("tokenizer").made.attempt == second.entry("tokenizer").made.attempt == "0001"
 
@@ -158,7 +147,7 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     builder.wait()
     wait_until(lambda: len(pids_in(workspace)) == 2)
     tell("tokenizer", "")
-    thread.join(30)
+    thread.join(300)
     assert [line["step"] for line in seen] == [3, 4]
     assert run.entry("tokenizer").made.cost["num_attempts"] == 2
 
@@ -168,7 +157,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     thread, raised = in_thread(run, "tokenizer", {})
     workspace = wait_for_step(run, "tokenizer", 2)
     run.stop.set()
-    thread.join(30)
+    thread.join(300)
     assert [type(e) for e in raised] == [StageStopped]
     assert not any(psutil.pid_exists(pid) for pid in pids_in(workspace))
     assert run.store.read_run("r").stages["tokenizer"].state == "stopped"
@@ -209,7 +198,7 @@ def test_a_killed_worker_is_told_apart_from_one_that_failed(run, tell):
     thread, raised = in_thread(run, "tokenizer", {})
     workspace = wait_for_step(run, "tokenizer", 2)
     psutil.Process(pids_in(workspace)[0]).kill()
-    thread.join(30)
+    thread.join(300)
     assert [type(e) for e in raised] == [StageKilled]
     assert "SIGKILL" in str(raised[0])
 
@@ -217,7 +206,7 @@ def test_a_killed_worker_is_told_apart_from_one_that_failed(run, tell):
 def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     tell("tokenizer", "orphan")
     thread, raised = in_thread(run, "tokenizer", {})
-    thread.join(30)
+    thread.join(300)
     assert not raised
     # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
     artifact = run.store.lookup(run.entry("tokenizer").key)

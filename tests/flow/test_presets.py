@@ -11,8 +11,6 @@ from tests.flow.reduced import write_reduced
 from tests.flow.tiny_mirror import write_mirror
 
 PRESETS = list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"])
-# The rest of the DAGs are variations of these two: they take minutes more.
-QUICK = ("gsm8k-rl",)
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(1200)]
 
@@ -34,7 +32,7 @@ def mirror(tmp_path_factory):
 
 
 def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folder):
-    names = write_reduced("pocket", folder / "pipeline.yaml")
+    names = write_reduced("pocket", folder / "pipeline.yaml", without=("eval_mid", "eval_sft"))
     state = speedrun("first", return_state=True)
     assert state.is_completed(), state.message
     store = Store(folder / "store")
@@ -51,10 +49,8 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
     assert again.message == f"{len(names)} stages, {len(names)} of them found in the store"
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS if p != "pocket"],
-)
+@pytest.mark.slow  # variations of the one above: minutes more
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "pocket"])
 def test_every_other_preset_runs_through_a_mirror(preset, folder, mirror):
     write_reduced(preset, folder / "pipeline.yaml")
     state = speedrun(preset, overrides=[f"mirror={mirror}"], return_state=True)

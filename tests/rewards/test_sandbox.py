@@ -147,7 +147,7 @@ def everything(folder: Path) -> dict[str, str]:
 
 def left_behind() -> list[psutil.Process]:
     """Processes of programs, a second after their end at the latest."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while found := [one for one in psutil.process_iter(["cmdline"]) if sandbox._PROGRAM in (one.info["cmdline"] or [])]:
         if time.monotonic() > deadline:
             break

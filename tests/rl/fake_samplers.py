@@ -76,7 +76,7 @@ class FakeSampler(FakeServer):
         self.received: list[str] | None = None
 
     async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
-        if name == "health_generate":
+        if name == "health":
             return web.json_response({})
         self.world.at(self.number, name, "asked")
         try:
@@ -244,6 +244,7 @@ class World:
         self.may_answer = asyncio.Event()
         self.trainer = FakeTrainer(self)
         self.servers: list[FakeSampler] = []
+        self._replaced: list[FakeSampler] = []
 
     async def __aenter__(self) -> "World":
         write_weights(self.folder / "model", "0")
@@ -270,9 +271,14 @@ class World:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        for server in [*self.servers, *([self.router] if self.has_router else [])]:
+        servers = [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]
+        for server in servers:
+            server.kill()
+        await asyncio.sleep(0.01)  # until what was just being accepted is a connection
+        for server in servers:
             server.kill()
             await server._runner.cleanup()
+        await asyncio.sleep(0)
 
     def at(self, number: int, name: str, how: str) -> None:
         """A step; the sampler is killed if it is this one's turn."""
@@ -284,6 +290,7 @@ class World:
     async def _start(self, number: int, folder: Path, version: int) -> FakeSampler:
         server = FakeSampler(self, number, read_weights(folder), str(version))
         await server.start()
+        self._replaced += self.servers[number : number + 1]  # one may accept a connection after it was killed
         self.servers[number : number + 1] = [server]
         return server
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, write_job
-from tests.rl.stages import make_job, metrics, run, start
-from tests.rl.test_stage import same_in_the_end, wait_for_step
+from tests.rl.stages import make_job, metrics, run, same_in_the_end, start, wait_for_step
 
 STEPS = 6
 PARTS: dict[str, dict[str, Any]] = {

@@ -1,16 +1,21 @@
 """A whole RL stage, tiny: a model of random weights, a tokenizer of bytes, prompts in a file, a reward with spread."""
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.launch import worker_environment
+from tests import forks
 from tests.rl.models import save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}
@@ -62,25 +67,29 @@ def make_job(folder: Path, **config: Any) -> Job:
     return job
 
 
-def start(job: Job) -> "subprocess.Popen[bytes]":
-    """The stage's worker, in a process group of its own, writing to worker.log."""
+def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[bytes]:
+    """The stage's worker, in a process group of its own, writing to worker.log. fresh: it and what it starts are
+    interpreters of their own, as they are outside of tests; else forks."""
     environment = worker_environment(1)
     paths = [str(job.workspace.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    with (job.workspace / "worker.log").open("ab") as log:
+    file, log = job.workspace / "job.json", job.workspace / "worker.log"
+    if not fresh:
+        return forks.start_module("nanodag.rl", file, environment=environment, log=log)
+    with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "nanodag.rl", str(job.workspace / "job.json")],
+            [sys.executable, "-m", "nanodag.rl", str(file)],
             env=environment,
-            stdout=log,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
 
 
-def run(job: Job) -> None:
+def run(job: Job, *, fresh: bool = False) -> None:
     """Run the stage to its end; fails with its log."""
-    process = start(job)
+    process = start(job, fresh=fresh)
     code = process.wait(timeout=300)
     assert code == 0 and (job.workspace / "result.json").exists(), (job.workspace / "worker.log").read_text()[-6000:]
 
@@ -90,3 +99,38 @@ def metrics(job: Job, event: str = "step") -> list[dict[str, Any]]:
     written = job.metrics_path.read_text().rpartition("\n")[0]  # a line may be under way
     lines = [json.loads(line) for line in written.splitlines()]
     return [line for line in lines if line["event"] == event]
+
+
+def digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def wait_for_step(job, process, step: int) -> None:
+    """Return once metrics.jsonl has the step."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        if job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job)):
+            return
+        time.sleep(0.01)
+    raise AssertionError((job.workspace / "worker.log").read_text()[-4000:])
+
+
+def without_time(lines: list[dict]) -> list[dict]:
+    return [
+        {k: v for k, v in line.items() if "second" not in k and k not in ("time", "mfu", "peak_flops")}
+        for line in lines
+    ]
+
+
+def same_in_the_end(job, undisturbed) -> None:
+    """Product, metrics, evaluations and ledger are what they would have been."""
+    assert digest(job.output) == digest(undisturbed.output)
+    assert without_time(metrics(job)) == without_time(metrics(undisturbed))
+    assert without_time(metrics(job, "eval")) == without_time(metrics(undisturbed, "eval"))
+    assert read_ledger(job.records / "ledger.jsonl") == read_ledger(undisturbed.records / "ledger.jsonl")
+
+
+def end_group(process) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

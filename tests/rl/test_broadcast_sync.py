@@ -24,9 +24,9 @@ from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.rl.models import save_tiny_model
+from tests.rl.samplers import samplers_of
 from tests.rl.spread import two_shares
-from tests.rl.stages import make_job, metrics, run, start
-from tests.rl.test_sync_health import digest, samplers_of
+from tests.rl.stages import digest, make_job, metrics, run, start
 
 TIMEOUT_S = 20.0
 
@@ -306,7 +306,7 @@ def test_a_stage_that_broadcasts_and_loses_samplers_ends_on_the_same_bytes(tmp_p
     quiet = make_job(tmp_path / "a", **config)
     run(quiet)
     job = make_job(tmp_path / "b", sync="distributed", sync_bucket_bytes=4000, **config)
-    process = start(job)
+    process = start(job, fresh=True)
     for step in (1, 3):
         while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
             assert process.poll() is None, (job.workspace / "worker.log").read_text()[-4000:]

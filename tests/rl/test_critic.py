@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +16,9 @@ from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics
 from nanodag.rl.trainer.policy import check_beside
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.forks import run_script
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import make_job, metrics, run, start
-from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
+from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, start, wait_for_step
 
 MASK = torch.tensor([True, True, True, True, False, True])
 IDS = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -158,9 +156,7 @@ def test_a_critic_is_trained_as_in_plain_pytorch_and_resumes_exactly(tmp_path, z
     model = save_tiny_model(tmp_path / "model")
     critic = save_tiny_model(tmp_path / "critic", seed=5) if own_model else model
     arguments = [model, "input" if own_model else "policy", zero_stage, tmp_path / "out", critic]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINED, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_script(TRAINED, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(tmp_path / "out" / "out.pt")
     first, second = found["replies"]

@@ -1,8 +1,6 @@
 """On-policy distillation: the gradient of the reverse KL to a teacher, token by token, on top of any advantage."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
+from tests.forks import run_script
 from tests.rl.models import save_tiny_model
 
 RESPONSES = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -58,9 +57,7 @@ def scores(folder: Path) -> tuple[torch.nn.Module, torch.Tensor]:
 def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path):
     policy, teacher = save_tiny_model(tmp_path / "policy"), save_tiny_model(tmp_path / "teacher", seed=4)
     arguments = [policy, teacher, "grpo", tmp_path / "out.json"]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINED, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_script(TRAINED, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     norm, total = json.loads((tmp_path / "out.json").read_text())
     model, own = scores(policy)

@@ -1,9 +1,8 @@
 """Policy and critic with ZeRO-3's offload: the same step, and the same weights on their way to the samplers."""
 
 import json
-import subprocess
-import sys
 
+from tests.forks import run_script
 from tests.rl.models import save_tiny_model
 
 # argv: model, output
@@ -32,9 +31,7 @@ Path(sys.argv[2], "found.json").write_text(json.dumps(found))
 
 def test_an_offloaded_policy_and_critic_take_the_same_steps(tmp_path):
     arguments = [save_tiny_model(tmp_path / "model"), tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_script(STEPS, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     plain, offloaded = json.loads((tmp_path / "found.json").read_text())
     assert offloaded == plain and len(plain[1]) > 10

@@ -12,29 +12,11 @@ from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
+from tests.rl.ragged import RAGGED, rollout
 
 CPU = torch.device("cpu")
 
 
-def rollout(group: str, sample: int, prompt: list[int], response: list[int]) -> Rollout:
-    return Rollout(
-        group_id=group,
-        prompt_id=group,
-        sample_index=sample,
-        spans=(prompt_span(prompt), sampled_span(response, [-0.5] * len(response), version=0)),
-        finish_reason="stop",
-        reward=float(sample),
-    )
-
-
-RAGGED = [
-    rollout("a", 0, [1, 2, 3], [4, 5, 6]),
-    rollout("b", 0, [7], [8]),
-    rollout("a", 1, [1, 2, 3], [9, 10]),
-    rollout("b", 1, [7], [11, 12, 13, 14]),
-    rollout("c", 0, [15, 16, 17, 18, 19], [20, 21]),
-    rollout("a", 2, [1, 2, 3], [22]),
-]
 SHAPE = dict(
     vocab_size=32,
     hidden_size=16,

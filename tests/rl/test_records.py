@@ -8,7 +8,7 @@ from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job
-from tests.rl.test_staleness import rollout
+from tests.rl.versions import rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
 

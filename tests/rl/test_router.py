@@ -20,8 +20,8 @@ from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess, is_healthy
 from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
+from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
-from tests.rl.test_sync_health import answers, requests, until_busy, with_samplers
 
 START_S = 1500
 FAKE = Path(__file__).with_name("fake_router.py")
@@ -47,7 +47,7 @@ def launch_fake(folder):
     def launch():
         url = f"http://127.0.0.1:{(port := free_port())}"
         server = ServerProcess(subprocess.Popen([sys.executable, str(FAKE), str(port)]), url, folder / "log-0")
-        server.wait_until(lambda: is_healthy(f"{url}/liveness"), 30)
+        server.wait_until(lambda: is_healthy(f"{url}/liveness"), 300)
         return server
 
     return launch
@@ -125,49 +125,6 @@ def test_what_a_killed_sampler_was_asked_is_sent_again_and_another_one_takes_its
         assert samplers.num_restarts == 1 and router.num_restarts == 0
         assert set(await router._client.servers()) == {member.server.url for member in members}
         assert servers[1].url not in await router._client.servers()
-
-    with_fake(model, tmp_path, work)
-
-
-def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(model, tmp_path):
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 6)
-        step = asyncio.ensure_future(answers(samplers, 6))
-        await until_busy(servers[1].url)
-        async with samplers.paused(), asyncio.timeout(30):
-            os.kill(servers[1].pid, signal.SIGKILL)
-            while samplers.num_restarts == 0:
-                await asyncio.sleep(0.05)
-            members = await samplers.members()
-            while set(await router._client.servers()) != {member.server.url for member in members}:
-                await asyncio.sleep(0.05)
-        assert await step == undisturbed and router.num_restarts == 0
-
-    with_fake(model, tmp_path, work, pause="in_place")
-
-
-def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(model, tmp_path):
-    seen = []
-
-    async def work(samplers, servers, router):
-        async def generate(requests):
-            seen.append(requests[0].rid)
-            if len(seen) == 1:
-                raise SamplerLost("the router died")
-            await asyncio.sleep(60)
-
-        async def abort(rid):
-            aborted.append(rid)
-
-        router.generate, aborted = generate, []
-        asking = asyncio.ensure_future(samplers.generate([Request(input_ids=[1], rid="mine")]))
-        while len(seen) < 2:
-            await asyncio.sleep(0.01)
-        for member in await samplers.members():
-            member.client.abort = abort
-        asking.cancel()
-        await samplers.abort("mine")
-        assert seen == ["mine", "mine-attempt-2"] and set(aborted) == {"mine-attempt-2"}
 
     with_fake(model, tmp_path, work)
 
@@ -291,7 +248,7 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
 def test_a_stage_with_two_sglang_servers_generates_through_the_router(tmp_path, python):
     sampler = {"engine": "sglang", "context": 64, "max_batch": 16, "replicas": 2, "memory_fraction": 0.1}
     job = make_job(tmp_path, sampler={**sampler, "router_options": {"policy": "round_robin"}})
-    process = start(job)
+    process = start(job, fresh=True)
     code = process.wait(timeout=START_S)
     log = (job.workspace / "worker.log").read_text()
     assert code == 0, log[-6000:]

@@ -8,7 +8,7 @@ import pytest
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
-from tests.rl.test_generation import STOP, FakeEncoding, FakePool, config, cursor_over, ids
+from tests.rl.fakes import STOP, FakeEncoding, FakePool, config, cursor_over, ids
 
 LONGEST = 6
 

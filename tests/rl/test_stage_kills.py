@@ -11,8 +11,7 @@ from nanodag.errors import StageFailed
 from nanodag.rl.control.controller import check_ranks
 from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl import resume
-from tests.rl.stages import make_job, run, start
-from tests.rl.test_stage import end_group, same_in_the_end, wait_for_step
+from tests.rl.stages import end_group, make_job, run, same_in_the_end, start, wait_for_step
 
 STEPS = 10
 # Few answers begin with a letter: many groups have no spread, and are dropped.

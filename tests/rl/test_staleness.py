@@ -7,32 +7,14 @@ import pytest
 from nanodag.errors import StageFailed
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_older, without_stale
+from tests.rl.versions import rollout
 
 
 def prompt(name: str) -> Prompt:
     return Prompt(
         epoch=0, record={"prompt_id": name, "messages": [{"role": "user", "content": name}]}, token_ids=(1, 2)
-    )
-
-
-def rollout(versions: list[int], *, reward: float | None = 1.0, sample: int = 0) -> Rollout:
-    size = len(versions)
-    sampled = Span(
-        kind="sampled",
-        token_ids=tuple(range(size)),
-        mask=(1,) * size,
-        logprobs=(-0.1,) * size,
-        versions=tuple(versions),
-    )
-    return Rollout(
-        group_id="p@0",
-        prompt_id="p",
-        sample_index=sample,
-        spans=(prompt_span([1, 2]), sampled),
-        finish_reason="stop",
-        reward=reward,
     )
 
 

@@ -1,49 +1,26 @@
 """Samplers that die or hang in the middle of a step: replaced, asked again, and nothing shows in what comes out."""
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ServerWatch
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import make_job, metrics, run, start
+from tests.rl.samplers import answers, samplers_of, until_busy, with_samplers
+from tests.rl.stages import digest, make_job, metrics, run, start
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def requests(count):
-    """Groups of 40 samples of 100 tokens, each with a seed of its own."""
-    params = {"n": 40, "max_new_tokens": 100, "ignore_eos": True}
-    return [
-        Request(input_ids=[1, 2, n], params=SamplingParams(sampling_seed=n, **params), rid=f"r{n}")
-        for n in range(count)
-    ]
-
-
-async def answers(samplers, count):
-    groups = await asyncio.gather(*(samplers.generate([request]) for request in requests(count)))
-    return [[(c.output_ids, c.logprobs, c.weight_version) for c in group] for (group,) in groups]
-
-
-async def until_busy(url):
-    async with SamplerClient(url) as client:
-        while json.loads(await client._call("GET", "/get_server_info"))["num_running_samples"] == 0:
-            await asyncio.sleep(0.01)
 
 
 def launch_in(folder, **options):
@@ -53,23 +30,6 @@ def launch_in(folder, **options):
         )
 
     return launch
-
-
-def with_samplers(launch, model, work, *, count=2, **options):
-    """Run `work(samplers, servers)` with that many samplers."""
-
-    async def main():
-        servers = [launch(number, model, 0) for number in range(count)]
-        samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
-        try:
-            return await work(samplers, servers)
-        finally:
-            samplers.close()
-            for server in servers:
-                server.stop()
-            await samplers.disconnect()
-
-    return asyncio.run(main())
 
 
 def test_what_a_killed_sampler_was_asked_is_answered_with_the_same_bits(model, tmp_path):
@@ -235,21 +195,6 @@ def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log
 # ---- the whole stage
 
 
-def digest(folder: Path) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
-
-
-def samplers_of(process) -> list[int]:
-    """The stage's own samplers: children of its controller."""
-    found = []
-    for entry in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        for pid in map(int, entry.read_text().split()):
-            if b"nanodag.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
 @pytest.mark.slow
 def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path):
     config = {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
@@ -258,7 +203,7 @@ def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tm
     quiet = make_job(tmp_path / "a", **config)
     run(quiet)
     job = make_job(tmp_path / "b", **config)
-    process = start(job)
+    process = start(job, fresh=True)
     for step in (1, 3):
         while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
             assert process.poll() is None, (job.workspace / "worker.log").read_text()[-4000:]

@@ -7,8 +7,8 @@ import pytest
 from nanodag.errors import MissingTool
 from nanodag.inference.sglang_install import find_python
 from nanodag.rl.rollouts.prompts import read_ledger
+from tests.rl.in_flight import SETTINGS, check_that_responses_went_on
 from tests.rl.stages import make_job, metrics, start
-from tests.rl.test_sync_in_flight import SETTINGS, check_that_responses_went_on
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
 

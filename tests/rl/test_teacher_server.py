@@ -1,8 +1,6 @@
 """A server as the teacher of on-policy distillation: the same numbers as the model at home, or a reason."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -19,6 +17,7 @@ from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.run.build_stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.forks import run_script
 from tests.http_server import Quiet, serving
 from tests.rl.models import rollout, save_tiny_model
 
@@ -76,13 +75,7 @@ def test_a_step_with_a_server_is_that_with_the_model_at_home(folders, teacher, t
     found = []
     for name, value in (("url", teacher.url), ("model", folders["b"])):
         arguments = [folders["a"], name, value, tmp_path / name]
-        done = subprocess.run(
-            [sys.executable, "-c", TRAINED, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run_script(TRAINED, *arguments)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(json.loads((tmp_path / name).read_text()))
     assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -9,8 +9,7 @@ import pytest
 
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from tests.rl.stages import make_job, metrics, run
-from tests.rl.test_stage import end_group, same_in_the_end, start, wait_for_step
+from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, start, wait_for_step
 
 TURNS = '''
 import asyncio

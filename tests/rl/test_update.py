@@ -1,7 +1,5 @@
 """The loss of a row as the config chooses it, and a whole step against plain PyTorch."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +13,7 @@ from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.shaping import with_overlong_penalty
 from nanodag.rl.trainer.update import PolicyObjective, Scored
+from tests.forks import run_script
 from tests.rl.models import rollout
 from tests.rl.stages import make_job, metrics, run
 
@@ -257,7 +256,7 @@ print(all((tensor == before[name]).all() for name, tensor in trainer.engine.weig
 
 
 def test_a_gradient_that_is_not_finite_stops_with_step_and_last_losses_and_changes_no_weight(tmp_path):
-    done = subprocess.run([sys.executable, "-c", DIVERGING, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = run_script(DIVERGING, tmp_path)
     message, unchanged = done.stdout.splitlines()[-2:]
     assert "not finite" in message and "RL step 2, this rank's last losses [" in message and "nan]" in message
     assert unchanged == "True"
@@ -296,7 +295,7 @@ except TrainingDiverged as error:
 
 @pytest.mark.parametrize("setting", [("fp32", "3"), pytest.param(("bf16", "1"), marks=pytest.mark.slow)])
 def test_a_bad_gradient_is_skipped_as_if_its_rollouts_had_not_been_where_that_is_wished(tmp_path, setting):
-    done = subprocess.run([sys.executable, "-c", SKIPPING, str(tmp_path), *setting], capture_output=True, text=True)
+    done = run_script(SKIPPING, tmp_path, *setting)
     assert done.returncode == 0, done.stderr[-3000:]
     *several, limited, message = [line for line in done.stdout.splitlines() if "accelerator" not in line]
     assert several == ["[(1, 0), (0, 1), (1, 0)] True", "[(1, 0), (1, 0)] True", "True True"]
@@ -346,7 +345,7 @@ print(len(trainer.last_scores[0][1]), sum(len(row.targets) for row, _, _ in trai
 
 
 def test_several_epochs_over_a_step_equal_plain_pytorch_with_the_old_logprobs_of_its_start(tmp_path):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EPOCHS, str(tmp_path)], capture_output=True, text=True)
+    done = run_script(EPOCHS, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     furthest, counts, scores = done.stdout.splitlines()[-3:]
     assert float(furthest) < 2e-5
@@ -386,5 +385,5 @@ print(all((before[name] == tensor).all() for name, tensor in other._reference.po
 
 
 def test_the_reference_is_refreshed_every_second_update_and_is_part_of_a_checkpoint(tmp_path):
-    done = subprocess.run([sys.executable, "-c", REFRESHED, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = run_script(REFRESHED, tmp_path)
     assert done.stdout.splitlines()[-4:] == ["1 False", "2 True", "3 False", "True"], done.stdout + done.stderr[-2000:]

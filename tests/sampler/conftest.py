@@ -19,6 +19,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nanodag.inference.sampler_process import SamplerProcess
+from tests.forks import spawn_server
+
 VOCAB_SIZE = 150  # no multiple of 64: the padded columns must never be drawn
 EOS = 7
 
@@ -84,3 +87,11 @@ def make_model() -> Callable[..., PreTrainedModel]:
 def one_thread():
     """Deterministic mode needs it, and two workers on two cores are slower with more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def samplers_are_forks():
+    """A second of imports each, else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        yield

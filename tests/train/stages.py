@@ -13,6 +13,7 @@ from typing import Any
 from nanodag.config.pipeline import read_stage
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.worker.job import Job, write_job
+from tests import forks
 
 WORDS = ("river", "stone", "light", "winter", "house", "garden", "train", "letter", "music", "paper", "green", "silent")
 RESOURCES = {"num_ranks": 1, "threads": 1, "device": "cpu"}
@@ -97,21 +98,21 @@ def make_job(workspace: Path, config: dict[str, Any], inputs: dict[str, Path]) -
     return workspace
 
 
-def start(workspace: Path, *, num_ranks: int = 1) -> subprocess.Popen:
-    """The worker as the launcher would start it."""
+def start(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> forks.Forked | subprocess.Popen[bytes]:
+    """The worker as the launcher would start it; one rank that need not be a fresh interpreter is a fork."""
+    job, log = workspace / "job.json", workspace / "worker.log"
+    environment = {**os.environ, **forks.CPU_ONLY}
+    if num_ranks == 1 and not fresh:
+        return forks.start_module("nanodag.train", job, environment=environment, log=log)
     torchrun = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
-    launcher = torchrun if num_ranks > 1 else []
-    environment = dict(
-        os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES=""
-    )
-    command = [sys.executable, *launcher, "-m", "nanodag.train", str(workspace / "job.json")]
-    with (workspace / "worker.log").open("ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "nanodag.train", str(job)]
+    with log.open("ab") as stream:
+        return subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
 
 
-def finish(workspace: Path, *, num_ranks: int = 1) -> dict[str, Any]:
+def finish(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> dict[str, Any]:
     """Run the worker to its end; its result."""
-    start(workspace, num_ranks=num_ranks).wait(timeout=300)
+    start(workspace, num_ranks=num_ranks, fresh=fresh).wait(timeout=300)
     assert (workspace / "result.json").exists(), (workspace / "worker.log").read_text()
     return json.loads((workspace / "result.json").read_text())
 

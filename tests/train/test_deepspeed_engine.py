@@ -1,9 +1,6 @@
 """The engine: every ZeRO stage, number of ranks and cut into micro-batches comes to the same weights."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,14 @@ from nanodag.config import result_config
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.sft import SFTStage
 from nanodag.config.pipeline import Pipeline
+from tests.train import forks
 from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY
 
 
 def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
-    torchrun = ["-m", "nanodag.train.torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
-    launcher = torchrun if num_ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.train.ranks", str(out), json.dumps(cases)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR="cpu")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert out.exists(), done.stdout + done.stderr
+    log = out.with_suffix(".log")
+    forks.end(forks.start_ranks("tests.train.ranks", out, json.dumps(cases), num_ranks=num_ranks, log=log))
+    assert out.exists(), log.read_text()
     return json.loads(out.read_text())
 
 

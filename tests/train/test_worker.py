@@ -60,7 +60,7 @@ def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(
     damaged = bytearray(state.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     state.write_bytes(damaged)
-    stages.finish(workspace)
+    stages.finish(workspace, fresh=True)
     log = (workspace / "worker.log").read_text()
     assert str(state) in log
     assert stages.content(workspace / "output") == stages.content(pretrained / "output"), f"killed after step {step}"
@@ -105,7 +105,7 @@ def test_pretraining_goes_on_from_a_models_weights(folder, pretrained):
 
 
 def test_sft_trains_documents_beside_conversations_and_validates_on_the_conversations(folder, pretrained):
-    plain = stages.sft(folder, max_steps=10, validation_every=1000, compile=False)
+    plain = stages.sft(folder, max_steps=10, validation_every=1000, precision="fp32")
     prose = {"url": f"file:{folder / 'prose.jsonl'}[0:20]", "adapter": "text", "held_out": 0.1}
     both = {**plain, "data": [*plain["data"], prose]}
     found = {}

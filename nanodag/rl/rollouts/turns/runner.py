@@ -153,7 +153,13 @@ class _Line:
 
     async def ask(self, request: Request) -> Completion:
         """The answer, from the event loop of any thread."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer(request), self._loop))
+        answer = self._answer(request)
+        try:
+            scheduled = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        except RuntimeError:  # the loop has ended, and this call was given up
+            answer.close()
+            raise
+        return await asyncio.wrap_future(scheduled)
 
     async def _answer(self, request: Request) -> Completion:
         self._num_asked += 1

@@ -1,0 +1,43 @@
+"""For every test: few threads, no settings of the caller's server, and what takes long begins first."""
+
+import os
+import signal
+
+# Before torch is imported: two workers on two cores are slower with more threads, and spinning ones starve the rest.
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", TOKENIZERS_PARALLELISM="false")
+for _name in [name for name in os.environ if name.startswith("PREFECT_")]:
+    del os.environ[_name]
+
+# Where the tests run in a shell's background it is ignored, and so it would be in every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+import pytest  # noqa: E402
+
+from nanodag.host.folders import PROJECT  # noqa: E402
+
+# Files of more than some ten CPU-seconds, the longest first: a worker that is left alone with one of these at the end
+# keeps the other waiting.
+LONG = (
+    "flow/test_presets.py",
+    "rl/test_stage.py",
+    "fault/test_run_command.py",
+    "rl/test_router.py",
+    "rl/test_sync_health.py",
+    "flow/test_speedrun.py",
+    "train/test_worker.py",
+    "train/test_resume.py",
+    "rl/test_update.py",
+    "flow/test_nightly_eval.py",
+    "flow/test_stage.py",
+    "train/test_engine.py",
+    # of the slow ones
+    "rl/test_stage_kills.py",
+    "fault/test_kill_starts.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{name}": place for place, name in enumerate(LONG)}
+    for path in places:
+        assert (PROJECT / path).exists(), f"tests/conftest.py names {path}, which has another name by now"
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))
