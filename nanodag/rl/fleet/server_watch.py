@@ -1,4 +1,4 @@
-"""Whether a server that is asked something still serves. No torch here."""
+"""A watch over servers with requests in flight: do they still serve? No torch here."""
 
 import asyncio
 import logging
@@ -39,11 +39,11 @@ class ChildServer(Protocol):
 
 
 class ServerWatch:
-    """Over one server, as long as something is under way there.
+    """Watches one server as long as it has requests in flight.
 
-    One that does not answer for timeout_s, or says for as long that it cannot serve, is killed: what is under way there
-    then fails at once. SGLang says so when its scheduler hangs; one that is paused to take weights may say so, too
-    (is_excused). on_end: told when it was killed, or has ended by itself.
+    A server that does not answer for timeout_s, or says for as long that it cannot serve, is killed: its requests in
+    flight then fail at once. SGLang says so when its scheduler hangs. A server that is paused to take weights may say
+    so, too (is_excused). on_end: called when the server was killed, or has ended by itself.
     """
 
     def __init__(
