@@ -1,8 +1,8 @@
 """The embedded sampler's endpoints about weights: from a folder, by broadcast, and what it holds.
 
-A broadcast is a session, as in SGLang: begin, any number of updates, end. What is received is kept apart and takes the
-place of the old weights at the end, between two tokens: until then, and when anything goes wrong, every token is drawn
-with the old ones. So all of a model's tensors must come in one session; SGLang takes any part of them.
+A broadcast is a session, as in SGLang: begin, any number of updates, end. Received tensors are kept apart and replace
+the old weights at the end, between two tokens. Until then, and when anything goes wrong, every token is drawn with the
+old weights. So all of a model's tensors must come in one session; SGLang takes any part of them.
 """
 
 import asyncio
@@ -98,13 +98,13 @@ class WeightEndpoints:
         """
         await body_of(http, WeightsCheckerBody)
         if self._received is not None:
-            found = await self._check_received(self._received)
+            fingerprints = await self._check_received(self._received)
         else:
-            found = await self._check_folder(self.engine.checkpoint.path)
+            fingerprints = await self._check_folder(self.engine.checkpoint.path)
         place = {name: int(name.endswith("size")) for name in RANK_NAMES}
         rank = {
-            "checksums": found,
-            "per_gpu_checksum": overall(found),
+            "checksums": fingerprints,
+            "per_gpu_checksum": overall(fingerprints),
             "parallelism_info": [{"role": "target", **place}],
         }
         return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
