@@ -36,7 +36,7 @@ class Traffic:
         return await asyncio.wrap_future(future)
 
     async def enter(self, rids: set[str]) -> None:
-        """Wait while weights change, then count these as under way. Raises BadRequest for a rid in use."""
+        """Wait while weights change, then count these as in flight. Raises BadRequest for a rid in use."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_closed)
             if taken := rids & self._in_flight:

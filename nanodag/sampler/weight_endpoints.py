@@ -55,7 +55,7 @@ class _Received:
 
 
 class WeightEndpoints:
-    """What lies behind them. One change at a time; requests under way are waited for, unless they are paused."""
+    """The state behind them. One change at a time; requests in flight are waited for, unless they are paused."""
 
     def __init__(self, engine: Engine, traffic: Traffic) -> None:
         self.engine = engine
@@ -74,7 +74,7 @@ class WeightEndpoints:
         return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in endpoints]
 
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
-        """Wait for requests under way (at once if paused), then change the weights. A bad path keeps the old ones."""
+        """Wait for requests in flight (unless paused), then change the weights. A bad path keeps the old ones."""
         try:
             body = await body_of(http, UpdateWeightsBody)
             path = Path(body.model_path)

@@ -64,7 +64,7 @@ class ServerWatch:
         self.is_excused = False
 
     async def over(self, work: Awaitable[T]) -> T:
-        """The result of a call; as long as one is under way the server is looked at."""
+        """The result of a call; the server is watched meanwhile."""
         self._num_calls += 1
         if self._looking is None:
             self._looking = asyncio.ensure_future(self.look())
@@ -84,7 +84,7 @@ class ServerWatch:
             self._looking = None
 
     async def leave(self) -> None:
-        """Look no longer, and wait until a question that is under way has been given up: it uses the client."""
+        """End the watch, and wait until a health request in flight has been given up: it uses the client."""
         self.end()
         await asyncio.gather(*self._ended, return_exceptions=True)
 
@@ -96,7 +96,7 @@ class ServerWatch:
             try:
                 async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
                     is_well = await self._client.health()
-            except SamplerLost:  # of this one question: what is under way may go on
+            except SamplerLost:  # of this health request alone: other requests may continue
                 is_well = False
             except TimeoutError:
                 is_well, well = False, -math.inf
