@@ -1,8 +1,8 @@
 """A conversation in the terminal, token by token, through the sampler.
 
-The sampler runs as a process of its own and streams over HTTP, as it does for RL: what is heard here is what is trained
-there. On a terminal lines are edited and coloured; otherwise every line of standard input is one message, and standard
-output has the answers alone.
+The sampler runs as its own process and streams over HTTP, exactly as for RL, so answers here are made as rollouts are.
+On a terminal lines are edited and coloured; otherwise every line of standard input is one message, and standard output
+has the answers alone.
 
 Not covered: tools (their calls are shown as text), several conversations at once.
 """

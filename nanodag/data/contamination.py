@@ -68,9 +68,9 @@ def contamination(
     known = np.unique(np.concatenate([b.hashes for b in read])) if read else np.zeros(0, np.uint64)
     table = []
     for url in training:
-        found, rows, num_bytes, complete = _search(url, mirror, words, known, max_training_bytes)
+        occurs, rows, num_bytes, complete = _search(url, mirror, words, known, max_training_bytes)
         for benchmark in read:
-            hit = found[np.searchsorted(known, benchmark.hashes)]
+            hit = occurs[np.searchsorted(known, benchmark.hashes)]
             table.append(
                 Overlap(
                     benchmark=benchmark.url,
@@ -94,9 +94,9 @@ class _WordHashes(dict[str, int]):
     def __missing__(self, word: str) -> int:
         if len(self) >= 1_000_000:
             self.clear()
-        found = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-        self[word] = found
-        return found
+        value = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        self[word] = value
+        return value
 
 
 class _Ngrams:
@@ -113,10 +113,10 @@ class _Ngrams:
         """Take in a text; owner is a number that comes back with each of its n-grams."""
         if len(text) < 2 * self._words - 1:  # that many words and the gaps between them
             return
-        found = _WORD.findall(text.lower())
-        if len(found) >= self._words:
-            self._hashes.extend(map(self._hash_of.__getitem__, found))
-            self._lengths.append(len(found))
+        words = _WORD.findall(text.lower())
+        if len(words) >= self._words:
+            self._hashes.extend(map(self._hash_of.__getitem__, words))
+            self._lengths.append(len(words))
             self._owners.append(owner)
 
     @property
@@ -170,7 +170,7 @@ def _search(
     url: str, mirror: Path | None, words: int, known: np.ndarray, max_bytes: int
 ) -> tuple[np.ndarray, int, int, bool]:
     """(which of `known` occur, rows read, bytes read, whether that was all)."""
-    found = np.zeros(len(known), dtype=bool)
+    occurs = np.zeros(len(known), dtype=bool)
     ngrams = _Ngrams(words)
     rows = num_bytes = 0
     complete = True
@@ -183,7 +183,7 @@ def _search(
         hashes = hashes[maybe[hashes >> np.uint64(64 - _FILTER_BITS)]]
         if len(known):
             places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-            found[places[known[places] == hashes]] = True
+            occurs[places[known[places] == hashes]] = True
 
     for _, row in open_source(url, mirror).rows():
         if num_bytes >= max_bytes:
@@ -196,4 +196,4 @@ def _search(
         if ngrams.is_large:
             mark()
     mark()
-    return found, rows, num_bytes, complete
+    return occurs, rows, num_bytes, complete

@@ -82,13 +82,13 @@ def open_file(url: SourceURL) -> FileSource:
     pattern = os.path.abspath(os.path.expanduser(url.path))
     # A path that exists is taken as it is, though its name may hold characters that a glob would read as wildcards.
     matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    found = [path for path in matches if os.path.isfile(path) and (path == pattern or _format(Path(path)) in _FORMATS)]
-    if not found:
+    paths = [path for path in matches if os.path.isfile(path) and (path == pattern or _format(Path(path)) in _FORMATS)]
+    if not paths:
         raise SourceError(
             f"Source {url.text!r} matches no file ({pattern}). It must name files ending in {', '.join(_FORMATS)}, "
             "all but parquet also with .gz or .zst."
         )
-    return FileSource([Path(path) for path in found], by=url.parameters.get("by", "document"), view=url.view)
+    return FileSource([Path(path) for path in paths], by=url.parameters.get("by", "document"), view=url.view)
 
 
 def open_package_file(url: SourceURL) -> FileSource:

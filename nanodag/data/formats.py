@@ -139,9 +139,9 @@ class JsonFile(RowFile):
 class TextFile(RowFile):
     """Records found by scanning lines: JSON lines, or pieces of plain text.
 
-    by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document": the whole file, cut at
-    the next blank line after each 64 KiB, or at any line end after 1 MiB, so that a book does not become one row. Text
-    rows are {"text": str}.
+    by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document", the whole file. A
+    document is cut at the next blank line after each 64 KiB, or at any line end after 1 MiB: a book is several rows.
+    Text rows are {"text": str}.
     """
 
     def __init__(self, path: Path, by: Literal["jsonl", "line", "paragraph", "document"] | str) -> None:

@@ -37,8 +37,8 @@ class Mixture:
     once=True ends it after one pass over each source: shares by weight hold until a source is through. part: rows with
     a held-out score (records.py) below a source's `held_out` fraction are the held-out part, all others for training.
 
-    Raises ConfigError for weights mixed with epochs, SourceError when a pass over a weighted source has no record for
-    this part and rank, or when lengths are needed and not known.
+    Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
+    record for this part and rank, and when lengths are needed and not known.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Mixture:
 
     def __next__(self) -> Drawn:
         while (number := self._due()) is not None:
-            found = self._streams[number].next_record(endless=self._repeat or not self._passes)
-            if found is None:
+            drawn = self._streams[number].next_record(endless=self._repeat or not self._passes)
+            if drawn is None:
                 continue
-            epoch, index, record = found
+            epoch, index, record = drawn
             self._spent[number] += 1 if self._kind == "prompt" else record_bytes(record)
             self._records[number] += 1
             return Drawn(number, epoch, index, record)
@@ -182,8 +182,8 @@ class _Stream:
 
     def next_record(self, *, endless: bool) -> tuple[int, int, dict[str, Any]] | None:
         """(epoch, index, record) of the next row; None when it is not of this part, or at the end of a pass."""
-        found = self.order.next_row()
-        if found is None:
+        numbered_row = self.order.next_row()
+        if numbered_row is None:
             if endless and not self._kept_in_pass:
                 raise SourceError(
                     f"A whole pass over {self.config.url} gave this rank no record of the part {self._part!r} "
@@ -191,7 +191,7 @@ class _Stream:
                 )
             self._kept_in_pass = False
             return None
-        epoch, index, row = found
+        epoch, index, row = numbered_row
         record = self._adapt(index, row)
         if not self._wanted(record):
             return None

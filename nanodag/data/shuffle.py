@@ -43,8 +43,8 @@ def _mix(value: Any) -> Any:
 class RowOrder:
     """Gives (epoch, number, row), pass after pass, and None once at the end of each.
 
-    Of the shuffled order of all rows, rank r of `world` gets the positions p with p % world == r (with blocks), or its
-    own rows shuffled (without), so ranks share nothing and together have everything. shuffle=False keeps the source's
+    A source with blocks is shuffled as a whole, and rank r of `world` gets the positions p with p % world == r. Without
+    blocks each rank shuffles its own rows. Ranks share no row and together have all. shuffle=False keeps the source's
     order. length: rows of the source, None where it does not know.
     """
 
@@ -68,12 +68,12 @@ class RowOrder:
         if self._rows is None:
             blocks = self._source.blocks()
             self._rows = self._from_front() if blocks is None else self._from_blocks(blocks)
-        found = next(self._rows, None)
-        if found is None:
+        numbered_row = next(self._rows, None)
+        if numbered_row is None:
             self._epoch, self._taken, self._window_start, self._rows = self._epoch + 1, 0, 0, None
             return None
         self._taken += 1
-        return self._epoch, *found
+        return self._epoch, *numbered_row
 
     def passes(self) -> float:
         """Passes over the source that are done, over all ranks as if they went in step."""

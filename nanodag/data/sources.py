@@ -1,8 +1,8 @@
 """Sources of rows, opened by URL (forms in nanodag.data.urls).
 
-A source has an identity, which goes into stage keys, and rows, numbered from 0. Rows come in blocks (a row group of a
-parquet file, a few thousand lines of a jsonl file), so that one block at a time is in memory and a shuffle can go to
-any of them. Compressed text and hub streams have no blocks: they are read from the front only.
+A source has an identity, which goes into stage keys, and rows, numbered from 0. Rows come in blocks: a row group of a
+parquet file, a few thousand lines of a jsonl file. One block at a time is in memory, and a shuffle can go to any of
+them. Compressed text and hub streams have no blocks: they are read from the front only.
 """
 
 from abc import ABC, abstractmethod

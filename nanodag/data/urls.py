@@ -78,8 +78,8 @@ def hub_path(url: SourceURL) -> HubPath:
     match = _HUB.match(url.path)
     if match is None:
         raise SourceError(f"Source {url.text!r} is not of the form hub:owner/name[@revision][/config][:split].")
-    found = match.groupdict()
-    return HubPath(found["name"], found["revision"] or "", found["config"] or "", found["split"] or "train")
+    parts = match.groupdict()
+    return HubPath(parts["name"], parts["revision"] or "", parts["config"] or "", parts["split"] or "train")
 
 
 def _take_slice(text: str, rest: str) -> tuple[str, int, int | None]:

@@ -20,11 +20,11 @@ def problem(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     prompt = json.loads(doc["record"])
     verify = load("reward", prompt["reward"])
     try:
-        found = verify(prompt, results[0])
+        judged = verify(prompt, results[0])
     except Exception as error:  # noqa: BLE001 - verifiers of other packages raise on text that is no answer to them
         log.warning("Counted as wrong, the verifier %s raised %r on %.80r", prompt["reward"], error, results[0])
         return {"exact_match": 0.0}
-    return {"exact_match": float(getattr(found, "value", found) >= 1.0)}
+    return {"exact_match": float(getattr(judged, "value", judged) >= 1.0)}
 
 
 def gsm8k(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """CORE: 22 in-context tasks of the DCLM paper as one number, scored as nanochat does (benchmark `core`).
 
 For a task, accuracy is centred so that guessing is 0 and all right is 1; CORE is the mean of the 22. Only nanochat's
-rule for tokens gives its numbers: whole prompts are tokenised, and what is scored is what comes behind the tokens that
-a question's prompts have in common (multiple choice), the common end (schema), or behind the prompt without its answer
-(language modeling).
+rule for tokens gives its numbers. Whole prompts are tokenised, and the scored tokens depend on the kind of task:
+multiple choice: all behind the tokens that a question's prompts have in common; schema: the common end;
+language modeling: all behind the prompt without its answer.
 
 source: the bundle's files, `file:BUNDLE/eval_data/*/*.jsonl` (also .gz or .zst). limit: items a task. Order, few-shot
 examples and limit are nanochat's too, so the stage's seed has no part in them.
@@ -117,12 +117,12 @@ def find_files(config: BenchmarkConfig) -> dict[str, Path]:
         raise ConfigError(f"Benchmark {config.name!r} needs `source: file:BUNDLE/eval_data/*/*.jsonl`.")
     parts = Path(config.source.url.removeprefix("file:")).parts
     root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
-    found = {path.name.split(".")[0]: path for path in sorted(root.rglob("*.jsonl*"))}
-    if missing := sorted({task.file for task in TASKS} - found.keys()):
+    path_by_task = {path.name.split(".")[0]: path for path in sorted(root.rglob("*.jsonl*"))}
+    if missing := sorted({task.file for task in TASKS} - path_by_task.keys()):
         raise SourceError(
             f"CORE needs all of its tasks; {root} lacks {', '.join(f'{name}.jsonl' for name in missing)}."
         )
-    return found
+    return path_by_task
 
 
 def read_items(path: Path, limit: int) -> list[Item]:

@@ -2,8 +2,8 @@
 
 A benchmark is one YAML file in lm-eval's own format: shipped in benchmarks/, the user's (by path), or lm-eval's own
 (`lm_eval:gsm8k/gsm8k.yaml`). A second file beside it, `<form>_chat.yaml`, is its form for chat models; without one the
-text form is used for all. What a job adds (name, source, limit, few-shot) goes into a small YAML file that includes the
-form and stays in the workspace, so what was asked can be read afterwards.
+text form is used for all. A job's own part (name, source, limit, few-shot) goes into a small YAML file that includes
+the form. The file stays in the workspace, so the question can be read afterwards.
 """
 
 import json
@@ -67,23 +67,23 @@ def run_benchmark(
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
     task = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     checkpoint.is_chat = is_chat
-    found = evaluate(
+    evaluated = evaluate(
         checkpoint,
         task,
         bootstrap_iters=0,  # its standard errors would be drawn at random; ours are computed from the records
         apply_chat_template=is_chat,
         fewshot_as_multiturn=True,
     )
-    assert found is not None
-    table = found["configs"][config.name]
+    assert evaluated is not None
+    table = evaluated["configs"][config.name]
     metric_list = table["metric_list"]
-    first_filter = found["samples"][config.name][0]["filter"]  # lm-eval's own gsm8k has two, its main one first
-    samples = [sample for sample in found["samples"][config.name] if sample["filter"] == first_filter]
+    first_filter = evaluated["samples"][config.name][0]["filter"]  # lm-eval's own gsm8k has two, its main one first
+    samples = [sample for sample in evaluated["samples"][config.name] if sample["filter"] == first_filter]
     records = [_record(sample, [m["metric"] for m in metric_list]) for sample in samples]
     weights = [record.get("weight", 1.0) for record in records]
     scores = {m["metric"]: score_of([r["scores"][m["metric"]] for r in records], weights) for m in metric_list}
     for name, score in scores.items():
-        reported = found["results"][config.name][f"{name},{first_filter}"]
+        reported = evaluated["results"][config.name][f"{name},{first_filter}"]
         assert math.isclose(score.value, reported, rel_tol=1e-6, abs_tol=1e-9), (name, score.value, reported)
     return BenchmarkResult(
         name=config.name,

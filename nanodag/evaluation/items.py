@@ -2,8 +2,8 @@
 
 Each function here is named in a YAML file of benchmarks/ and called by lm-eval with the `dataset_kwargs` that
 nanodag.evaluation.harness writes. It returns a table of splits: `test`, and `fewshot` where worked examples were asked
-for. An item has the columns that its YAML file speaks of, and `item_id`, a hash of the row it was made from: the same
-in the text form and the chat form of a benchmark, so that a base and a chat model can be compared item by item.
+for. An item has the columns that its YAML file names, and `item_id`, a hash of the row it was made from. A benchmark's
+text form and chat form have the same ids, so a base and a chat model can be compared item by item.
 """
 
 import hashlib

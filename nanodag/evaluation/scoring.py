@@ -66,8 +66,8 @@ def score_questions(
     while start < len(order):
         num_rows = min(batch_size, max(1, MAX_BATCH_TOKENS // fitted[order[start]].num_tokens))
         chosen = order[start : start + num_rows]
-        for index, found in zip(chosen, _score_batch(model, [fitted[i] for i in chosen]), strict=True):
-            scores[index] = found
+        for index, row_scores in zip(chosen, _score_batch(model, [fitted[i] for i in chosen]), strict=True):
+            scores[index] = row_scores
         start += len(chosen)
         on_batch(start)
     return scores

@@ -70,7 +70,7 @@ class SamplerClient:
         await self.close()
 
     async def close(self) -> None:
-        """End what is under way. Whoever still asks gets SamplerLost: the server that it knew has been replaced."""
+        """End requests in flight. Later callers get SamplerLost: the server that they knew has been replaced."""
         self.is_closed = True
         if self._session is not None:
             await self._session.close()

@@ -20,11 +20,11 @@ def weighted_sum(weights: Mapping[str, float], rewards: Sequence[Reward]) -> Rew
 def labels(names: Sequence[str]) -> list[str]:
     """A short word for each: its function for an import path, `remote` and `model` for those; `_2` for a second one."""
     seen: Counter[str] = Counter()
-    found = []
+    short_names = []
     for name in names:
         path = name.removeprefix("group:")
         prefix, _, function = path.partition(":")
         short = function if function.isidentifier() and ("." in prefix or path != name) else prefix
         seen[short] += 1
-        found.append(short if seen[short] == 1 else f"{short}_{seen[short]}")
-    return found
+        short_names.append(short if seen[short] == 1 else f"{short}_{seen[short]}")
+    return short_names

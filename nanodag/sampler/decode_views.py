@@ -1,7 +1,7 @@
 """The memory that decoding works in, and the views of it that one shape of decode step needs.
 
-A decode step of a small model is bound by the number of Python-level calls, so every slice, transpose and expand that
-it needs is made once per (rows, length) and kept. Letters as in ``model.py``.
+Python-level calls bound a decode step of a small model. So every slice, transpose and expand that it needs is made once
+per (rows, length) and kept. Letters as in ``model.py``.
 """
 
 import math

@@ -1,8 +1,8 @@
 """From scores to one token per row, with random numbers that depend on the request alone.
 
 No vocabulary-wide random numbers are drawn: a token is where one uniform number falls in the cumulative distribution.
-That number comes from a counter-based generator keyed by (seed of the sample, number of the token), so it is the same
-whoever else is in the batch. Rows are independent of one another in every operation here.
+That number comes from a counter-based generator keyed by (seed of the sample, number of the token). So the rest of the
+batch has no influence on it. Rows are independent of one another in every operation here.
 
 Letters: R rows, V vocabulary (a multiple of BLOCK), N = V / BLOCK.
 """

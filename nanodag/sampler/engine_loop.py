@@ -41,7 +41,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the present step; what is running is dropped."""
+        """End the thread after the present step; running samples are dropped."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()

@@ -84,10 +84,10 @@ class Fingerprints:
 
 def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Of every tensor, in the layout of a checkpoint."""
-    found = Fingerprints("checkpoint")
+    fingerprints = Fingerprints("checkpoint")
     for name, tensor in tensors.items():
-        found.add(name, tensor)
-    return found.all()
+        fingerprints.add(name, tensor)
+    return fingerprints.all()
 
 
 def overall(fingerprints: Mapping[str, str]) -> str:

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def invariant_row_sizes(model: SamplerModel) -> tuple[int, ...]:
     """Sizes, ascending, at which every row has the same bits, and the same at every size and every length read.
 
-    The largest is what decides: a smaller size that differs from it is left out, and if rows differ among themselves
-    at the full number of slots, the next smaller is tried. Size 1 alone is always invariant.
+    The largest size decides: a smaller size that differs from it is left out. If rows differ among themselves at the
+    full number of slots, the next smaller size is tried. Size 1 alone is always invariant.
 
     The model's slots are overwritten; call this before any request. Raises SamplerError if no size will do.
     """
@@ -68,9 +68,9 @@ def _bits(model: SamplerModel, rows: int) -> list[torch.Tensor] | None:
         model.prefill([prompt], [list(range(model.num_slots))])
         model.decode(tokens, positions, length)
         scores = model.logits(rows, None).clone()
-        found = [model.buffers.hidden[:rows].clone(), scores, torch.softmax(scores, dim=-1)]
-        first = [tensor[0] for tensor in found]
-        is_uneven = any(not torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in found)
+        results = [model.buffers.hidden[:rows].clone(), scores, torch.softmax(scores, dim=-1)]
+        first = [tensor[0] for tensor in results]
+        is_uneven = any(not torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in results)
         if is_uneven or (seen is not None and not _equal(first, seen)):
             return None
         seen = first

@@ -71,9 +71,9 @@ class CompiledSteps:
         self._drawn_tokens = np.zeros(table.num_slots, dtype=np.int64)
         self._drawn_logprobs = np.zeros(table.num_slots)
         self._outcomes = np.zeros(table.num_slots, dtype=np.uint8)
-        own = {"drawn_tokens": self._drawn_tokens, "drawn_logprobs": self._drawn_logprobs, "outcomes": self._outcomes}
-        kept = [name for name, *_ in _Table._fields_ if name not in own and hasattr(table, name)]
-        self._arrays = {name: getattr(table, name) for name in kept} | own
+        drawn = {"drawn_tokens": self._drawn_tokens, "drawn_logprobs": self._drawn_logprobs, "outcomes": self._outcomes}
+        kept = [name for name, *_ in _Table._fields_ if name not in drawn and hasattr(table, name)]
+        self._arrays = {name: getattr(table, name) for name in kept} | drawn
         self._stop_ids = table.stop_ids
         self._addresses = _Table(
             capacity=table.output_ids.shape[1],

@@ -52,10 +52,10 @@ class Text:
         if not any(stop in tail for stop in stops):
             return None
         text = self._decode(ids, params)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        if not found:
+        matches = [(text.find(stop), stop) for stop in stops if stop in text]
+        if not matches:
             return None
-        place, stop = min(found)
+        place, stop = min(matches)
         return text[: place + (len(stop) if params.no_stop_trim else 0)], stop
 
     def _decode(self, ids: Sequence[int], params: SamplingParams) -> str:

@@ -1,4 +1,4 @@
-"""Requests under way at the embedded server, and the moments between them at which weights may change."""
+"""Requests in flight at the embedded server, and the moments between them at which weights may change."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Traffic:
-    """Who is under way, by name. Its coroutines run in one event loop, the engine in its own thread."""
+    """The requests in flight, by name. Its coroutines run in one event loop, the engine in its own thread."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
@@ -36,11 +36,11 @@ class Traffic:
         return await asyncio.wrap_future(future)
 
     async def enter(self, rids: set[str]) -> None:
-        """Wait while weights change, then count these as under way. Raises BadRequest for a rid in use."""
+        """Wait while weights change, then count these as in flight. Raises BadRequest for a rid in use."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_closed)
             if taken := rids & self._in_flight:
-                raise BadRequest(f"rid {min(taken)!r} belongs to a request that is under way: choose another")
+                raise BadRequest(f"rid {min(taken)!r} belongs to a request in flight: choose another")
             self._in_flight |= rids
 
     async def leave(self, rids: set[str]) -> None:

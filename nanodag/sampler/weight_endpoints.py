@@ -1,8 +1,8 @@
 """The embedded sampler's endpoints about weights: from a folder, by broadcast, and what it holds.
 
-A broadcast is a session, as in SGLang: begin, any number of updates, end. What is received is kept apart and takes the
-place of the old weights at the end, between two tokens: until then, and when anything goes wrong, every token is drawn
-with the old ones. So all of a model's tensors must come in one session; SGLang takes any part of them.
+A broadcast is a session, as in SGLang: begin, any number of updates, end. Received tensors are kept apart and replace
+the old weights at the end, between two tokens. Until then, and when anything goes wrong, every token is drawn with the
+old weights. So all of a model's tensors must come in one session; SGLang takes any part of them.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class _Received:
 
 
 class WeightEndpoints:
-    """What lies behind them. One change at a time; requests under way are waited for, unless they are paused."""
+    """The state behind them. One change at a time; requests in flight are waited for, unless they are paused."""
 
     def __init__(self, engine: Engine, traffic: Traffic) -> None:
         self.engine = engine
@@ -74,7 +74,7 @@ class WeightEndpoints:
         return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in endpoints]
 
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
-        """Wait for requests under way (at once if paused), then change the weights. A bad path keeps the old ones."""
+        """Wait for requests in flight (unless paused), then change the weights. A bad path keeps the old ones."""
         try:
             body = await body_of(http, UpdateWeightsBody)
             path = Path(body.model_path)
@@ -98,13 +98,13 @@ class WeightEndpoints:
         """
         await body_of(http, WeightsCheckerBody)
         if self._received is not None:
-            found = await self._check_received(self._received)
+            fingerprints = await self._check_received(self._received)
         else:
-            found = await self._check_folder(self.engine.checkpoint.path)
+            fingerprints = await self._check_folder(self.engine.checkpoint.path)
         place = {name: int(name.endswith("size")) for name in RANK_NAMES}
         rank = {
-            "checksums": found,
-            "per_gpu_checksum": overall(found),
+            "checksums": fingerprints,
+            "per_gpu_checksum": overall(fingerprints),
             "parallelism_info": [{"role": "target", **place}],
         }
         return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})

@@ -2,7 +2,7 @@
 
 SGLang joins by torch.distributed's functions, which keep what members tell each other in a store under prefixes made of
 the group's name; here the same prefixes lead to a bare gloo group, so that a process needs no default group, and any
-number of groups can come and go. A member that dies closes its connections: whoever sends to it or waits for it gets an
+number of groups can come and go. A member that dies closes its connections: a peer that sends to it or waits gets an
 error at once; one that hangs, after the time-out.
 
 Source: sgl-project/sglang 0.5.23, srt/utils/common.py (init_custom_process_group); pytorch 2.13,

@@ -21,25 +21,25 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 NOT_REGULAR = -2
 _MENDS = {
-    errno.ENOSPC: "The disk is full: free some of it (nanodag gc shows what the store can do without), then go on",
-    errno.EDQUOT: "Your disk quota is used up: free some of it (nanodag gc), then go on",
-    errno.EFBIG: "A file may not get as large as that: raise the limit (ulimit -f), then go on",
+    errno.ENOSPC: "The disk is full: free some of it (nanodag gc shows what the store can do without), then resume",
+    errno.EDQUOT: "Your disk quota is used up: free some of it (nanodag gc), then resume",
+    errno.EFBIG: "A file may not get as large as that: raise the limit (ulimit -f), then resume",
     errno.EROFS: "The file system is read-only: mount it writable, or choose another store with store.url=PATH",
     errno.EACCES: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
     errno.EPERM: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
-    errno.EIO: "The disk reports an error: look at it before you go on",
+    errno.EIO: "The disk reports an error: look at it before you resume",
 }
 
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turn what the file system refuses into one StoreError. what: what was being written, and where."""
+    """Turn errors of the file system into a StoreError. what: the thing being written, and where."""
     try:
         yield
     except NanodagError:
         raise
     except OSError as error:
-        mend = _MENDS.get(error.errno or 0, "Mend that, then go on")
+        mend = _MENDS.get(error.errno or 0, "Mend that, then resume")
         raise StoreError(f"{what} failed ({error}). {mend}; nothing that was there before was touched.") from error
 
 
@@ -141,7 +141,7 @@ def locked(
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a")
     deadline = time.monotonic() + timeout_s
-    said = False
+    is_reported = False
     with opened as stream:
         while True:
             try:
@@ -152,8 +152,8 @@ def locked(
                     raise StoreBusy(f"{path} is held by another process; it is not waited for any longer.") from None
                 if time.monotonic() > deadline:
                     raise StoreBusy(f"{path} is held by another process; waited {timeout_s:.0f} s for it.") from None
-                if not said:
+                if not is_reported:
                     log.info("Waiting for another process that holds %s.", path)
-                    said = True
+                    is_reported = True
                 time.sleep(poll_s)
         yield stream.fileno()

@@ -45,8 +45,8 @@ class Checkpoints:
     def commit(self, step: int) -> Path:
         """Hash every file, write the manifest last, make it durable, give it its final name, drop the oldest.
 
-        Later steps that are there were passed over as damaged, or this one would not be reached again: they go too, and
-        do not count among those that are kept.
+        Folders of later steps are damaged, else the stage would have resumed from them: they go too, and do not count
+        among those that are kept.
         """
         folder = self.temporary(step)
         final = self.path / f"step-{step:08d}"

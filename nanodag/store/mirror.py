@@ -1,7 +1,7 @@
 """Checkpoints of a stage under way, copied to a remote store while it works, so that another machine can resume it.
 
-A thread of the process that started the worker does it, at low priority: the worker knows nothing of it and waits for
-nothing. Below <store>/checkpoints/<key>/ lies one folder a step; its checkpoint.json is copied last.
+A thread of the process that started the worker copies, at low priority; the worker never waits for it.
+<store>/checkpoints/<key>/ has one folder for each step; its checkpoint.json is copied last.
 """
 
 import json
@@ -28,8 +28,8 @@ _STEP = re.compile(r"step-\d{8}")
 class Mirror:
     """Copies the newest checkpoint of a folder whenever there is a newer one. Use as a context around the worker.
 
-    A copy that fails is said in a warning and tried again; the stage goes on. When the context is left, what is newest
-    then is copied before; call `drop` once the stage's result is published.
+    A copy that fails is logged as a warning and tried again; the stage continues. Leaving the context copies the newest
+    checkpoint first; call `drop` once the stage's result is published.
     """
 
     def __init__(self, backend: RemoteBackend, key: str, folder: Path, *, poll_s: float = POLL_S) -> None:

@@ -68,9 +68,9 @@ class NativeRenderer(ChatRenderer):
             ids: list[int] = []
             mask: list[bool] = []
             for piece, trained in conversation:
-                found = next(encoded) if isinstance(piece, str) else (piece,)
-                ids.extend(found)
-                mask.extend([trained] * len(found))
+                piece_ids = next(encoded) if isinstance(piece, str) else (piece,)
+                ids.extend(piece_ids)
+                mask.extend([trained] * len(piece_ids))
             rendered.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
         return rendered
 
@@ -132,10 +132,10 @@ class NativeRenderer(ChatRenderer):
 class TemplateRenderer(ChatRenderer):
     """Any Hugging Face tokenizer with a chat template.
 
-    Templates with generation markers tell the mask themselves. For others (Qwen2.5's), what the assistant says is what
-    the template adds between the prompt for a turn and the conversation with that turn, less white space behind its
-    last special token. Raises SourceError when a template rewrites earlier turns, so that this cannot be told; for tool
-    parts, where the template knows nothing of them; and for what the template itself refuses.
+    Templates with generation markers give the mask themselves. For others (Qwen2.5's), two renderings are compared: the
+    prompt for a turn, and the conversation with that turn. The text that the second adds is the assistant's, less white
+    space behind its last special token. Raises SourceError when a template rewrites earlier turns, for tool parts that
+    the template does not know, and for conversations that the template itself refuses.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -199,8 +199,8 @@ class TemplateRenderer(ChatRenderer):
             ) from error
 
     def _marked(self, messages: Messages) -> Rendered:
-        found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return np.array(found["input_ids"], dtype=np.int32), np.array(found["assistant_masks"], dtype=bool)
+        rendered = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return np.array(rendered["input_ids"], dtype=np.int32), np.array(rendered["assistant_masks"], dtype=bool)
 
     def _compared(self, messages: Messages) -> Rendered:
         whole = self._text(messages, add_generation_prompt=False)

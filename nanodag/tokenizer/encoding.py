@@ -57,16 +57,16 @@ class Encoding:
 
     @cached_property
     def bos_id(self) -> int:
-        found = self._named("bos_token")
-        found = self._named("eos_token") if found is None else found
-        if found is None:
+        token_id = self._named("bos_token")
+        token_id = self._named("eos_token") if token_id is None else token_id
+        if token_id is None:
             raise SourceError("This tokenizer names neither bos_token nor eos_token; one must begin each document.")
-        return found
+        return token_id
 
     @cached_property
     def pad_id(self) -> int:
-        found = self._named("pad_token")
-        return self.bos_id if found is None else found
+        token_id = self._named("pad_token")
+        return self.bos_id if token_id is None else token_id
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -74,10 +74,10 @@ class Encoding:
 
     def token_id(self, token: str) -> int:
         """The id of a token by its text in the vocabulary. Raises SourceError when there is none."""
-        found = self._tokenizer.token_to_id(token)
-        if found is None:
+        number = self._tokenizer.token_to_id(token)
+        if number is None:
             raise SourceError(f"The tokenizer has no token {token!r}.")
-        return found
+        return number
 
     def token_ids(self) -> dict[str, int]:
         """The whole vocabulary: token, as it stands there, -> id."""
@@ -85,7 +85,7 @@ class Encoding:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; no special tokens."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoded.ids for encoded in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text; no special tokens."""
@@ -118,13 +118,13 @@ class Encoding:
     def _bytes_by_id(self) -> list[bytes]:
         to_bytes = _byte_level if '"ByteLevel"' in json.dumps(self._layout["decoder"]) else _with_byte_fallback
         added = {token["id"]: token for token in self._layout["added_tokens"]}
-        found = [b""] * self.size
+        token_bytes = [b""] * self.size
         for token, number in self.token_ids().items():
             if number not in added:
-                found[number] = to_bytes(token)
+                token_bytes[number] = to_bytes(token)
             elif not added[number]["special"]:
-                found[number] = token.encode()
-        return found
+                token_bytes[number] = token.encode()
+        return token_bytes
 
     def _named(self, name: str) -> int | None:
         token = self.settings.get(name)

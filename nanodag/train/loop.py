@@ -1,7 +1,7 @@
 """The one supervised loop. Pretraining, midtraining and SFT are three configs of it.
 
-It owns accumulation, ranks, schedule, validation, checkpoints and metrics; what is minimised is an Objective's affair,
-where data comes from a TokenBatches', how weights are spread an Engine's.
+It owns accumulation, ranks, schedule, validation, checkpoints and metrics. An Objective gives the loss, TokenBatches
+give the data, and a TrainEngine spreads the weights.
 """
 
 import logging
@@ -34,7 +34,7 @@ WriteMetrics = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """What a stage comes to. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
+    """The size of a stage. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
     and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
 
     num_steps: int

@@ -1,7 +1,7 @@
-"""What is minimised: objects with `loss(model, batch) -> (sum, count, metrics)`.
+"""Objectives of training: objects with `loss(model, batch) -> (sum, count, metrics)`.
 
-The loop divides the sum over all micro-batches and ranks by the count over all of them, so a result does not depend on
-how a step is cut up. A metric is a sum too, divided by the same count.
+The loop divides the sum over all micro-batches and ranks by the count over all of them. So the way a step is cut into
+micro-batches does not change a result. A metric is a sum too, divided by the same count.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A model's weights as they lie spread over the ranks, brought together on rank 0 a bucket at a time.
 
-Under ZeRO-3 a rank has an equal part of each parameter, the last one filled up; below, every rank has all of them. What
-is copied by `keep` stays as it was when training goes on: for a sampler that must be started again.
+Under ZeRO-3 a rank has an equal part of each parameter, the last one filled up; below, every rank has all of them. A
+copy by `keep` stays as it is while training continues: a sampler that must be started again takes it.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 
 def in_buckets(names: Sequence[str], num_bytes: Mapping[str, int], largest: int) -> Iterator[list[str]]:
-    """Names in their order, in runs of at most `largest` bytes; what is larger by itself comes alone."""
+    """Names in their order, in runs of at most `largest` bytes; a larger tensor comes alone."""
     bucket: list[str] = []
     size = 0
     for name in names:
@@ -41,7 +41,7 @@ class Shares:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy what this rank has of the weights as they are now; the copy before is forgotten."""
+        """Copy this rank's part of the weights as they are now, in place of the copy before."""
         if not self._is_spread and self._rank > 0:
             return
         for name in self._parameters:
@@ -58,23 +58,23 @@ class Shares:
         if not self._is_spread and self._rank > 0:
             return None
         device = self._own(names[0]).device
-        own = [(self._kept[name] if kept else self._own(name)).to(device) for name in names]
+        shares = [(self._kept[name] if kept else self._own(name)).to(device) for name in names]
         if not self._is_spread or self._world == 1:
-            wholes = [self._whole(name, [share]) for name, share in zip(names, own, strict=True)]
+            wholes = [self._whole(name, [share]) for name, share in zip(names, shares, strict=True)]
             return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
-        mine = torch.cat(own)
-        found = [torch.empty_like(mine) for _ in range(self._world)] if self._rank == 0 else None
-        dist.gather(mine, found, dst=0)
-        if found is None:
+        mine = torch.cat(shares)
+        gathered = [torch.empty_like(mine) for _ in range(self._world)] if self._rank == 0 else None
+        dist.gather(mine, gathered, dst=0)
+        if gathered is None:
             return None
-        sizes = [share.numel() for share in own]
-        by_rank = [ranks.split(sizes) for ranks in found]
+        sizes = [share.numel() for share in shares]
+        by_rank = [ranks.split(sizes) for ranks in gathered]
         return torch.cat([self._whole(name, [part[n] for part in by_rank]) for n, name in enumerate(names)])
 
     def _own(self, name: str) -> Tensor:
         parameter = self._parameters[name]
-        own = getattr(parameter, "ds_tensor") if self._is_spread else parameter  # noqa: B009 - DeepSpeed sets it
-        return own.detach().reshape(-1)
+        local = getattr(parameter, "ds_tensor") if self._is_spread else parameter  # noqa: B009 - DeepSpeed sets it
+        return local.detach().reshape(-1)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """The bytes of a tensor whose parts the ranks have, without what fills up the last."""

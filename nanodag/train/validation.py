@@ -18,9 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationLoss:
-    """loss: nats a label. bits_per_byte: of the labels that stand for bytes, over those bytes; special tokens stand for
-    none, so vocabularies can be compared. Of documents these are the text's own bytes, whatever the tokenizer puts
-    before it."""
+    """loss: nats a label. bits_per_byte: over the bytes that the labels spell, so vocabularies can be compared. Special
+    tokens spell none. For documents these are the bytes of the text, without those that a tokenizer puts before it."""
 
     loss: float
     bits_per_byte: float
@@ -45,9 +44,9 @@ class Validation:
         engine = self._engine
         totals = torch.zeros(4, dtype=torch.float64)  # nats, labels, nats of labels with bytes, bytes
         for batch in self._batches:
-            found = to_device(batch, engine.device)
-            logprobs, _ = engine(found.input_ids, found.position_ids, found.document_ids, found.labels, want="logprobs")
-            num_bytes = self._token_bytes[found.labels[found.labels >= 0]]
+            moved = to_device(batch, engine.device)
+            logprobs, _ = engine(moved.input_ids, moved.position_ids, moved.document_ids, moved.labels, want="logprobs")
+            num_bytes = self._token_bytes[moved.labels[moved.labels >= 0]]
             nats = -logprobs.double()
             totals += torch.stack(
                 [

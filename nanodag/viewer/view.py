@@ -1,4 +1,4 @@
-"""What the page shows: rollouts that were asked for, their tokens with colours, and the picture of one step."""
+"""The page's contents: the chosen rollouts, their tokens with colours, and the picture of one step."""
 
 import math
 from collections import Counter
@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """style: a background, empty for none; hint: what stands in the tooltip."""
+    """style: a background, empty for none; hint: the tooltip's text."""
 
     text: str
     style: str
@@ -232,12 +232,12 @@ def _bar(name: str, x: float, y: float, size: float, seconds: float) -> str:
 
 def _ticks(seconds: float, scale: float, y: float) -> list[str]:
     step = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800, 7200) if seconds / s <= 10), 36000)
-    found, place = [], 0.0
+    lines, place = [], 0.0
     while place <= seconds:
         x = 110 + place * scale
-        found.append(f'<text x="{x:.1f}" y="{y + 14}" fill="var(--soft)" text-anchor="middle">{place:g} s</text>')
+        lines.append(f'<text x="{x:.1f}" y="{y + 14}" fill="var(--soft)" text-anchor="middle">{place:g} s</text>')
         place = round(place + step, 6)
-    return found
+    return lines
 
 
 def wanted_of(query: Mapping[str, str]) -> Wanted:
@@ -246,12 +246,12 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
     def number(name: str) -> float | None:
         text = query.get(name, "").strip()
         try:
-            found = float(text) if text else None
+            value = float(text) if text else None
         except ValueError:
-            found = math.nan
-        if found is not None and not math.isfinite(found):
+            value = math.nan
+        if value is not None and not math.isfinite(value):
             raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no number")
-        return found
+        return value
 
     return Wanted(
         lowest=number("lowest"),

@@ -320,7 +320,7 @@ def test_a_client_that_knows_the_limits_sends_nothing_beyond_them():
 def test_a_rid_in_use_is_refused_and_free_again_afterwards(server):
     async def run(client):
         task = await slow_generation(client, rid="same")
-        with pytest.raises(BadRequest, match="'same' belongs to a request that is under way"):
+        with pytest.raises(BadRequest, match="'same' belongs to a request in flight"):
             await client.generate([request(rid="same")])
         await client.abort("same")
         await task

@@ -1,8 +1,8 @@
-"""Who runs beside whom: the samplers' loop and the trainer's, tied together by weights and rollouts. No torch here.
+"""The samplers' loop and the trainer's loop, side by side, tied together by weights and rollouts. No torch here.
 
 Step k trains rollout batch k and leaves the weights of *policy* k; policy 0 the stage began with. The number counts
-steps; a policy version counts updates, of which a step may have none or several. The samplers take the
-policies in order, and with lag L (`max_staleness`) the weights of policy j sample rollout batch j + 1 + L:
+steps; a policy version counts updates, of which a step may have none or several. The samplers take the policies in
+order, and with lag L (`max_staleness`) the weights of policy j sample rollout batch j + 1 + L:
 
     lag 0   samplers | batch 1   |        | batch 2   |        |         batch 2 with policy 1
             trainer              | step 1 |           | step 2 |
@@ -10,11 +10,11 @@ policies in order, and with lag L (`max_staleness`) the weights of policy j samp
     lag 1   samplers | batch 1   | batch 2   | batch 3   | batch 4       1 and 2 with policy 0, 3 with policy 1
             trainer              | step 1    | step 2    | step 3
 
-So which weights sample what depends on the step alone, not on who was faster: with a deterministic sampler a stage ends
-on the same bytes whatever the timing. Each side goes on until it lacks something: the trainer a batch, the samplers
-weights that are fresh enough. At most L + 1 batches are there at once. Where bytes are not promised (`is_exact` false)
-the samplers take the newest weights before each batch, so what they make is at most L steps behind, often less; and
-in the middle of one where they may (`loads_in_flight`), so that a rollout batch has tokens of several versions.
+So the step alone decides which weights sample a batch, not the faster side: with a deterministic sampler a stage ends
+on the same bytes whatever the timing. Each side continues until it lacks something: the trainer a batch, the samplers
+weights that are fresh enough. At most L + 1 batches exist at once. Where bytes are not promised (`is_exact` false) the
+samplers take the newest weights before each batch, so a batch is at most L steps behind, often less. With
+`loads_in_flight` they also take weights in the middle of a batch, which then has tokens of several versions.
 
 An evaluation of policy j runs while the samplers have its weights, beside their next rollout batch and beside training.
 """
@@ -86,8 +86,8 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the loops are. step: steps trained; policy: whose weights the samplers work with, or wait for; waiting:
-    finished rollout batches, of step + 1 and on."""
+    """The state of the loops. step: steps trained; policy: the one whose weights the samplers have, or wait for;
+    waiting: finished rollout batches, of step + 1 and later."""
 
     step: int = 0
     policy: int = 0

@@ -63,9 +63,9 @@ class Records:
         self, step: int, rollouts: Sequence[Rollout], seconds: float, prompts: Sequence[Prompt] = ()
     ) -> float | None:
         """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
-        found = rollout_metrics(rollouts)
+        metrics = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
-        values = {f"eval_{name}": found[name] for name in names if name in found}
+        values = {f"eval_{name}": metrics[name] for name in names if name in metrics}
         path = self._folder / f"eval-{step:08d}.jsonl"
         write_rollouts(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)

@@ -1,4 +1,4 @@
-"""sglang-router before the samplers, kept alive: requests for generation go through it, all others do not. No torch."""
+"""sglang-router before the samplers, kept alive. Requests for generation go through it, no others do. No torch here."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ class Router:
     """server: a running one. launch: starts another, blocks, raises SamplerLost with the end of the log; connect: a
     client of it. every_s, timeout_s: as of `ServerWatch`.
 
-    urls: of the servers that are to be behind it, as it is now.
+    urls: of the servers that should be behind it now.
     """
 
     def __init__(

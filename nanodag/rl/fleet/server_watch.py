@@ -1,4 +1,4 @@
-"""Whether a server that is asked something still serves. No torch here."""
+"""A watch over servers with requests in flight: do they still serve? No torch here."""
 
 import asyncio
 import logging
@@ -39,11 +39,11 @@ class ChildServer(Protocol):
 
 
 class ServerWatch:
-    """Over one server, as long as something is under way there.
+    """Watches one server as long as it has requests in flight.
 
-    One that does not answer for timeout_s, or says for as long that it cannot serve, is killed: what is under way there
-    then fails at once. SGLang says so when its scheduler hangs; one that is paused to take weights may say so, too
-    (is_excused). on_end: told when it was killed, or has ended by itself.
+    A server that does not answer for timeout_s, or says for as long that it cannot serve, is killed: its requests in
+    flight then fail at once. SGLang says so when its scheduler hangs. A server that is paused to take weights may say
+    so, too (is_excused). on_end: called when the server was killed, or has ended by itself.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServerWatch:
         self.is_excused = False
 
     async def over(self, work: Awaitable[T]) -> T:
-        """The result of a call; as long as one is under way the server is looked at."""
+        """The result of a call; the server is watched meanwhile."""
         self._num_calls += 1
         if self._looking is None:
             self._looking = asyncio.ensure_future(self.look())
@@ -84,7 +84,7 @@ class ServerWatch:
             self._looking = None
 
     async def leave(self) -> None:
-        """Look no longer, and wait until a question that is under way has been given up: it uses the client."""
+        """End the watch, and wait until a health request in flight has been given up: it uses the client."""
         self.end()
         await asyncio.gather(*self._ended, return_exceptions=True)
 
@@ -96,7 +96,7 @@ class ServerWatch:
             try:
                 async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
                     is_well = await self._client.health()
-            except SamplerLost:  # of this one question: what is under way may go on
+            except SamplerLost:  # of this health request alone: other requests may continue
                 is_well = False
             except TimeoutError:
                 is_well, well = False, -math.inf

@@ -1,13 +1,13 @@
 """Gives the samplers the trainer's weights, and makes sure that they have them. No torch here.
 
 Two halves: `publish` is the trainer's, `load` the samplers'; between them the samplers may still be busy with older
-weights. The first weights and every `sync_check_every`th after them are verified: the trainer fingerprints every tensor
-that it gives away, each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py), and a tensor that
-differs ends the stage by its name.
+weights. The first weights and every `sync_check_every`th after them are verified. The trainer fingerprints every
+tensor that it gives away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor
+that differs ends the stage with an error that names it.
 
-Two ways; the other one is nanodag.rl.fleet.broadcast_sync. disk: rank 0 writes a Hugging Face directory, parameters
-gathered in buckets, and the samplers read it. It must be kept until the next weights are loaded, because a sampler that
-dies is started again with it.
+There are two ways; the other one is nanodag.rl.fleet.broadcast_sync. disk: rank 0 writes a Hugging Face directory,
+parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights are loaded,
+because a sampler that dies is started again with it.
 """
 
 import logging
@@ -89,16 +89,16 @@ class DiskSync:
 
 async def check_versions(samplers: Samplers, version: int) -> None:
     """Raise SamplerError when a sampler does not say that it has these weights."""
-    found = await samplers.versions()
-    if set(found) != {str(version)}:
-        raise SamplerError(f"The samplers say that they have weights {found} after they were given {version}.")
+    held_versions = await samplers.versions()
+    if set(held_versions) != {str(version)}:
+        raise SamplerError(f"The samplers say that they have weights {held_versions} after they were given {version}.")
 
 
 async def check_weights(samplers: Samplers, version: int, expected: Mapping[str, str]) -> None:
     """Raise SamplerError, with the names of tensors, when a sampler holds others than the trainer gave away."""
     for number, ranks in enumerate(await samplers.fingerprints()):
-        for found in ranks:
-            if wrong := differing(expected, found):
+        for held in ranks:
+            if wrong := differing(expected, held):
                 more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
                 raise SamplerError(
                     f"{samplers.describe(number)} does not hold the trainer's weights of version {version}: "
@@ -106,10 +106,10 @@ async def check_weights(samplers: Samplers, version: int, expected: Mapping[str,
                 )
 
 
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differing(expected: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
     """What is wrong with each tensor that differs, is missing or was never given away; by name."""
     return [
-        f"{name} has fingerprint {found.get(name, 'none')} instead of {expected.get(name, 'none')}"
-        for name in sorted({*expected, *found})
-        if expected.get(name) != found.get(name)
+        f"{name} has fingerprint {held.get(name, 'none')} instead of {expected.get(name, 'none')}"
+        for name in sorted({*expected, *held})
+        if expected.get(name) != held.get(name)
     ]

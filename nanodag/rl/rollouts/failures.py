@@ -1,4 +1,4 @@
-"""Functions that fail for a part of the samples: what is said of it, and when it is too much. No torch here."""
+"""Rewards and `generate` functions that fail for some samples: the message, and the limit. No torch here."""
 
 import logging
 from collections.abc import Sequence

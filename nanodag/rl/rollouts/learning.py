@@ -37,13 +37,13 @@ def why_nothing_was_learned(metrics: Mapping[str, Any]) -> list[str]:
     """Reasons to believe that an RL stage learned nothing, from the metrics that it ended with; none, normally."""
     if metrics.get("version", 1) == 0:
         return ["no update of the weights was made."]
-    said = []
+    reasons = []
     if metrics.get("zero_spread_share", 0.0) >= ALIKE_FROM:
-        said.append("the rewards in each group were all alike, so there was nothing to prefer.")
+        reasons.append("the rewards in each group were all alike, so there was nothing to prefer.")
     if "reward_p" in metrics:
         first, last = metrics["reward_first"], metrics["reward_last"]
         if metrics["reward_p"] >= NOISE:
-            said.append(f"the reward stayed flat, {first:.3g} at first and {last:.3g} at last: no trend beyond noise.")
+            reasons.append(f"the reward stayed flat, {first:.3g} at first, {last:.3g} at last: no trend beyond noise.")
         elif last < first:
-            said.append(f"the reward fell, from {first:.3g} at first to {last:.3g} at last.")
-    return said
+            reasons.append(f"the reward fell, from {first:.3g} at first to {last:.3g} at last.")
+    return reasons

@@ -69,16 +69,16 @@ def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, floa
     total = Sums({}, {})
     for sums in ranks:
         total.add(sums)
-    found, tokens = total.summed, max(total.summed["tokens"], 1.0)
+    summed, tokens = total.summed, max(total.summed["tokens"], 1.0)
     metrics = {
-        "value_loss": found["value_loss"] / num_updates,
-        "value_clipped_share": found["clipped"] / tokens / num_updates,
-        "value_mean": found["value"] / tokens,
-        "return_mean": found["return"] / tokens,
+        "value_loss": summed["value_loss"] / num_updates,
+        "value_clipped_share": summed["clipped"] / tokens / num_updates,
+        "value_mean": summed["value"] / tokens,
+        "return_mean": summed["return"] / tokens,
     }
-    spread = found["return_squared"] / tokens - metrics["return_mean"] ** 2
+    spread = summed["return_squared"] / tokens - metrics["return_mean"] ** 2
     if spread > SMALLEST_VARIANCE:
-        unexplained = found["error_squared"] / tokens - (found["error"] / tokens) ** 2
+        unexplained = summed["error_squared"] / tokens - (summed["error"] / tokens) ** 2
         metrics["value_explained"] = 1.0 - unexplained / spread
     return metrics
 
@@ -139,11 +139,11 @@ def speeds(values: Mapping[str, float], seconds: Mapping[str, float], *, num_par
     seconds: train. FLOPs are 6 a parameter and token (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361,
     table 1), without attention, and without what scoring with old or reference weights takes.
     """
-    found = {"sampled_tokens_per_second": values["sampled_tokens"] / max(values["seconds_generate"], 1e-9)}
+    metrics = {"sampled_tokens_per_second": values["sampled_tokens"] / max(values["seconds_generate"], 1e-9)}
     if "computed_tokens" in values:
-        found["tokens_per_second"] = values["computed_tokens"] / max(seconds["train"], 1e-9)
-        found["mfu"] = 6 * num_parameters * found["tokens_per_second"] / values["peak_flops"]
-    return found
+        metrics["tokens_per_second"] = values["computed_tokens"] / max(seconds["train"], 1e-9)
+        metrics["mfu"] = 6 * num_parameters * metrics["tokens_per_second"] / values["peak_flops"]
+    return metrics
 
 
 def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
@@ -158,11 +158,11 @@ def _is_solved(rollout: Rollout) -> bool:
 
 def _pass_at(groups: Sequence[tuple[int, int]]) -> dict[str, float]:
     """groups: (samples, solved) of each."""
-    found, k = {}, 1
+    shares, k = {}, 1
     while enough := [(size, solved) for size, solved in groups if size >= k and size > 1]:
-        found[f"pass_at_{k}"] = fmean(pass_at(k, num_samples=size, num_solved=solved) for size, solved in enough)
+        shares[f"pass_at_{k}"] = fmean(pass_at(k, num_samples=size, num_solved=solved) for size, solved in enough)
         k *= 2
-    return found
+    return shares
 
 
 def _share(flags: Sequence[bool]) -> float:
@@ -174,4 +174,4 @@ def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     for rollout in rollouts:
         for name, value in rollout.reward_components.items():
             values.setdefault(f"reward_{name}", []).append(value)
-    return {name: fmean(found) for name, found in sorted(values.items())}
+    return {name: fmean(of_name) for name, of_name in sorted(values.items())}

@@ -86,9 +86,9 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 class PromptCursor:
     """Gives prompts in the order of the mixture, those given back first.
 
-    longest: prompts of more tokens are passed over. skip_share: of prompts whose rewards had no spread when they were
-    tried last (always or never solved), this share is passed over in a pass, drawn from seed, prompt and pass alone.
-    `passed_over` hands them over for the ledger. The mixture must be endless.
+    longest: prompts of more tokens are passed over. skip_share: a pass leaves out this share of the prompts whose
+    rewards had no spread at the last try (always or never solved). Seed, prompt and pass alone decide which.
+    `passed_over` returns them for the ledger. The mixture must be endless.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class PromptCursor:
 
     def passed_over(self) -> list[tuple[Prompt, str]]:
         """Prompts that were passed over since this was called last, with the reason."""
-        found, self._passed_over = self._passed_over, []
-        return found
+        prompts, self._passed_over = self._passed_over, []
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the position in the data, and the prompts given back, with what was begun of them."""

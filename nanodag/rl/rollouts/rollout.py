@@ -1,9 +1,9 @@
 """Rollouts: what the sampler made of one prompt, kept as token ids from beginning to end.
 
-A rollout is an ordered list of spans. Text is never tokenised again: what is trained is what was sampled, id by id,
+A rollout is an ordered list of spans. Text is never tokenised again: the trainer gets the sampled ids themselves,
 with the log-probability and the policy version of each sampled token. Rollouts are kept as JSON lines, one object a
-line, each with its `format`, so that a file stays readable when this module has moved on. This module needs nothing
-but the standard library.
+line. Each object has its `format`, so a file stays readable when this module has changed. This module needs only the
+standard library.
 
 One line, spelled out (format 1):
 
@@ -57,9 +57,9 @@ class Span:
             raise ValueError(f"{self.kind} span holds the negative token id {min(self.token_ids)}")
         wanted = len(self.token_ids) if self.kind == "sampled" else 0
         for name in ("mask", "logprobs", "versions"):
-            found = len(getattr(self, name))
-            if found != wanted:
-                raise ValueError(f"{self.kind} span of {len(self.token_ids)} tokens has {found} {name}, not {wanted}")
+            length = len(getattr(self, name))
+            if length != wanted:
+                raise ValueError(f"{self.kind} span of {len(self.token_ids)} tokens has {length} {name}, not {wanted}")
         if any(value not in (0, 1) for value in self.mask):
             raise ValueError(f"mask holds {sorted(set(self.mask))}, not 0 and 1 only")
         if any(not value <= 0.0 for value in self.logprobs):  # also catches NaN
@@ -221,9 +221,9 @@ def from_json(line: str) -> Rollout:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"a rollout is a JSON object, found {type(record).__name__}")
-    found = record.get("format")
-    if found != FORMAT_VERSION:
-        raise ValueError(f"format is {found!r}; this version of nanodag reads format {FORMAT_VERSION}")
+    version = record.get("format")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format is {version!r}; this version of nanodag reads format {FORMAT_VERSION}")
     try:
         return Rollout(
             group_id=str(record["group_id"]),

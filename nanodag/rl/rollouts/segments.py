@@ -1,9 +1,9 @@
 """From prompts to requests, and from what the samplers answer to rollouts. No torch here.
 
 With `partial_rollout_tokens` responses are written in segments of at most that many tokens. When a step has enough
-groups, the unfinished ones go on in the next step from where they were, with that step's weights, so that long ones do
-not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2.6.2; slime's --partial-rollout). How far one got depends
-on counts, never on time. Each token keeps the version that sampled it.
+groups, the unfinished ones become partial rollouts: they resume in the next step with that step's weights, so that
+long responses do not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2.6.2; slime's --partial-rollout). The
+length of a segment depends on counts, never on time. Each token keeps the version that sampled it.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: i
         return [Request(input_ids=list(prompt.token_ids), params=params, rid=rid)]
     requests = []
     for rollout in filter(is_unfinished, prompt.begun):
-        own = {
+        changes = {
             "n": 1,
             "max_new_tokens": min(segment, longest - rollout.num_sampled),
             "sampling_seed": group_seed(params.sampling_seed or 0, rollout.sample_index, str(rollout.num_sampled)),
@@ -53,7 +53,7 @@ def requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: i
         requests.append(
             Request(
                 input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
-                params=params.model_copy(update=own),
+                params=params.model_copy(update=changes),
                 rid=f"{rid}-{rollout.sample_index}",
             )
         )
@@ -68,7 +68,7 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
     if not prompt.begun:
         (completions,) = answers
         begun = [_nothing_yet(prompt, index) for index in range(len(completions))]
-        return [_extended(rollout, found, longest) for rollout, found in zip(begun, completions, strict=True)]
+        return [_extended(rollout, completion, longest) for rollout, completion in zip(begun, completions, strict=True)]
     following = iter(answers)
     return [
         _extended(rollout, next(following)[0], longest) if is_unfinished(rollout) else rollout
@@ -89,13 +89,13 @@ def _nothing_yet(prompt: Prompt, index: int) -> Rollout:
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
     """The rollout with a completion's tokens added to its sampled span."""
     prompt, before = rollout.spans
-    found = span_of(completion)
+    added = span_of(completion)
     sampled = Span(
         kind="sampled",
-        token_ids=before.token_ids + found.token_ids,
-        mask=before.mask + found.mask,
-        logprobs=before.logprobs + found.logprobs,
-        versions=before.versions + found.versions,
+        token_ids=before.token_ids + added.token_ids,
+        mask=before.mask + added.mask,
+        logprobs=before.logprobs + added.logprobs,
+        versions=before.versions + added.versions,
     )
     reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:
@@ -113,7 +113,7 @@ def continued(request: Request, index: int, completion: Completion) -> Request:
     """What is asked for the rest of a completion that was ended early, the index-th of a request."""
     params, begun = request.params, len(completion.output_ids)
     assert params.max_new_tokens is not None
-    own = {
+    changes = {
         "n": 1,
         "max_new_tokens": params.max_new_tokens - begun,
         "sampling_seed": group_seed(params.sampling_seed or 0, index, str(begun)),
@@ -121,7 +121,7 @@ def continued(request: Request, index: int, completion: Completion) -> Request:
     return replace(
         request,
         input_ids=[*request.input_ids, *completion.output_ids],
-        params=params.model_copy(update=own),
+        params=params.model_copy(update=changes),
         rid=f"{request.rid}-{index}-{begun}",
     )
 
@@ -172,7 +172,7 @@ def span_of(completion: Completion) -> Span:
 
 def finish_reason_of(completion: Completion) -> FinishReason:
     """`stop` or `length`. Raises SamplerError for a completion that the sampler gave up."""
-    found = completion.finish_reason
-    if found is None or found.type == "abort":
-        raise SamplerError(f"The sampler ended request {completion.rid}: {found.message if found else 'no reason'}.")
-    return found.type
+    reason = completion.finish_reason
+    if reason is None or reason.type == "abort":
+        raise SamplerError(f"The sampler ended request {completion.rid}: {reason.message if reason else 'no reason'}.")
+    return reason.type

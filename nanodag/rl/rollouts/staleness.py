@@ -1,8 +1,8 @@
 """How old the weights are that sampled a token, and the cap on it. No torch here.
 
-The staleness of a token that step k trains is the number of steps that changed the weights after those which sampled it
-and before step k began. With `updates_per_step` above 1 a step makes several versions and still counts as one; a step
-that trained nothing made none and does not count.
+A token that step k trains was sampled with some weights. Its staleness is the number of steps before k that changed
+the weights since. With `updates_per_step` above 1 a step makes several versions and still counts as one; a step that
+trained nothing made none and does not count.
 """
 
 from collections import Counter
@@ -33,8 +33,8 @@ def without_stale(batch: RolloutBatch, versions: Sequence[int], *, largest: int)
     """The batch with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
     without any token left is dropped as `too_stale`.
 
-    The schedule keeps to the cap, so this finds something only in partial rollouts that went through several
-    steps, or when a sampler had other weights than it was given.
+    The schedule keeps to the cap. So this masks something only in partial rollouts of several steps, or when a sampler
+    had other weights than it was given.
     """
     return _without(batch, lambda version: staleness_of(version, versions) > largest)
 
@@ -47,8 +47,8 @@ def without_older(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _without(batch: RolloutBatch, is_old: Callable[[int], bool]) -> RolloutBatch:
-    found = {version for rollout in batch.trained for version in rollout.versions}
-    old = frozenset(filter(is_old, found))
+    all_versions = {version for rollout in batch.trained for version in rollout.versions}
+    old = frozenset(filter(is_old, all_versions))
     if not old:
         return batch
     kept, dropped = [], list(batch.dropped)
@@ -68,11 +68,11 @@ def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> d
     for rollout in rollouts:
         for span in rollout.spans:
             num_tokens.update(zip(span.versions, span.mask, strict=True))
-    found = [(staleness_of(version, versions), count) for (version, mask), count in num_tokens.items() if mask]
-    num_trained = sum(count for _, count in found)
+    trained = [(staleness_of(version, versions), count) for (version, mask), count in num_tokens.items() if mask]
+    num_trained = sum(count for _, count in trained)
     return {
-        "staleness": sum(steps * count for steps, count in found) / max(num_trained, 1),
-        "staleness_largest": float(max((steps for steps, _ in found), default=0)),
+        "staleness": sum(steps * count for steps, count in trained) / max(num_trained, 1),
+        "staleness_largest": float(max((steps for steps, _ in trained), default=0)),
         "masked_tokens": float(num_tokens.total() - num_trained),
     }
 

@@ -77,7 +77,7 @@ class Broadcaster:
                 yield from self._split(names, flat)
 
     def close(self) -> None:
-        """Leave the group, if there is one: whoever waits for this rank gets an error."""
+        """Leave the group, if there is one: members that wait for this rank get an error."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -1,8 +1,8 @@
 """Attention for a row in which several responses share one prompt (nanodag.rl.trainer.rows).
 
 Every prompt attends causally to itself; every response to its prompt and causally to itself. Linear layers run over the
-packed row without padding; only here are prompts and responses laid out in padded blocks, (G, P) and (R, L), because
-attention is a small part of the work and scaled_dot_product_attention wants rectangles.
+packed row without padding. Only attention pads: prompts and responses lie in blocks, (G, P) and (R, L), because
+scaled_dot_product_attention takes rectangles. Attention is a small part of the work.
 
 Letters beyond those of packing: P the longest prompt, L the longest response, H query heads, K key-value heads, D head
 width.

@@ -58,7 +58,7 @@ class RankLink:
             lines = _Lines(connection)
             try:
                 hello = lines.read()
-            except (ValueError, OSError):  # whoever looks what listens here
+            except (ValueError, OSError):  # another program that looks what listens here
                 hello = None
             if not isinstance(hello, dict) or hello.get("token") != self._token:  # not one of ours
                 connection.close()
@@ -90,7 +90,7 @@ class RankLink:
         return [replies[rank] for rank in range(self.num_ranks)]
 
     async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """`ask` beside what else runs in the event loop; one after the other, also when whoever asked is cancelled."""
+        """`ask` beside what else runs in the event loop; one after the other, also when the caller is cancelled."""
         return await asyncio.shield(asyncio.ensure_future(self._exchange(do, arguments)))
 
     async def _exchange(self, do: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,8 +127,8 @@ class RankLink:
 
 
 class ControllerLink:
-    """A rank's side. A thread reads, so that the rank notices at once when the controller has gone, also in the middle
-    of a step or stuck in a collective, and ends."""
+    """A rank's side. A thread reads, so the rank notices at once that the controller has gone, and ends. It does so in
+    the middle of a step too, or stuck in a collective."""
 
     def __init__(self, rank: int) -> None:
         host, port, token = os.environ[ADDRESS_VARIABLE].split(":")

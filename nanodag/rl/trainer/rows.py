@@ -1,8 +1,8 @@
 """Packs rollouts into micro-batches without padding, a group's prompt once for all its responses. numpy only.
 
 A micro-batch is one row of tokens: for each group its prompt, then its responses one after the other. A response sees
-the prompt and itself, and its position ids go on from the prompt's, so it is computed as if it stood alone. The last
-token of a response is left out of the row: nothing is predicted from it.
+the prompt and itself, and its position ids continue the prompt's. So the numbers are those of the response alone.
+The last token of a response is left out of the row: nothing is predicted from it.
 
 Letters: T tokens of the row, G prompts, R responses, N tokens to score (every response token).
 """

@@ -1,9 +1,9 @@
 """Ulysses: ranks that share a row, so that it may be longer than one of them could hold.
 
 Outside of attention each rank of a group computes an equal, contiguous part of the row's tokens, with all heads; inside
-it all tokens, with an equal part of the heads. Between the two stands one exchange of every rank with every other. The
-parameters do not know: a gradient is summed over all ranks as ever, because each rank computes the whole loss and lets
-it flow back through the tokens that it scored itself.
+it all tokens, with an equal part of the heads. Between the two, every rank exchanges tensors with every other. Nothing
+changes for the parameters: a gradient is summed over all ranks as ever. Each rank computes the whole loss, and the
+gradient flows back through the tokens that the rank scored itself.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; deepspeedai/DeepSpeed, deepspeed/sequence/layer.py.
 
@@ -94,9 +94,9 @@ class SequenceGroup:
         into this rank's alone."""
         if self.handle is None:
             return own
-        found = own.new_zeros(num_tokens).index_copy(0, share.places, own.detach())
-        dist.all_reduce(found, group=self.handle)
-        return found.index_copy(0, share.places, own)
+        gathered = own.new_zeros(num_tokens).index_copy(0, share.places, own.detach())
+        dist.all_reduce(gathered, group=self.handle)
+        return gathered.index_copy(0, share.places, own)
 
     def of_first(self, values: Tensor) -> Tensor:
         """What the first rank of the group has, in place of this one's."""

@@ -45,13 +45,13 @@ class TeacherServer:
         """
         asked = [
             (part[index].prompt_token_ids, part[index].response_token_ids)
-            for part, own in zip(parts, rows, strict=True)
-            for row in own
+            for part, part_rows in zip(parts, rows, strict=True)
+            for row in part_rows
             if row.mask.any()
             for index in row.rollouts.tolist()
         ]
-        found = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in asked])))
-        answers = iter([next(found)[len(prompt) :] for prompt, _ in asked])
+        scored = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in asked])))
+        answers = iter([next(scored)[len(prompt) :] for prompt, _ in asked])
 
         def of_row(row: DeviceRow) -> Tensor:
             if not row.mask.any():
@@ -59,7 +59,7 @@ class TeacherServer:
             values = [value for _ in row.rollouts.tolist() for value in next(answers)]
             return torch.tensor(values, dtype=torch.float32, device=row.mask.device)
 
-        return [[of_row(row) for row in own] for own in rows]
+        return [[of_row(row) for row in part_rows] for part_rows in rows]
 
     async def _scored(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """The logprob of every token of each sequence; that of its first is NaN."""

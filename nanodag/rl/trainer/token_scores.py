@@ -1,8 +1,8 @@
-"""What the trainer thought of each token of a step, kept beside the rollouts for those who read them.
+"""The trainer's numbers for each token of a step, kept beside the rollouts for readers.
 
-`step-N.scores-R.jsonl`, written by rank R, a line a rollout: group_id, sample_index, and for each token after the
-prompt its advantage and the difference of log-probabilities, old (the trainer at the start of the step) less the
-sampler's, in nats; null for a token that is not trained.
+Rank R writes `step-N.scores-R.jsonl`, a line a rollout: group_id, sample_index, and two numbers for each token after
+the prompt. One is the token's advantage, the other its mismatch: the log-probability by the trainer at the start of the
+step less the sampler's, in nats. Both are null for a token that is not trained.
 """
 
 import json

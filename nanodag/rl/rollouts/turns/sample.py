@@ -1,4 +1,4 @@
-"""What a function that generates is given: a sample to go on from, and a sampler that adds turns. No torch here."""
+"""The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from nanodag.tokenizer.encoding import Encoding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response as far as it is written. It is never changed: what adds to it makes another one.
+    """One response as far as it is written. It is immutable: a turn or a tool result makes another one.
 
-    record: the prompt's (nanodag.data.canonical). spans: the prompt's, then what was sampled and what tools said. seed:
-    decides what is drawn. max_sampled, max_tokens: `max_new_tokens`, and what the context holds, prompt included.
+    record: the prompt's (nanodag.data.canonical). spans: the prompt's, then sampled ones and those of tools. seed: of
+    the draws. max_sampled: `max_new_tokens`. max_tokens: the size of the context, prompt included.
     finish_reason: of the last turn; a sample that is returned must have one, `stop` or `length`. answer: what the
     reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
     """
@@ -32,7 +32,7 @@ class Sample:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Every id: what the next turn goes on from."""
+        """Every id so far; the next turn continues from them."""
         return tuple(token for span in self.spans for token in span.token_ids)
 
     @property
@@ -51,11 +51,11 @@ class Sample:
         return max(0, min(self.max_sampled - self.num_sampled, self.max_tokens - len(self.token_ids)))
 
     def with_tool(self, token_ids: Sequence[int]) -> "Sample":
-        """This with tokens that are not the policy's, which are never trained."""
+        """This sample with a tool span behind it, whose tokens are never trained."""
         return replace(self, spans=(*self.spans, Span(kind="tool", token_ids=tuple(token_ids))))
 
     def forked(self, count: int) -> "list[Sample]":
-        """Several to go on from here, each in its own way: the next turns of equal samples would be equal."""
+        """Copies with seeds of their own, so that they continue differently."""
         return [replace(self, seed=derived_seed(self.seed, "fork", number)) for number in range(count)]
 
 
