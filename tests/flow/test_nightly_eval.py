@@ -109,7 +109,7 @@ def test_a_night_with_an_unknown_benchmark_is_refused_before_an_eval_starts(stor
     said = "newest-pretrain-eval_base.benchmarks.0: Benchmark 'x' has no form 'x'"
     assert state.is_failed() and said in state.message
     record = store.read_run("nightly-1")
-    assert record["state"] == "failed" and {s["state"] for s in record["stages"].values()} == {"not run"}
+    assert record.state == "failed" and {s.state for s in record.stages.values()} == {"not run"}
 
 
 def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell, unchecked):

@@ -100,7 +100,13 @@ def no_server(monkeypatch):
 def has_continuations(project):
     """The run's eval stage has a benchmark that exists."""
     update = {"benchmarks": [{"name": "continuation", "source": f"file:{project}/x.txt"}]}
-    Store(project / "store").change_run("main-1", lambda r: r["pipeline"]["stages"]["eval_sft"].update(update))
+
+    def changed(record):
+        stages = record.pipeline["stages"]
+        stages = {**stages, "eval_sft": {**stages["eval_sft"], **update}}
+        return record.changed(pipeline={**record.pipeline, "stages": stages})
+
+    Store(project / "store").change_run("main-1", changed)
 
 
 def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(project, no_server):
@@ -110,8 +116,8 @@ def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(projec
     with pytest.raises(ConfigError, match=missing):
         check_night(night)
     record = Store(project / "store").read_run(night.run.name)
-    assert record["state"] == "failed" and missing in record["reason"]
-    assert [stage["state"] for stage in record["stages"].values()] == ["not run"]
+    assert record.state == "failed" and missing in record.reason
+    assert [stage.state for stage in record.stages.values()] == ["not run"]
     with pytest.raises(ConfigError, match=missing):
         turn_on(overrides=[], preset="p", file="")
 
