@@ -85,5 +85,5 @@ def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, tuple[float, t
 
 def _range_of(name: str) -> tuple[float, float]:
     parts = name.split(".")
-    field = "reward" if parts[1:2] == ["reward"] else parts[-1]
+    field = "reward" if parts[1:2] == ["reward"] and parts[-1] == "weight" else parts[-1]
     return RANGES.get(field, SECONDS if field.endswith("_s") else OTHERS)

@@ -78,9 +78,17 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     check_ranges(pipeline, file, preset)
     pipeline, derived = derive(pipeline)
     origins.update(derived)
-    shown = {name: origins.get(name, "default") for name, _ in leaves(pipeline)}
+    shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
     shown |= {name: said for name, said in origins.items() if name.endswith("!")}
     return Resolved(pipeline=pipeline, origins=shown)
+
+
+def _origin_of(name: str, origins: Mapping[str, str]) -> str:
+    """Of a value, of what is in it, or of the short form that was written for the table in which it stands."""
+    inner = next((origin for other, origin in origins.items() if other.startswith(f"{name}.")), "")
+    while name and name not in origins and not inner:
+        name = name.rpartition(".")[0]
+    return origins.get(name, inner or "default")
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
@@ -127,8 +135,6 @@ def result_config(stage: BaseModel) -> dict[str, Any]:
         if (field.json_schema_extra or {}).get("operational"):  # type: ignore[union-attr]
             continue
         value = getattr(stage, name)
-        if (field.json_schema_extra or {}).get("later") and value == field.default:  # type: ignore[union-attr]
-            continue
         if isinstance(value, BaseModel):
             out[name] = result_config(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
@@ -218,6 +224,7 @@ def _merge(
         elif isinstance(value, Mapping) and not (here[0] == "stages" and here[-1] == "inputs"):
             if not isinstance(tree.get(key), dict):
                 tree[key] = {}
+                origins.pop(".".join(here[1:] if here[0] == "stages" else here), None)
             _merge(tree[key], value, origins, origin, here)
         else:
             if isinstance(value, list) and here[-1] == "inputs" and all(isinstance(name, str) for name in value):

@@ -1,12 +1,10 @@
-"""Parts of an RL stage: its sampler, filter, generation, critic and teacher."""
+"""Parts of an RL stage: its sampler, critic and teacher."""
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag import registry as entries
-from nanodag.config.section import Auto, Positive, Precision, Section, later, operational
+from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 
@@ -65,61 +63,6 @@ class SamplerConfig(Section):
         return self
 
 
-class FilterConfig(Section):
-    """A filter of groups: a name of nanodag.registry or a function of one's own. A bare name means no options."""
-
-    name: str
-    options: dict[str, float] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _exists(self) -> "FilterConfig":
-        entries.import_path("filter", self.name)
-        if self.name in entries.names("filter"):
-            entries.load_filter(self.name, self.options)
-            if self.options.get("lowest", -math.inf) > self.options.get("highest", math.inf):
-                raise ValueError(
-                    f"filter {self.name}: lowest {self.options['lowest']:g} is above highest "
-                    f"{self.options['highest']:g}, so every group would be dropped; swap them"
-                )
-        return self
-
-
-class GenerateConfig(Section):
-    """How a response comes about. name: `one_turn`, a name of nanodag.registry (`calculator`, `python`) or a function
-    of one's own; a bare name means no options. timeout_s: how long it may take without asking the sampler."""
-
-    name: str = "one_turn"
-    options: dict[str, bool | int | float | str] = {}
-    timeout_s: float = Field(300.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _exists(self) -> "GenerateConfig":
-        if self.name == "one_turn":
-            for name in ("options", "timeout_s"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"generate.{name} means nothing to one_turn; leave it out, or name a function")
-        else:
-            entries.import_path("generate", self.name)
-            if self.name in entries.names("generate"):
-                entries.load_generate(self.name, self.options)
-        return self
-
-    @property
-    def is_one_turn(self) -> bool:
-        """Whether the sampler's answer to the prompt is the response."""
-        return self.name == "one_turn"
-
-
 class CriticConfig(Section):
     """PPO's critic. model: what it begins as, `policy` for the policy's own weights, `input` for the stage's input
     `critic`, or the absolute path of a Hugging Face directory; with the same tokenizer. warmup_steps: at the beginning,
@@ -148,7 +91,7 @@ class TeacherConfig(Section):
     `none`. coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
 
     model: str = "none"
-    url: str = later("none")
+    url: str = "none"
     coefficient: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")

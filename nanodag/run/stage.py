@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline, result_config
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in, sources_in
@@ -147,7 +146,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    module = entries.without_prefix(function).partition(":")[0]
+    module = function.partition(":")[0]
     file = file_of(module)
     if file is None:
         raise ConfigError(f"{function!r}: there is no module {module} beside the pipeline file or on Python's path.")

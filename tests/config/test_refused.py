@@ -42,8 +42,8 @@ def refusal(file, *overrides, preset="one"):
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
         (
             "rl.reward=gms8k",
-            "rl: there is no reward 'gms8k'; choose one of exact, math, gsm8k, multiple_choice, reasoning_gym, f1, "
-            "instruction_following, code, or name a function of your own as package.module:function. "
+            "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, math, "
+            "multiple_choice, reasoning_gym, or name a function of your own as package.module:function. "
             "Did you mean 'gsm8k'?",
         ),
         (
@@ -76,10 +76,11 @@ def refusal(file, *overrides, preset="one"):
         ("seed=", "seed: must be a whole number (found nothing)"),
         ("rl.compile=yes", "rl.compile: must be true or false (found 'yes'); write true"),
         ("rl.temperature=.nan", "rl.temperature: must be a finite number (found nan)"),
-        ("rl.aggregation=sum", "rl.aggregation: must be 'token', 'sequence' or 'constant' (found 'sum')"),
+        ("rl.aggregation=sum", "rl.aggregation: there is no aggregation 'sum'; choose one of token, sequence, constant, or name a "
+         "function of your own as package.module:function"),
         ("base.batch_tokens=x", "base.batch_tokens: must be a whole number or 'auto' (found 'x')"),
-        ("rl.reward={gsm8k: x}", "rl.reward.gsm8k: must be a number (found 'x')"),
-        ("rl.reward=[a, 5]", "rl.reward: must be text or a table (found ['a', 5])"),
+        ("rl.reward={gsm8k: x}", "rl.reward.0.weight: must be a number (found 'x')"),
+        ("rl.reward=[a, 5]", "rl.reward: must be a list (found ['a', 5])"),
         ("rl.inputs=[[1]]", "rl.inputs: must be a table (found [[1]])"),
         ("rl.betas=[0.9]", "rl.betas: has too few values"),
         ("base.data=[]", "base.data: must have at least 1 entry"),
@@ -137,7 +138,7 @@ def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said
     ],
 )
 def test_a_number_that_is_most_likely_a_slip_is_refused_unless_it_is_said_to_be_meant(file, override, value, low, high):
-    name = override.partition("=")[0] + (".gsm8k" if "gsm8k" in override else "")
+    name = override.partition("=")[0] + (".0.weight" if "gsm8k" in override else "")
     said = f"{name}: {value} {USUAL} ({low} to {high}). Change it; or, if it is meant, say so with unchecked=[{name}]."
     assert refusal(file, override) == said
     if "batch" not in name and "lora" not in name:  # these, meant or not, do not fit to what else is set

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from nanodag.config import order_of, resolve, result_config
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.resolve import leaves, portable
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
@@ -155,13 +154,6 @@ def test_operational_fields_are_no_part_of_the_result(file):
     assert same == key_part()
     assert key_part("base.precision=fp32") != key_part()
     assert "log_every" not in key_part() and "resources" not in key_part()
-
-
-def test_an_option_that_came_later_stays_out_of_the_result_until_it_is_used():
-    plain = RLStage(kind="rl", data=["file:x"])
-    assert not {"generate", "critic", "teacher"} & result_config(plain).keys()
-    used = result_config(RLStage(kind="rl", data=["file:x"], advantage="gae", critic={"gamma": 0.9}))
-    assert used["critic"]["gamma"] == 0.9 and "generate" not in used
 
 
 def test_auto_may_be_written_out(file):

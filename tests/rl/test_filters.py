@@ -44,7 +44,7 @@ def judged(filters, *groups, **config) -> Harvest:
     ],
 )
 def test_a_filter_drops_a_group_for_its_reason(name, options, members, reason):
-    assert entries.load_filter(name, options)(members) == reason
+    assert entries.load("filter", name, options)(members) == reason
 
 
 def test_every_drop_is_counted_by_the_first_filter_that_says_so():
@@ -68,7 +68,7 @@ def own(group, *, largest):
 
 
 def test_a_users_own_filter_gets_its_options():
-    assert entries.load_filter(f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"
+    assert entries.load("filter", f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses.policy_loss import PolicyLoss
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.shaping import with_overlong_penalty
@@ -97,7 +99,7 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
         ({"kl_in": "reward"}, "kl_coefficient is 0"),
         ({"reference_every": 2}, "refreshes nothing"),
         ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
-        ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
+        ({"correction": "tis", "correction_floor": 0.5}, "correction_floor 0.5 means nothing with correction tis"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip 3.0 means nothing with policy_loss cispo"),
         ({"policy_loss": "reinforce", "clip_high": 0.3}, "clip_high 0.3 means nothing with policy_loss reinforce"),
@@ -128,17 +130,55 @@ def test_settings_that_would_do_nothing_are_refused(values, message):
 
 def test_settings_at_their_defaults_may_be_written_out():
     written = RLStage(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
-    assert RLStage(**written).kl_kind == "low_var"
+    assert RLStage(**written).kl_kind.name == "low_var"
 
 
-def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(monkeypatch):
-    def own(trainer, old, advantages, mask, sequence_ids, *, clip_low):
-        raise AssertionError
+def own_loss(trainer, old, advantages, mask, sequence_ids, *, clip_low, power=1.0):
+    """A user's policy loss; its ratio shows what it was given."""
+    return PolicyLoss(values=-advantages * trainer, ratio=torch.full_like(old, clip_low**power), clipped=mask)
 
-    monkeypatch.setattr("nanodag.rl.trainer.update.entries.load", lambda kind, name: own)
-    assert Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
-    with pytest.raises(ConfigError, match=r"my\.losses:own does not name dual_clip 3\.0"):
-        Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
+
+def test_a_loss_of_ones_own_gets_its_options_and_the_settings_that_it_names():
+    own = {"name": f"{__name__}:own_loss", "options": {"power": 2}}
+    _, _, metrics = loss_of(policy_loss=own, clip_low=0.5)
+    assert metrics["ratio"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dual_clip": 3.0}, "own_loss does not name dual_clip 3.0; leave dual_clip out"),
+        (
+            {"policy_loss": {"name": f"{__name__}:own_loss", "options": {"powr": 2}}},
+            "no option 'powr'; it takes clip_low, power",
+        ),
+    ],
+)
+def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Objective(RLStage(**{"kind": "rl", "data": ["file:x"], "policy_loss": f"{__name__}:own_loss"} | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policy_loss": {"name": "ppo_clip", "options": {"clip_low": 0.1}}}, "is the setting clip_low; set it there"),
+        ({"advantage": {"name": "gae", "options": {"gamma": 0.9}}}, "is the setting critic.gamma; set it there"),
+        ({"advantage": {"name": "rloo", "options": {"gamma": 0.9}}}, "is the setting critic.gamma; set it there"),
+        ({"reward": {"name": "reasoning_gym", "options": {"strict": 2}}}, "takes strict as bool, not 2"),
+        ({"correction": {"name": "tis", "options": {"bound": 2}}}, "has no option 'bound'; it takes no options"),
+        ({"reward": ["f1", "f1"]}, "reward f1 stands twice"),
+    ],
+)
+def test_options_that_an_entry_does_not_take_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RLStage(kind="rl", data=["file:x"], **values)
+
+
+def test_a_setting_has_the_default_of_every_loss_that_takes_it():
+    for name, traits in registry.entries_of("policy_loss").items():
+        for option in traits.options:
+            assert str(RLStage.model_fields[option].default) == traits.options[option].default, name
 
 
 @pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])

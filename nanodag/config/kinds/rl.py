@@ -1,36 +1,29 @@
 """Reinforcement learning."""
 
-from typing import Literal
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from nanodag import registry as entries
-from nanodag.config.rl_parts import CriticConfig, FilterConfig, GenerateConfig, SamplerConfig, TeacherConfig
-from nanodag.config.section import Auto, Precision, Share, later, operational
+from nanodag import registry
+from nanodag.config.rl_entries import (
+    AdvantageConfig,
+    AggregationConfig,
+    CorrectionConfig,
+    EntryConfig,
+    FilterConfig,
+    GenerateConfig,
+    KLConfig,
+    PolicyLossConfig,
+    RewardConfig,
+)
+from nanodag.config.rl_parts import CriticConfig, SamplerConfig, TeacherConfig
+from nanodag.config.section import Auto, Precision, Share, operational
 from nanodag.config.stage import StageBase
 from nanodag.data.config import SourceConfig
-from nanodag.errors.words import listed, said
-
-# Advantages that compare the samples of a prompt with one another.
-BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-
-
-BY_STEP = ("grpo", "gae")  # advantages that are defined where a reward scores the steps of a response
-
-
-CODE_REWARD_S = 7.0  # nanodag.rewards.code gives up after 6
-
-
-LOSS_SETTINGS = {"clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative"}
-
-
-LOSS_OPTIONS: dict[str, set[str]] = {
-    "ppo_clip": {"clip_low", "clip_high", "dual_clip"},
-    "gspo": {"clip_low", "clip_high"},
-    "cispo": {"clip_low", "clip_high"},
-    "sapo": {"sapo_positive", "sapo_negative"},
-    "reinforce": set(),
-}
+from nanodag.errors import ConfigError
+from nanodag.errors.words import listed
 
 
 class RLStage(StageBase):
@@ -75,8 +68,8 @@ class RLStage(StageBase):
     kind: Literal["rl"]
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: tuple[SourceConfig, ...] = ()
-    reward: str | dict[str, float] = "auto"
-    generate: GenerateConfig = later(GenerateConfig())
+    reward: tuple[RewardConfig, ...] = (RewardConfig(name="auto"),)
+    generate: GenerateConfig = GenerateConfig()
     sampler: SamplerConfig = SamplerConfig()
     placement: Literal["shared"] = "shared"
     sync: Literal["disk", "distributed"] = operational("disk")
@@ -90,7 +83,7 @@ class RLStage(StageBase):
     prompts_per_step: int = Field(32, ge=1)
     samples_per_prompt: int = Field(8, ge=1)
     over_sampling: int = Field(0, ge=0)
-    curriculum_skip: float = later(0.0, ge=0, le=0.95)
+    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
     filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(1.0, gt=0)
@@ -98,24 +91,24 @@ class RLStage(StageBase):
     top_k: int = Field(-1, ge=-1)
     num_steps: int = Field(100, ge=1)
     updates_per_step: int = Field(1, ge=1)
-    epochs_per_step: int = later(1, ge=1)
-    advantage: str = "grpo"
-    critic: CriticConfig = later(CriticConfig())
-    teacher: TeacherConfig = later(TeacherConfig())
-    policy_loss: str = "ppo_clip"
-    aggregation: Literal["token", "sequence", "constant"] = "token"
+    epochs_per_step: int = Field(1, ge=1)
+    advantage: AdvantageConfig = AdvantageConfig(name="grpo")
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig(name="ppo_clip")
+    aggregation: AggregationConfig = AggregationConfig(name="token")
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.2, gt=0)
     dual_clip: float = Field(0.0, ge=0)
     sapo_positive: float = Field(1.0, gt=0)
     sapo_negative: float = Field(1.05, gt=0)
-    kl_kind: Literal["k1", "k2", "k3", "low_var"] = "low_var"
+    kl_kind: KLConfig = KLConfig(name="low_var")
     kl_coefficient: float = Field(0.0, ge=0)
     entropy_coefficient: float = Field(0.0, ge=0)
     kl_in: Literal["loss", "reward"] = "loss"
     kl_unbiased: bool = False
     reference_every: int = Field(0, ge=0)
-    correction: Literal["none", "tis", "tis_sequence", "icepop", "mis"] = "none"
+    correction: CorrectionConfig = CorrectionConfig(name="none")
     correction_cap: float = Field(2.0, gt=0)
     correction_floor: float = Field(0.0, ge=0)
     opsm_limit: float = Field(0.0, ge=0)
@@ -126,14 +119,14 @@ class RLStage(StageBase):
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0)
     gradient_clipping: float = Field(1.0, ge=0)
-    gradient_limit: float = later(0.0, ge=0)
-    bad_gradient: Literal["stop", "skip"] = later("stop")
-    lora_rank: int = later(0, ge=0)
-    lora_alpha: float = later(32.0, gt=0)
+    gradient_limit: float = Field(0.0, ge=0)
+    bad_gradient: Literal["stop", "skip"] = "stop"
+    lora_rank: int = Field(0, ge=0)
+    lora_alpha: float = Field(32.0, gt=0)
     precision: Precision | Auto = "auto"
     zero_stage: Literal[1, 2, 3] = 3
     micro_batch_tokens: int = Field(9216, ge=16)
-    sequence_parallel: int = later(1, ge=1)
+    sequence_parallel: int = Field(1, ge=1)
     activation_checkpointing: bool = False
     compile: bool = operational(False)
     eval_every: int = Field(20, ge=1)
@@ -143,6 +136,13 @@ class RLStage(StageBase):
     reward_processes: int = operational(1, ge=1)
     checkpoint_every: int = operational(20, ge=1)
     keep_checkpoints: int = operational(2, ge=1)
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_names_with_weights(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "name" not in value:
+            return tuple({"name": name, "weight": weight} for name, weight in value.items())
+        return (value,) if isinstance(value, str | dict | RewardConfig) else value
 
     @model_validator(mode="after")
     def _combination(self) -> "RLStage":
@@ -209,8 +209,6 @@ class RLStage(StageBase):
                 f"partial_rollouts: correct trains tokens of earlier steps: it needs partial_rollout_tokens (found "
                 f"{self.partial_rollout_tokens}) and max_staleness (found {self.max_staleness}) above 0"
             )
-        for kind, name in (("advantage", self.advantage), ("policy_loss", self.policy_loss)):
-            entries.import_path(kind, name)
         self._check_reward()
         self._check_critic()
         return self
@@ -226,7 +224,8 @@ class RLStage(StageBase):
                 f"teacher.url with temperature {self.temperature}: servers score a prompt at temperature 1; set it to "
                 "1.0, or use teacher.model"
             )
-        if self.advantage == "gae":
+        traits = self.advantage.traits
+        if traits is not None and traits.needs_critic:
             if self.critic.warmup_steps >= self.num_steps:
                 raise ValueError(
                     f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy untrained in all num_steps "
@@ -239,12 +238,12 @@ class RLStage(StageBase):
                     "raise critic.epochs or updates_per_step, or leave it out"
                 )
         elif self.critic != CriticConfig():
-            raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
+            raise ValueError(f"critic means nothing to advantage {self.advantage.name}; leave it out, or use gae")
         if self.samples_per_prompt == 1 and self.generate.is_one_turn:
-            if self.advantage in BY_GROUP:
+            if traits is not None and traits.compares_groups:
                 raise ValueError(
-                    f"samples_per_prompt 1 leaves advantage {self.advantage} nothing to compare; raise it, or use gae "
-                    "or reinforce_pp"
+                    f"samples_per_prompt 1 leaves advantage {self.advantage.name} nothing to compare; raise it, or use "
+                    "gae or reinforce_pp"
                 )
             if any(one.name == "nonzero_spread" for one in self.filters):
                 raise ValueError(
@@ -252,21 +251,42 @@ class RLStage(StageBase):
                 )
 
     def _check_unused(self) -> None:
-        """Refuse values, other than the defaults, that nothing would look at. What a loss of one's own looks at is seen
-        when it is loaded (nanodag.rl.trainer.update)."""
-        named = LOSS_OPTIONS.get(self.policy_loss, LOSS_SETTINGS)
+        """Refuse values, other than the defaults, that nothing would look at. What a function of one's own looks at is
+        seen when it is loaded."""
         rules = [
-            (LOSS_SETTINGS - named, f"policy_loss {self.policy_loss}"),
             (set() if self.kl_coefficient else {"kl_kind", "kl_unbiased"}, "kl_coefficient 0"),
-            (set() if self.correction != "none" else {"correction_cap"}, "correction none"),
             (set() if self.overlong_buffer else {"overlong_penalty"}, "overlong_buffer 0"),
             (set() if self.lora_rank else {"lora_alpha"}, "lora_rank 0"),
             (set() if self.sync != "disk" else {"sync_bucket_bytes", "sync_timeout_s"}, "sync: disk"),
         ]
+        for label in ("policy_loss", "correction"):
+            chosen: EntryConfig = getattr(self, label)
+            if (traits := chosen.traits) is not None:
+                unseen = {name for option, name in chosen.settings.items() if option not in traits.options}
+                rules.append((unseen, f"{label} {chosen.name}"))
         for names, why in rules:
             for name in sorted(names):
                 if (found := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} {found} means nothing with {why}; leave it out, or change the latter")
+
+    def load(self, chosen: EntryConfig) -> Callable[..., Any]:
+        """A function with its options and the settings that it takes. Raises ConfigError for one of the user's own that
+        does not name a setting other than the default."""
+        options = dict(chosen.options)
+        taken = registry.options_taken(chosen.kind, chosen.name)
+        for option, name in sorted(chosen.settings.items()):
+            value, default = self._setting(name)
+            if taken is None or option in taken:
+                options[option] = value
+            elif value != default:
+                raise ConfigError(f"{chosen.kind} {chosen.name} does not name {option} {value}; leave {name} out.")
+        return registry.load(chosen.kind, chosen.name, options)
+
+    def _setting(self, name: str) -> tuple[Any, Any]:
+        """Value and default of a setting, `critic.gamma` being the critic's."""
+        *parts, last = name.split(".")
+        owner = reduce(getattr, parts, self)
+        return getattr(owner, last), type(owner).model_fields[last].default
 
     def _check_midway(self) -> None:
         """Of weights that come while rollouts are under way."""
@@ -303,46 +323,48 @@ class RLStage(StageBase):
             )
 
     def _check_reward(self) -> None:
-        weights = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
-        if not weights or not all(weights.values()):
-            found = self.reward if isinstance(self.reward, str) else said(self.reward)
-            raise ValueError(f"reward {found} has nothing to add up, or a weight of 0; name rewards with weights")
-        for name in weights:
-            if name != "auto":
-                entries.import_path("reward", name)
-        self._check_process_reward()
-        if "code" in weights and self.reward_timeout_s < CODE_REWARD_S:
-            raise ValueError(
-                f"reward_timeout_s {self.reward_timeout_s:g} is below {CODE_REWARD_S:g}, what the reward code takes, "
-                "so a program that hangs would fail instead of being wrong; raise it"
-            )
+        if not self.reward or not all(one.weight for one in self.reward):
+            found = listed(f"{one.name} {one.weight:g}" for one in self.reward)
+            raise ValueError(f"reward ({found}) has nothing to add up, or a weight of 0; name rewards with weights")
+        names = [one.name for one in self.reward]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"reward {twice[0]} stands twice; name it once, with the sum of the weights")
+        for one in self.reward:
+            traits = one.traits
+            if traits is not None and traits.scores_steps:
+                self._check_process_reward(one)
+            if traits is not None and self.reward_timeout_s < traits.least_timeout_s:
+                raise ValueError(
+                    f"reward_timeout_s {self.reward_timeout_s:g} is below {traits.least_timeout_s:g}, what the reward "
+                    f"{one.name} takes, so a program that hangs would fail instead of being wrong; raise it"
+                )
 
     @property
     def has_process_reward(self) -> bool:
         """Whether the reward scores single steps of a response."""
-        return isinstance(self.reward, str) and self.reward.startswith("process:")
+        return any(one.traits is not None and one.traits.scores_steps for one in self.reward)
 
-    def _check_process_reward(self) -> None:
-        if isinstance(self.reward, dict) and (found := [name for name in self.reward if name.startswith("process:")]):
+    def _check_process_reward(self, reward: RewardConfig) -> None:
+        if len(self.reward) > 1 or reward.weight != 1.0:
             raise ValueError(
-                f"reward {found[0]} scores steps, which cannot be added to other rewards; name it alone, without a "
+                f"reward {reward.name} scores steps, which cannot be added to other rewards; name it alone, without a "
                 "weight, and let it score what the others would as steps"
             )
-        if not self.has_process_reward:
-            return
-        if self.advantage not in BY_STEP:
+        traits = self.advantage.traits
+        if traits is None or not traits.takes_steps:
+            fitting = [name for name, one in registry.entries_of("advantage").items() if one.takes_steps]
             raise ValueError(
-                f"advantage {self.advantage} is of whole responses, and the reward {self.reward} scores their steps; "
-                f"use {' or '.join(BY_STEP)}"
+                f"advantage {self.advantage.name} is of whole responses, and the reward {reward.name} scores their "
+                f"steps; use {' or '.join(fitting)}"
             )
         if self.overlong_buffer:
             raise ValueError(
-                f"overlong_buffer {self.overlong_buffer} takes off a response's reward, and with {self.reward} its "
+                f"overlong_buffer {self.overlong_buffer} takes off a response's reward, and with {reward.name} its "
                 "steps are trained; set it to 0, and let the function score the length as a step"
             )
-        if self.kl_in == "reward" and self.advantage == "grpo":
+        if self.kl_in == "reward" and not traits.needs_critic:
             raise ValueError(
-                f"kl_in: reward takes a sum off a response's reward, and with {self.reward} its steps are trained; use "
+                f"kl_in: reward takes a sum off a response's reward, and with {reward.name} its steps are trained; use "
                 "kl_in: loss, or advantage gae"
             )
 
@@ -353,11 +375,6 @@ class RLStage(StageBase):
             raise ValueError("reference_every refreshes nothing while kl_coefficient is 0; raise it, or leave it out")
         if self.kl_in == "reward" and self.kl_unbiased:
             raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
-        if self.correction_floor and self.correction not in ("icepop", "mis"):
-            raise ValueError(
-                f"correction_floor {self.correction_floor} means nothing to correction {self.correction}; use icepop "
-                "or mis, or leave it out"
-            )
         if self.correction_floor >= self.correction_cap:
             raise ValueError(
                 f"correction_floor {self.correction_floor} is not below correction_cap {self.correction_cap}"

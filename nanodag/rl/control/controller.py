@@ -101,7 +101,7 @@ class Controller:
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
         )
-        if self._config.max_staleness and self._config.correction == "none":
+        if self._config.max_staleness and self._config.correction.name == "none":
             log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
         schedule = Schedule(
             self,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
-from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards.pool import RewardPool, Score
@@ -73,7 +72,7 @@ class Generator:
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
         self._turns = turns
-        self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
+        self._filters = [one.load() for one in config.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> Harvest:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.

@@ -86,7 +86,8 @@ class Services:
         starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
         self.pool = RewardPool(
-            self._config.reward,
+            {one.name: one.weight for one in self._config.reward},
+            options={one.name: one.options for one in self._config.reward},
             num_processes=self._config.reward_processes,
             timeout_s=self._config.reward_timeout_s,
         )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
@@ -42,13 +41,15 @@ class Credit:
         device: str,
     ) -> None:
         self._config, self._engine, self._group, self._objective = config, engine, group, objective
-        self._advantage = entries.load("advantage", config.advantage)
+        traits = config.advantage.traits
         self.critic: Critic | None = None
-        if config.advantage == "gae":
+        if traits is not None and traits.needs_critic:
             own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.critic.model)
             folder = Path(own or config.critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device, group=group)
+        else:
+            self._advantage = config.advantage.load()
         self._teacher: Reference | TeacherServer | None = None
         if config.teacher.url != "none":
             self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)

@@ -6,17 +6,13 @@ w from the aggregation, made with totals over the whole update; c from the off-p
 and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead.
 """
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanodag import registry as entries
-from nanodag.config.kinds.rl import LOSS_SETTINGS, RLStage
-from nanodag.errors import ConfigError
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
@@ -30,11 +26,10 @@ class Objective:
 
     def __init__(self, config: RLStage) -> None:
         self._config = config
-        self._policy_loss = entries.load("policy_loss", config.policy_loss)
-        self._options = _options_of(self._policy_loss, config)
-        self._aggregation = entries.load("aggregation", config.aggregation)
-        self.kl = entries.load("kl", config.kl_kind)
-        self._correction = entries.load("correction", config.correction)
+        self._policy_loss = config.load(config.policy_loss)
+        self._aggregation = config.aggregation.load()
+        self.kl = config.kl_kind.load()
+        self._correction = config.load(config.correction)
 
     def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, Sums]:
         """The share of the loss, to be summed over micro-batches and ranks, and sums over its trained tokens."""
@@ -45,7 +40,6 @@ class Objective:
             scored.advantages,
             mask,
             row.sequence_ids,
-            **self._options,
         )
         weights = self._weights(scored)
         per_token = policy.values * weights
@@ -76,8 +70,6 @@ class Objective:
             row.sampler_logprobs,
             row.mask,
             row.sequence_ids,
-            floor=config.correction_floor,
-            cap=config.correction_cap,
         )
         if config.opsm_limit:
             weights = weights * off_policy_kept(
@@ -101,20 +93,6 @@ class Scored:
     old_logprobs: Tensor
     advantages: Tensor
     reference_logprobs: Tensor | None
-
-
-def _options_of(policy_loss: Callable[..., Any], config: RLStage) -> dict[str, float]:
-    """The config's options that the loss's signature names. Raises ConfigError for a value that it would not see."""
-    parameters = inspect.signature(policy_loss).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    options = {}
-    for name in sorted(LOSS_SETTINGS):
-        value = getattr(config, name)
-        if takes_all or name in parameters:
-            options[name] = value
-        elif value != RLStage.model_fields[name].default:
-            raise ConfigError(f"policy_loss {config.policy_loss} does not name {name} {value}; leave it out.")
-    return options
 
 
 def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> Sums:
