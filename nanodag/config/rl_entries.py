@@ -20,7 +20,9 @@ class EntryConfig(Section):
     settings: ClassVar[Mapping[str, str]] = {}
 
     name: str
+    """A name of those that nanodag ships, or a function of the user's own as package.module:function."""
     options: dict[str, bool | int | float | str] = {}
+    """Keyword arguments of the function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +92,7 @@ class RewardConfig(EntryConfig):
     kind = "reward"
 
     weight: float = 1.0
+    """Factor of the reward in the sum."""
 
     @property
     def own_function(self) -> str:
@@ -114,6 +117,7 @@ class FilterConfig(EntryConfig):
     kind = "filter"
 
     options: dict[str, float] = {}
+    """Keyword arguments of the filter, numbers only."""
 
     @model_validator(mode="after")
     def _lets_some_pass(self) -> "FilterConfig":
@@ -131,7 +135,10 @@ class GenerateConfig(EntryConfig):
     kind = "generate"
 
     name: str = "one_turn"
+    """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), or an async function as
+    package.module:function."""
     timeout_s: float = Field(300.0, gt=0)
+    """Seconds that the function may take without asking the sampler."""
 
     @model_validator(mode="after")
     def _exists(self) -> "GenerateConfig":

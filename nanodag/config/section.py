@@ -49,4 +49,4 @@ def found_in(value: Any, wanted: type[T], where: str = "") -> Iterator[tuple[str
 class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

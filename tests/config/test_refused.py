@@ -42,8 +42,8 @@ def refusal(file, *overrides, preset="one"):
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
         (
             "rl.reward=gms8k",
-            "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, math, "
-            "multiple_choice, reasoning_gym, or name a function of your own as package.module:function. "
+            "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
+            "math, multiple_choice, reasoning_gym, or name a function of your own as package.module:function. "
             "Did you mean 'gsm8k'?",
         ),
         (
@@ -76,8 +76,8 @@ def refusal(file, *overrides, preset="one"):
         ("seed=", "seed: must be a whole number (found nothing)"),
         ("rl.compile=yes", "rl.compile: must be true or false (found 'yes'); write true"),
         ("rl.temperature=.nan", "rl.temperature: must be a finite number (found nan)"),
-        ("rl.aggregation=sum", "rl.aggregation: there is no aggregation 'sum'; choose one of token, sequence, constant, or name a "
-         "function of your own as package.module:function"),
+        ("rl.aggregation=sum", "rl.aggregation: there is no aggregation 'sum'; choose one of token, sequence, constant"
+         ", or name a function of your own as package.module:function"),
         ("base.batch_tokens=x", "base.batch_tokens: must be a whole number or 'auto' (found 'x')"),
         ("rl.reward={gsm8k: x}", "rl.reward.0.weight: must be a number (found 'x')"),
         ("rl.reward=[a, 5]", "rl.reward: must be a list (found ['a', 5])"),

@@ -6,7 +6,8 @@ from nanodag.config.stage import StageBase
 
 
 class ImportStage(StageBase):
-    """A model that exists already, as a Hugging Face directory. model: `hub:owner/name[@revision]` or `file:folder`."""
+    """A model that exists already, as a Hugging Face directory."""
 
     kind: Literal["import"]
     model: str
+    """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""

@@ -27,115 +27,157 @@ from nanodag.errors.words import listed
 
 
 class RLStage(StageBase):
-    """GRPO and its relatives. Input: `model`.
-
-    data: prompts. prompts_per_step x samples_per_prompt rollouts train one step; over_sampling prompts are generated
-    and the first that pass the filters, in prompt order, are kept. num_steps: rounds of rollouts (slime's
-    `num_rollout`). updates_per_step: optimizer steps over one step's rollouts, each on a part of them; epochs_per_step:
-    passes over all of them. bad_gradient: `stop` or `skip` at a gradient that is not finite, or whose norm before
-    clipping is above gradient_limit, 0 for any.
-    max_staleness: how many steps ahead of the trainer rollouts may be generated (nanodag.rl.control.schedule).
-    partial_rollout_tokens: responses are written in segments of so many tokens; when a step has enough groups of those
-    under way, over_sampling of them, the others go on in the next; 0 to finish each. partial_rollouts: tokens
-    that older weights sampled than the newest of their step's rollouts are masked, whatever max_staleness is, or
-    trained while it allows that, with rollouts then generated one step less ahead.
-    curriculum_skip: share of the prompts that were always or never solved when they were tried last, and are passed
-    over in a later pass.
-    generate: how a response comes about, one turn of the sampler or a function (nanodag.rl.rollouts.turns).
-    micro_batch_tokens: what one rank holds at once, or sequence_parallel ranks together, which share each row
-    (nanodag.rl.trainer.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
-    sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
-    trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
-    sync_mode: what becomes of requests under way: `finish`, they are waited for, whole harvests at a time; `in_place`,
-    they go on with the new weights; `retract`, and are computed anew up to there; `abort`, they end, and what they have
-    is asked to be gone on with. sync_check_every: the first sync and
-    every one of that number is verified tensor by tensor, 0 for none.
-    reward, advantage, policy_loss: names of nanodag.registry, or functions of one's own as package.module:function;
-    reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
-    most_failed_rewards: share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end
-    their process. Above it the stage ends; below it these samples are left out, and above 1 % the log says so.
-    critic: of the advantage gae. teacher: of on-policy distillation, on top of any advantage.
-    clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
-    ppo_clip, 0 for none. sapo_positive, sapo_negative: sapo's temperatures. kl_in: KL in the loss, or its sum taken off
-    each reward (with gae, each token's off its own); kl_unbiased: KL in the loss with its true gradient.
-    reference_every: updates after which the current weights become the reference of the KL, 0 for never.
-    correction_floor: of icepop and mis. opsm_limit: off-policy sequence masking, nats a token, 0 for none.
-    overlong_buffer: the last tokens before max_new_tokens, over which up to overlong_penalty is taken off, 0 for none.
-    lora_rank, lora_alpha: adapters on every matrix of the layers instead of training all weights (nanodag.model.lora);
-    rank 0 for none. compile: compile the layers, as the supervised stages do.
-    """
+    """GRPO and its relatives (input `model`)."""
 
     kind: Literal["rl"]
     data: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The prompts."""
     validation: tuple[SourceConfig, ...] = ()
+    """Held-out prompts that evaluate the policy."""
     reward: tuple[RewardConfig, ...] = (RewardConfig(name="auto"),)
+    """A reward by name, a function as package.module:function, or names with weights, which are summed. `auto` takes
+    what each prompt names; `process:package.module:function` scores single steps."""
     generate: GenerateConfig = GenerateConfig()
+    """How a response is made: one turn of the sampler, or turns and tools."""
     sampler: SamplerConfig = SamplerConfig()
+    """The servers that rollouts come from."""
     placement: Literal["shared"] = "shared"
+    """`shared` puts trainer and samplers on the same devices."""
     sync: Literal["disk", "distributed"] = operational("disk")
+    """How weights reach the samplers: `disk`, a folder, in memory where there is room, or `distributed`, a broadcast
+    from rank 0."""
     sync_bucket_bytes: int = operational(64 << 20, ge=1)
+    """Bytes broadcast at once."""
     sync_timeout_s: float = operational(60.0, gt=0)
+    """Seconds that one bucket may take."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
+    """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
+    the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
     sync_check_every: int = operational(20, ge=0)
+    """The first sync and every one of that number is verified tensor by tensor; 0 for none."""
     max_staleness: int = Field(0, ge=0)
+    """Steps that rollouts may be generated ahead of the trainer."""
     partial_rollout_tokens: int = Field(0, ge=0)
+    """Tokens after which a response pauses; it goes on in the next step when enough groups are done. 0 finishes each
+    response."""
     partial_rollouts: Literal["mask", "correct"] = "mask"
+    """Tokens that older weights sampled: `mask` leaves them out of the loss, `correct` trains them while max_staleness
+    allows it."""
     prompts_per_step: int = Field(32, ge=1)
+    """Groups that train one step."""
     samples_per_prompt: int = Field(8, ge=1)
+    """Responses of a group."""
     over_sampling: int = Field(0, ge=0)
+    """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
+    trained. 0 generates just these."""
     curriculum_skip: float = Field(0.0, ge=0, le=0.95)
+    """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
     filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
+    """Filters that drop whole groups."""
     max_new_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 only, because the trainer scores the whole distribution."""
     top_k: int = Field(-1, ge=-1)
+    """Top-k sampling; -1 only, because the trainer scores the whole distribution."""
     num_steps: int = Field(100, ge=1)
+    """Rounds of rollouts (slime's num_rollout)."""
     updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps over one step's rollouts, each on a part of them."""
     epochs_per_step: int = Field(1, ge=1)
+    """Passes over one step's rollouts."""
     advantage: AdvantageConfig = AdvantageConfig(name="grpo")
+    """The advantage estimator, by name or as package.module:function."""
     critic: CriticConfig = CriticConfig()
+    """PPO's critic, for the advantage `gae`."""
     teacher: TeacherConfig = TeacherConfig()
+    """The teacher of on-policy distillation, on top of any advantage."""
     policy_loss: PolicyLossConfig = PolicyLossConfig(name="ppo_clip")
+    """The policy loss, by name or as package.module:function."""
     aggregation: AggregationConfig = AggregationConfig(name="token")
+    """The mean over the loss: by `token`, by `sequence`, or divided by a `constant` (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0)
+    """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
+    """Upper clip of ppo_clip, gspo and cispo; the bound is 1 + clip_high."""
     dual_clip: float = Field(0.0, ge=0)
+    """Bound of ppo_clip for negative advantages; 0 for none."""
     sapo_positive: float = Field(1.0, gt=0)
+    """SAPO's temperature for positive advantages."""
     sapo_negative: float = Field(1.05, gt=0)
+    """SAPO's temperature for negative advantages."""
     kl_kind: KLConfig = KLConfig(name="low_var")
+    """The estimator of the KL to the reference model."""
     kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model; 0 for none, and no reference model."""
     entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
+    """Whether the KL in the loss has its unbiased gradient."""
     reference_every: int = Field(0, ge=0)
+    """Updates after which the current weights become the reference; 0 for never."""
     correction: CorrectionConfig = CorrectionConfig(name="none")
+    """Importance correction for rollouts of older weights or of another engine."""
     correction_cap: float = Field(2.0, gt=0)
+    """Upper bound of the correction's ratio."""
     correction_floor: float = Field(0.0, ge=0)
+    """Lower bound of the ratio, for icepop and mis."""
     opsm_limit: float = Field(0.0, ge=0)
+    """Off-policy sequence masking: largest mean of sampler less trainer log-probability, in nats a token, of a response
+    with a negative advantage; 0 for none."""
     overlong_buffer: int = Field(0, ge=0)
+    """Last tokens before max_new_tokens over which the length penalty grows; 0 for no penalty."""
     overlong_penalty: float = Field(1.0, gt=0)
+    """The largest length penalty."""
     learning_rate: float = Field(1e-6, gt=0)
+    """AdamW's learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.98)
+    """AdamW's decay rates of the first and second moment."""
     weight_decay: float = Field(0.1, ge=0)
+    """AdamW's decoupled weight decay."""
     warmup_steps: int = Field(0, ge=0)
+    """Updates over which the learning rate rises from 0."""
     gradient_clipping: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 for no clipping."""
     gradient_limit: float = Field(0.0, ge=0)
+    """Gradient norm before clipping above which a gradient counts as bad; 0 for no limit."""
     bad_gradient: Literal["stop", "skip"] = "stop"
+    """What a bad or non-finite gradient does: `stop` ends the stage, `skip` leaves the update out."""
     lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
     lora_alpha: float = Field(32.0, gt=0)
+    """LoRA's scale, divided by the rank."""
     precision: Precision | Auto = "auto"
+    """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
     zero_stage: Literal[1, 2, 3] = 3
+    """DeepSpeed's ZeRO stage."""
     micro_batch_tokens: int = Field(9216, ge=16)
+    """Tokens that one rank holds at once, or sequence_parallel ranks together."""
     sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share each row (Ulysses)."""
     activation_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass instead of kept."""
     compile: bool = operational(False)
+    """Whether torch.compile compiles the layers."""
     eval_every: int = Field(20, ge=1)
+    """Steps between evaluations on held-out prompts."""
     eval_prompts: int = Field(128, ge=0)
+    """Held-out prompts of an evaluation; 0 for none."""
     reward_timeout_s: float = Field(10.0, gt=0)
+    """Seconds that a reward may take for one response."""
     most_failed_rewards: float = operational(0.25, ge=0, le=1)
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
+    Above it the stage stops; below it these samples are left out."""
     reward_processes: int = operational(1, ge=1)
+    """Processes that compute rewards."""
     checkpoint_every: int = operational(20, ge=1)
+    """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
+    """Newest checkpoints that are kept while the stage runs."""
 
     @field_validator("reward", mode="before")
     @classmethod
