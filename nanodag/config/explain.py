@@ -7,6 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.pipeline import AnyStage, Pipeline
+from nanodag.config.section import full_name
 from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
@@ -83,10 +84,10 @@ def _message(problem: Mapping[str, Any]) -> str:
         return _BY_TYPE[kind].format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
     if kind == "union_tag_invalid":
         tag = str(context["tag"])
-        kinds = list(_models_by_kind())
+        kinds = list(stage_classes())
         return f"there is no kind {tag!r:.80}; kinds are {listed(kinds)}.{nearest(tag, kinds, likeness=0.75)}"
     if kind == "union_tag_not_found":
-        return f"has no `kind`, which says what the stage does: {listed(_models_by_kind())}"
+        return f"has no `kind`, which says what the stage does: {listed(stage_classes())}"
     if kind == "missing":
         return "has too few values" if isinstance(problem["loc"][-1], int) else "is missing"
     if kind == "too_short":
@@ -122,7 +123,7 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for owner, found in by_owner.items():
         keys = [str(problem["loc"][-1]) for problem in found]
         if len(owner) == 3 and owner[0] == "stages" and len(keys) > 1:
-            kinds = [k for k, model in _models_by_kind().items() if set(keys) <= model.model_fields.keys()]
+            kinds = [k for k, model in stage_classes().items() if all(_has(model, key) for key in keys)]
             shown = listed(keys[:4]) + (f" and {counted(len(keys) - 4, 'other')}" if len(keys) > 4 else "")
             is_whose = f"; they are keys of kind {' or '.join(kinds)}" if kinds else ""
             out[_name_of(owner)] = f"a stage of kind {owner[2]} has no keys {shown}{is_whose}"
@@ -135,14 +136,20 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return out
 
 
+def _has(stage: type[BaseModel], key: str) -> bool:
+    """Whether a kind of stage has a setting of that name, short or not."""
+    return key in stage.model_fields or full_name(stage, key) != key
+
+
 def _name_of(location: Sequence[int | str]) -> str:
     parts = [str(part) for part in location]
     if parts and parts[0] == "stages":
-        parts = [p for i, p in enumerate(parts) if i > 0 and not (i == 2 and p in _models_by_kind())]
+        parts = [p for i, p in enumerate(parts) if i > 0 and not (i == 2 and p in stage_classes())]
     return ".".join(p for i, p in enumerate(parts) if i == 0 or not p.startswith(_BRANCHES))
 
 
-def _models_by_kind() -> dict[str, type[BaseModel]]:
+def stage_classes() -> dict[str, type[BaseModel]]:
+    """By kind, the classes of stages."""
     union = get_args(get_args(AnyStage)[0])
     return {get_args(model.model_fields["kind"].annotation)[0]: model for model in union}
 
@@ -152,7 +159,7 @@ def _model_at(location: Sequence[int | str]) -> type[BaseModel]:
     model: type[BaseModel] = Pipeline
     rest = list(location[:-1])
     if len(rest) >= 3 and rest[0] == "stages":
-        model = _models_by_kind().get(str(rest[2]), Pipeline)
+        model = stage_classes().get(str(rest[2]), Pipeline)
         rest = rest[3:]
     for part in rest:
         field = model.model_fields.get(part) if isinstance(part, str) else None

@@ -1,6 +1,7 @@
 """One resolved pipeline: the DAG as a table, and what all its stages share."""
 
 import re
+from collections.abc import Mapping
 from ipaddress import ip_address
 from socket import inet_aton
 from typing import Annotated
@@ -17,7 +18,8 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.sft import SFTStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.section import Section
+from nanodag.config.section import Section, full_name
+from nanodag.config.stage import StageBase
 from nanodag.errors.words import listed, nearest
 
 AnyStage = Annotated[
@@ -234,9 +236,10 @@ class Pipeline(Section):
         nodes = stage.resources.nodes
         if nodes > 1 and stage.kind not in TRAINING_KINDS:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
-        if nodes > 1 and stage.kind == "rl" and stage.sync == "distributed":
+        if nodes > 1 and stage.kind == "rl" and stage.weights.sync == "distributed":
             raise ValueError(
-                f"stages.{name}.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; use disk"
+                f"stages.{name}.weights.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; "
+                "use disk"
             )
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
@@ -256,3 +259,9 @@ def order_of(pipeline: Pipeline) -> list[str]:
             raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
         order.append(ready[0])
     return order
+
+
+def full_path(stages: Mapping[str, StageBase], name: str) -> str:
+    """`rl.algorithm.clip_high` for `rl.clip_high`; what is no stage's as it is."""
+    stage, _, setting = name.partition(".")
+    return f"{stage}.{full_name(type(stages[stage]), setting)}" if setting and stage in stages else name

@@ -60,10 +60,10 @@ def check_ranges(pipeline: Pipeline, file: Path, preset: str) -> None:
 
 def check_lora(stage_name: str, stage: RLStage, width: int, unchecked: tuple[str, ...]) -> None:
     """Raise ConfigError for adapters of a higher rank than the matrices that they are added to."""
-    name = f"{stage_name}.lora_rank"
-    if stage.lora_rank > width and name not in unchecked:
+    name, rank = f"{stage_name}.optimizer.lora_rank", stage.optimizer.lora_rank
+    if rank > width and name not in unchecked:
         raise ConfigError(
-            f"{name}: {stage.lora_rank} is above {width}, the width of the model, so adapters would be larger than "
+            f"{name}: {rank} is above {width}, the width of the model, so adapters would be larger than "
             f"what they adapt. Lower it; or, if it is meant, say so with unchecked=[{name}]."
         )
 

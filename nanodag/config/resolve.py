@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from nanodag.config.derive import derive
 from nanodag.config.document import parse_yaml, read_yaml
-from nanodag.config.explain import explain
-from nanodag.config.pipeline import Pipeline
+from nanodag.config.explain import explain, stage_classes
+from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
+from nanodag.config.section import in_sections
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
@@ -75,6 +76,8 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     except ValidationError as error:
         raise ConfigError(explain(error, file, preset)) from None
     check_trust(pipeline, file.absolute())
+    unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
+    pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
     pipeline, derived = derive(pipeline)
     origins.update(derived)
@@ -222,6 +225,8 @@ def _merge(
         if here[0] == "stages" and len(here) == 2 and value == "drop":
             tree.pop(key, None)
         elif isinstance(value, Mapping) and not (here[0] == "stages" and here[-1] == "inputs"):
+            if here[0] == "stages" and len(here) == 2:
+                value = _in_sections(value, tree.get(key))
             if not isinstance(tree.get(key), dict):
                 tree[key] = {}
                 origins.pop(".".join(here[1:] if here[0] == "stages" else here), None)
@@ -235,6 +240,13 @@ def _merge(
                 del origins[known]
             for leaf, _ in leaves(value, name):
                 origins[leaf] = origin
+
+
+def _in_sections(table: Mapping[str, Any], below: Any) -> Mapping[str, Any]:
+    """A stage's table by full names; its kind is its own, or that of the layers below it."""
+    kind = table.get("kind") or (below.get("kind") if isinstance(below, Mapping) else None)
+    stage = stage_classes().get(str(kind))
+    return in_sections(stage, table) if stage is not None else table
 
 
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:

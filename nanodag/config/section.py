@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from nanodag.errors import ConfigError
+
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
 
@@ -50,3 +52,38 @@ class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StageSection(Section):
+    """A section of a stage. Its settings have short names: `rl.clip_high` is `rl.algorithm.clip_high`."""
+
+
+def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:
+    """By name, the sections of a stage's class."""
+    found = {name: field.annotation for name, field in stage.model_fields.items()}
+    return {name: a for name, a in found.items() if isinstance(a, type) and issubclass(a, StageSection)}
+
+
+def full_name(stage: type[BaseModel], name: str) -> str:
+    """`algorithm.clip_high` for `clip_high`; a name that is full already, or unknown, as it is."""
+    first = name.partition(".")[0]
+    if first in stage.model_fields:
+        return name
+    home = next((home for home, section in sections_of(stage).items() if first in section.model_fields), "")
+    return f"{home}.{name}" if home else name
+
+
+def in_sections(stage: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's table with each setting in its section. Raises ConfigError for one that stands in both places."""
+    full: dict[str, Any] = {key: value for key, value in table.items() if full_name(stage, key) == key}
+    for key, value in table.items():
+        home, _, name = full_name(stage, key).rpartition(".")
+        if not home:
+            continue
+        section = full.setdefault(home, {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{key} is a setting of the section {home}, which is no table here: {section!r:.80}.")
+        if name in section:
+            raise ConfigError(f"{name} stands twice: by its short name, and in the section {home}. Keep one.")
+        full[home] = {**section, name: value}
+    return full

@@ -1,13 +1,13 @@
 """What every stage has: inputs, seed, resources."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Natural, Positive, Section, operational
+from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
 
 
-class Resources(Section):
+class Resources(StageSection):
     """Where a stage runs."""
 
     num_ranks: Positive | Auto = "auto"
@@ -75,3 +75,8 @@ class StageBase(Section):
     """Seconds after which the stage is ended."""
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = operational(("tensorboard",))
     """Trackers that get the metrics, beside metrics.jsonl."""
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """A stage from settings by their short names, or in their sections."""
+        return cls.model_validate(in_sections(cls, settings))

@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, operational
+from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage import StageBase
 from nanodag.data.config import SourceConfig
 
 
-class ShapeConfig(Section):
+class ShapeConfig(StageSection):
     """A model's shape."""
 
     depth: int = Field(0, ge=0, le=128)
@@ -32,7 +32,7 @@ class ShapeConfig(Section):
     """Longest sequence that the model is declared for, in tokens."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(StageSection):
     """AdamW for all weights, or Muon for matrices and AdamW for the rest. Rates are peaks of the schedule."""
 
     name: Literal["adamw", "muon"] = "muon"
@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
     """Muon's momentum."""
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(StageSection):
     """Linear warm-up over the first fraction of steps, flat, then linear decay over the last fraction to final_fraction
     of the peak."""
 

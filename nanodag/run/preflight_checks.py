@@ -191,7 +191,9 @@ class Checks:
         if stage.sampler.engine == "sglang":
             python, device = stage.sampler.python, stage.resources.device
             self._try(f"{name}.sampler.python", f"sglang {python}", lambda: find_python(python, device) and None)
-        models = [(f"{name}.critic.model", stage.critic.model), (f"{name}.teacher.model", stage.teacher.model)]
+        algorithm = stage.algorithm
+        models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
+        models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
         folders = [one.name.removeprefix("model:") for one in stage.reward if one.name.startswith("model:")]
         models += [(f"{name}.reward", folder) for folder in folders]
         for where, model in models:
@@ -201,8 +203,8 @@ class Checks:
             if one.own_function:
                 what = f"{one.kind} {one}"
                 self._try(f"{name}.{where}", what, lambda one=one: self._function(stage, one))
-        if stage.lora_rank:
-            self._try(f"{name}.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
+        if stage.optimizer.lora_rank:
+            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
     def _lora(self, name: str, stage: RLStage) -> None:
         if (width := self._width_of(stage)) is not None:
@@ -211,7 +213,7 @@ class Checks:
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path = entry.own_function
         function = self._import(path)
-        stage.load(entry)
+        stage.algorithm.load(entry)
         prefix = entry.name.partition(":")[0] if path != entry.name else entry.kind
         if (arguments := _CALLED_WITH.get(prefix)) is None:
             return
@@ -251,7 +253,7 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
     """Label, what records are wanted and sources of what a stage reads."""
     if isinstance(stage, RLStage):
         yield "data", "prompt", stage.data
-        yield "validation", "prompt", stage.validation
+        yield "evaluation.validation", "prompt", stage.evaluation.validation
     elif isinstance(stage, ChatStage):
         yield "data", "chat", stage.data
     elif isinstance(stage, SupervisedStage) or stage.kind == "tokenizer":

@@ -125,9 +125,11 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
             sources[source.adapter] = code_identity(source.adapter)
     if isinstance(stage, RLStage):
         sources |= {name: code_identity(name) for name in functions_in(stage)}
-        folders = [model for model in (stage.teacher.model, stage.critic.model) if model.startswith("/")]
+        folders = [
+            model for model in (stage.algorithm.teacher.model, stage.algorithm.critic.model) if model.startswith("/")
+        ]
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
-        if (url := stage.teacher.url) != "none":
+        if (url := stage.algorithm.teacher.url) != "none":
             sources[url] = server_identity(url)
     if stage.kind == "import":
         sources[stage.model] = model_identity(stage.model, mirror)

@@ -63,9 +63,9 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
     expected = {
         "mirror": "environment NANODAG_MIRROR",
         "seed": "preset two",
-        "rl.learning_rate": "preset two",
-        "rl.temperature": "override",
-        "rl.clip_low": "default",
+        "rl.optimizer.learning_rate": "preset two",
+        "rl.rollout.temperature": "override",
+        "rl.algorithm.clip_low": "default",
         "rl.seed": "derived: the pipeline's seed",
         "base.shape.depth": "preset one",
         "base.shape.width": "derived: depth 2",
@@ -76,19 +76,19 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
 
 
 def test_a_preset_extends_another_and_drops_a_stage(file):
-    assert resolve(file, "two").pipeline.stages["rl"].learning_rate == 1e-5
+    assert resolve(file, "two").pipeline.stages["rl"].optimizer.learning_rate == 1e-5
     assert list(resolve(file, "short").pipeline.stages) == ["tokenizer", "base"]
 
 
 def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
     pipeline = resolve(file, "two", ["rl.learning_rate=2e-6", "seed=1", "seed=2"]).pipeline
-    assert (pipeline.stages["rl"].learning_rate, pipeline.seed) == (2e-6, 2)
+    assert (pipeline.stages["rl"].optimizer.learning_rate, pipeline.seed) == (2e-6, 2)
 
 
 def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, monkeypatch):
     exists = os.path.exists
     monkeypatch.setattr("nanodag.config.derive.os.path.exists", lambda path: path == "/dev/nvidiactl" or exists(path))
-    with pytest.raises(ConfigError, match=r"stages\.rl\.sync_check_every 20: SGLang .* on a GPU"):
+    with pytest.raises(ConfigError, match=r"stages\.rl\.weights\.sync_check_every 20: SGLang .* on a GPU"):
         resolve(file, "one", ["rl.sampler.engine=sglang"])
     assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
 

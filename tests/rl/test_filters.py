@@ -20,7 +20,7 @@ def group(*rewards: float, responses=((2,), (2, 3), (2, 3, 4))):
 
 
 def judged(filters, *groups, **config) -> Harvest:
-    generator = Generator(RLStage(kind="rl", data=["file:x"], filters=filters, **config), None, None, None, ())
+    generator = Generator(RLStage.of(kind="rl", data=["file:x"], filters=filters, **config), None, None, None, ())
     harvest = Harvest()
     for one in groups:
         generator._judge(PROMPT, one, harvest)
@@ -83,4 +83,4 @@ def test_a_users_own_filter_gets_its_options():
 )
 def test_a_filter_that_does_not_exist_or_would_do_nothing_is_refused(given, message):
     with pytest.raises((ValueError, ConfigError), match=message):
-        RLStage(kind="rl", data=["file:x"], filters=[given])
+        RLStage.of(kind="rl", data=["file:x"], filters=[given])

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.policy_loss import PolicyLoss
@@ -41,7 +42,7 @@ def loss_of(reference=None, sampler=ROW.sampler_logprobs, **config) -> tuple[flo
         advantages=torch.tensor([1.0, 1.0, 1.0, -2.0]),
         reference_logprobs=reference,
     )
-    loss, sums = Objective(RLStage(kind="rl", data=["file:x"], **config))(scored, TOTALS)
+    loss, sums = Objective(RLStage.of(kind="rl", data=["file:x"], **config))(scored, TOTALS)
     (gradient,) = torch.autograd.grad(loss, trainer)
     return loss.item(), gradient, trainer_metrics([sums], num_updates=1)
 
@@ -76,7 +77,7 @@ def test_kl_in_the_reward_is_summed_over_each_rollout_and_leaves_the_loss_alone(
     plain, _, _ = loss_of(reference)
     loss, _, metrics = loss_of(reference, kl_coefficient=0.5, kl_kind="k1", kl_in="reward")
     assert loss == plain and metrics["kl"] == pytest.approx((0.5 - 0.25 + 0.5) / 3)
-    objective = Objective(RLStage(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
+    objective = Objective(RLStage.of(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
     row = SimpleNamespace(mask=MASK, sequence_ids=ROW.sequence_ids, rollouts=torch.tensor([2, 0]))
     sums = objective.kl_of_rollouts(row, OLD, reference, 4)
     assert sums.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.0])
@@ -125,12 +126,12 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
 )
 def test_settings_that_would_do_nothing_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **values)
+        RLStage.of(kind="rl", data=["file:x"], **values)
 
 
 def test_settings_at_their_defaults_may_be_written_out():
-    written = RLStage(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
-    assert RLStage(**written).kl_kind.name == "low_var"
+    written = RLStage.of(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
+    assert RLStage(**written).algorithm.kl_kind.name == "low_var"
 
 
 def own_loss(trainer, old, advantages, mask, sequence_ids, *, clip_low, power=1.0):
@@ -156,7 +157,7 @@ def test_a_loss_of_ones_own_gets_its_options_and_the_settings_that_it_names():
 )
 def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(values, message):
     with pytest.raises(ConfigError, match=message):
-        Objective(RLStage(**{"kind": "rl", "data": ["file:x"], "policy_loss": f"{__name__}:own_loss"} | values))
+        Objective(RLStage.of(**{"kind": "rl", "data": ["file:x"], "policy_loss": f"{__name__}:own_loss"} | values))
 
 
 @pytest.mark.parametrize(
@@ -172,13 +173,13 @@ def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(valu
 )
 def test_options_that_an_entry_does_not_take_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **values)
+        RLStage.of(kind="rl", data=["file:x"], **values)
 
 
 def test_a_setting_has_the_default_of_every_loss_that_takes_it():
     for name, traits in registry.entries_of("policy_loss").items():
         for option in traits.options:
-            assert str(RLStage.model_fields[option].default) == traits.options[option].default, name
+            assert str(AlgorithmSection.model_fields[option].default) == traits.options[option].default, name
 
 
 @pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])
@@ -284,7 +285,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
 trainer = Trainer(config, save_tiny_model(Path(sys.argv[1])), device="cpu")
 trainer.train(1, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
 before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
@@ -315,7 +316,7 @@ from tests.rl.models import rollout, save_tiny_model
 model = save_tiny_model(Path(sys.argv[1]))
 
 def train(rewards, **values):
-    trainer = Trainer(RLStage(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
+    trainer = Trainer(RLStage.of(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
     rollouts = [[rollout("a", i, [1, 2], [3 + i], reward=r) for i, r in enumerate(three)] for three in rewards]
     replies = [trainer.train(step, one) for step, one in enumerate(rollouts, start=1)]
     print([(r["num_updates"], r["skipped_updates"]) for r in replies], replies[-1]["gradient_norm"] > 0)
@@ -356,7 +357,8 @@ from tests.rl.models import rollout, save_tiny_model
 
 folder = save_tiny_model(Path(sys.argv[1]))
 rollouts = [rollout("a", i, [1, 2], [3 + i, 5, 9 - i], reward=float(i)) for i in range(3)]
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3, weight_decay=0.0)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3,
+                    weight_decay=0.0)
 trainer = Trainer(config, folder, device="cpu")
 reply = trainer.train(1, rollouts)
 
@@ -406,7 +408,7 @@ from tests.rl.models import rollout, save_tiny_model
 
 folder = Path(sys.argv[1])
 values = {"precision": "fp32", "learning_rate": 1e-3, "kl_coefficient": 0.1, "reference_every": 2}
-config = RLStage(kind="rl", data=["file:x"], **values)
+config = RLStage.of(kind="rl", data=["file:x"], **values)
 model = save_tiny_model(folder / "model")
 trainer, other = (Trainer(config, model, device="cpu") for _ in range(2))
 

@@ -72,7 +72,7 @@ class Generator:
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
         self._turns = turns
-        self._filters = [one.load() for one in config.filters]
+        self._filters = [one.load() for one in config.rollout.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> Harvest:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
@@ -82,7 +82,7 @@ class Generator:
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
         harvest, began = Harvest(), time.monotonic()
-        if self._config.partial_rollout_tokens:
+        if self._config.rollout.partial_rollout_tokens:
             await self._rounds(cursor, step, harvest)
         else:
             await self._waves(cursor, step, harvest)
@@ -103,7 +103,7 @@ class Generator:
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
         spare = []
         for (prompt, _), group in zip(judged, groups, strict=True):
-            if len(again.kept) < self._config.prompts_per_step:
+            if len(again.kept) < self._config.rollout.prompts_per_step:
                 self._choose(prompt, group, again)
             else:
                 spare.append(prompt)
@@ -113,7 +113,7 @@ class Generator:
 
     def _conclude(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
-        limit = self._config.most_failed_rewards
+        limit = self._config.rollout.most_failed_rewards
         check_failures(harvest.all_rollouts, of=f"step {step}", most_failed_rewards=limit)
         for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
             if sum(rollout.reward is not None for rollout in group) > 1:
@@ -123,11 +123,11 @@ class Generator:
         """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training. Raises
         StageFailed when too many of the rewards failed."""
         params = SamplingParams(
-            max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
+            max_new_tokens=self._config.rollout.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
         )
         groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
-        limit = self._config.most_failed_rewards
+        limit = self._config.rollout.most_failed_rewards
         check_failures(rollouts, of="an evaluation", most_failed_rewards=limit)
         return rollouts
 
@@ -138,8 +138,11 @@ class Generator:
         config = self._config
         groups: list[Prompt] = []
         num_drawn = 0
-        while len(harvest.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
-            new = cursor.take(config.over_sampling - len(groups))
+        while (
+            len(harvest.kept) < config.rollout.prompts_per_step
+            and num_drawn < WAVES_A_STEP * config.rollout.over_sampling
+        ):
+            new = cursor.take(config.rollout.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
             answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
@@ -154,7 +157,7 @@ class Generator:
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(harvest.kept) < self._config.prompts_per_step:
+            elif len(harvest.kept) < self._config.rollout.prompts_per_step:
                 self._judge(replace(prompt, begun=()), group, harvest)
             else:
                 rest.append(replace(prompt, begun=()))
@@ -162,11 +165,11 @@ class Generator:
 
     async def _waves(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
         config = self._config
-        for _ in range(WAVES_A_STEP if config.over_sampling else 1):
-            prompts = cursor.take(config.over_sampling or config.prompts_per_step)
+        for _ in range(WAVES_A_STEP if config.rollout.over_sampling else 1):
+            prompts = cursor.take(config.rollout.over_sampling or config.rollout.prompts_per_step)
             num_used = await self._wave(prompts, step, harvest)
             cursor.give_back(prompts[num_used:])
-            if len(harvest.kept) == config.prompts_per_step:
+            if len(harvest.kept) == config.rollout.prompts_per_step:
                 break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
@@ -176,7 +179,7 @@ class Generator:
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(harvest.kept) == self._config.prompts_per_step:
+                if len(harvest.kept) == self._config.rollout.prompts_per_step:
                     break
                 self._judge(prompt, await task, harvest)
                 used += 1
@@ -195,7 +198,7 @@ class Generator:
         """Keep or drop a group whose rewards are those that are trained on."""
         num_before = len(harvest.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
-        if len(scored) < min(2, self._config.samples_per_prompt):
+        if len(scored) < min(2, self._config.rollout.samples_per_prompt):
             reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
             harvest.dropped.append(Dropped(prompt, group, reason, num_before))
             return
@@ -209,15 +212,15 @@ class Generator:
     def _group(self, step: int, prompt: Prompt) -> "_Group":
         config = self._config
         params = SamplingParams(
-            n=config.samples_per_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
+            n=config.rollout.samples_per_prompt,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
-        rid, is_ended = f"step-{step}-{prompt.group_id}", config.sync_mode == "abort"
+        rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
         return _Group(prompt, params, rid, self._sampler, is_ended_by_syncs=is_ended)
 
     async def _rollouts(self, group: "_Group") -> list[Rollout]:
@@ -251,8 +254,8 @@ class Generator:
         if self._turns is not None:
             return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
         config = self._config
-        requests = requests_for(group.prompt, group.params, group.rid, segment=config.partial_rollout_tokens)
-        return rollouts_from(group.prompt, await group.ask(requests), longest=config.max_new_tokens)
+        requests = requests_for(group.prompt, group.params, group.rid, segment=config.rollout.partial_rollout_tokens)
+        return rollouts_from(group.prompt, await group.ask(requests), longest=config.rollout.max_new_tokens)
 
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,

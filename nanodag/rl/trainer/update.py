@@ -26,10 +26,10 @@ class Objective:
 
     def __init__(self, config: RLStage) -> None:
         self._config = config
-        self._policy_loss = config.load(config.policy_loss)
-        self._aggregation = config.aggregation.load()
-        self.kl = config.kl_kind.load()
-        self._correction = config.load(config.correction)
+        self._policy_loss = config.algorithm.load(config.algorithm.policy_loss)
+        self._aggregation = config.algorithm.aggregation.load()
+        self.kl = config.algorithm.kl_kind.load()
+        self._correction = config.algorithm.load(config.algorithm.correction)
 
     def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, Sums]:
         """The share of the loss, to be summed over micro-batches and ranks, and sums over its trained tokens."""
@@ -46,12 +46,12 @@ class Objective:
         kl = None
         if scored.reference_logprobs is not None:
             kl = self.kl(scored.trainer_logprobs, scored.reference_logprobs)
-            if config.kl_unbiased:
+            if config.algorithm.kl_unbiased:
                 kl = unbiased(kl, scored.trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
-            if config.kl_in == "loss":
-                per_token = per_token + config.kl_coefficient * kl
-        if config.entropy_coefficient:
-            per_token = per_token - config.entropy_coefficient * scored.entropies
+            if config.algorithm.kl_in == "loss":
+                per_token = per_token + config.algorithm.kl_coefficient * kl
+        if config.algorithm.entropy_coefficient:
+            per_token = per_token - config.algorithm.entropy_coefficient * scored.entropies
         # where, not a product with 0: a masked token may hold an infinity
         loss = (self._aggregation(mask, row.sequence_ids, totals) * torch.where(mask, per_token, 0.0)).sum()
         return loss, _sums(loss, scored, policy, weights, kl)
@@ -71,14 +71,14 @@ class Objective:
             row.mask,
             row.sequence_ids,
         )
-        if config.opsm_limit:
+        if config.algorithm.opsm_limit:
             weights = weights * off_policy_kept(
                 scored.trainer_logprobs,
                 row.sampler_logprobs,
                 scored.advantages,
                 row.mask,
                 row.sequence_ids,
-                limit=config.opsm_limit,
+                limit=config.algorithm.opsm_limit,
             )
         return weights
 

@@ -43,8 +43,8 @@ class Turns:
     def __init__(
         self, config: RLStage, encoding: Encoding, renderer: ChatRenderer, *, context: int, vocabulary: int
     ) -> None:
-        self._config = config.generate
-        self._longest = config.max_new_tokens
+        self._config = config.rollout.generate
+        self._longest = config.rollout.max_new_tokens
         self._function = self._config.load()
         if self._config.traits is not None and not isinstance(renderer, NativeRenderer):
             raise ConfigError(
