@@ -17,7 +17,8 @@ class SourceConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     url: str
-    """The source's URL (docs/reference/sources.md)."""
+    """Where the rows are, such as `hub:openai/gsm8k/main:train`, `file:rows.jsonl` or `python:module:function`
+    (nanodag.data.urls)."""
     adapter: str = "auto"
     """The adapter that makes records of rows: a shipped name or a function as module:function; `auto` goes by the
     URL."""

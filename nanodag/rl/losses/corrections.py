@@ -32,7 +32,7 @@ def none(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_
 def truncated(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
 ) -> Tensor:
-    """`tis`. As verl's rollout_is=token and TRL's token_truncate."""
+    """`min(w, cap)` of a token. As verl's rollout_is=token and TRL's token_truncate."""
     weights = _token_weights(old_logprobs, sampler_logprobs)
     return torch.where(mask, weights.clamp(max=cap), 0.0)
 
@@ -42,7 +42,7 @@ def truncated(
 def sequence_truncated(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
 ) -> Tensor:
-    """`tis_sequence`. As verl's rollout_is=sequence and TRL's sequence_truncate."""
+    """`min(W, cap)` of a response. As verl's rollout_is=sequence and TRL's sequence_truncate."""
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
     return torch.where(mask, weights.clamp(max=cap), 0.0)
 
@@ -52,7 +52,10 @@ def sequence_truncated(
 def token_masked(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`icepop`. As TRL's token_mask, verl's "floor_cap" threshold, OpenRLHF's mask by token."""
+    """w of a token within the bounds, 0 beyond them.
+
+    As TRL's token_mask, verl's "floor_cap" threshold, OpenRLHF's mask by token.
+    """
     weights = _token_weights(old_logprobs, sampler_logprobs)
     return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
 
@@ -62,7 +65,10 @@ def token_masked(
 def sequence_masked(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`mis`. As TRL's sequence_mask; OpenRLHF judges by the geometric mean of w, and keeps each token's w."""
+    """W of a response within the bounds, 0 beyond them.
+
+    As TRL's sequence_mask; OpenRLHF judges by the geometric mean of w, and keeps each token's w.
+    """
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
     return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
 
