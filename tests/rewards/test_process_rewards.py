@@ -170,8 +170,8 @@ def test_what_has_no_meaning_for_steps_is_refused(values, message):
 
 def test_a_stages_key_knows_the_function_that_scores_steps(functions):
     stage = RLStage.of(kind="rl", data=["file:x"], reward="process:my_steps:lines")
-    assert functions_in(stage) == ["process:my_steps:lines"]
-    assert code_identity("process:my_steps:lines")["sha256"] == code_identity("my_steps:letters")["sha256"]
+    assert functions_in(stage) == ["my_steps:lines"]
+    assert code_identity("my_steps:lines")["sha256"] == code_identity("my_steps:letters")["sha256"]
 
 
 def credited(job, step: int) -> list[tuple[Rollout, list[float]]]:

@@ -215,7 +215,7 @@ class Services:
         return SamplerProcess.start(
             model,
             log_path=self._job.workspace / f"sampler-{number}.log",
-            dtype=SAMPLER_DTYPES[config.optimizer.precision],
+            dtype=SAMPLER_DTYPES[config.precision],
             device=str(resources.device),
             max_batch=-(-config.max_batch // self.num_samplers),
             context_length=self.context,
@@ -236,7 +236,7 @@ class Services:
             model,
             log_path=self._job.workspace / f"sampler-{number}.log",
             device=self._device,
-            dtype=SAMPLER_DTYPES[config.optimizer.precision],
+            dtype=SAMPLER_DTYPES[config.precision],
             max_batch=-(-config.max_batch // self.num_samplers),
             context_length=self.context,
             weight_version=version,
