@@ -24,7 +24,7 @@ from nanodag.own_code.functions import function_at
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
 ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts")  # folders of this package that hold entries
 REQUIRED = "required"
-_NUMBERS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
 F = TypeVar("F", bound=Callable[..., Any])
 Argument = Literal["", "url", "function", "folder"]
@@ -39,7 +39,7 @@ class Option:
 
     def fits(self, value: Any) -> bool:
         """Whether a config may give this value."""
-        allowed = _NUMBERS.get(self.type)
+        allowed = _TYPES.get(self.type)
         return allowed is None or (isinstance(value, allowed) and isinstance(value, bool) == (self.type == "bool"))
 
 
@@ -50,7 +50,7 @@ class Entry:
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
-    needs_sandbox: a reward that runs programs. least_timeout_s: what a reward needs to find a program that hangs wrong.
+    needs_sandbox: it runs programs. least_timeout_s: what a reward needs to find a program that hangs wrong.
     argument: what the name goes on with after a colon, as in `remote:http://...`.
     """
 

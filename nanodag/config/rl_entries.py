@@ -13,10 +13,12 @@ from nanodag.config.section import Section, found_in
 class EntryConfig(Section):
     """A function with its options. A bare name means no options.
 
-    kind: of the entry. settings: of its options those that are fields of their own, and where they stand.
+    kind: of the entry. special: a name that stands for no function. settings: of its options those that are fields of
+    their own, and where they stand in the algorithm section.
     """
 
     kind: ClassVar[str]
+    special: ClassVar[str] = ""
     settings: ClassVar[Mapping[str, str]] = {}
 
     name: str
@@ -31,7 +33,10 @@ class EntryConfig(Section):
 
     @model_validator(mode="after")
     def _exists(self) -> "EntryConfig":
-        registry.check_options(self.kind, self.name, self.options, self.settings)
+        if self.name != self.special:
+            registry.check_options(self.kind, self.name, self.options, self.settings)
+        elif self.options:
+            raise ValueError(f"options mean nothing to {self.kind} {self.name}; leave them out, or name a function")
         return self
 
     def __str__(self) -> str:
@@ -41,12 +46,12 @@ class EntryConfig(Section):
     @property
     def traits(self) -> registry.Entry | None:
         """What is known of it without importing it; None of a user's own function."""
-        return registry.find(self.kind, self.name)
+        return None if self.name == self.special else registry.find(self.kind, self.name)
 
     @property
     def own_function(self) -> str:
         """`module:function` of the user's own that it names; empty for ours."""
-        return registry.own_function(self.kind, self.name)
+        return "" if self.name == self.special else registry.own_function(self.kind, self.name)
 
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
@@ -90,25 +95,10 @@ class RewardConfig(EntryConfig):
     """One reward; `auto` is what each prompt names."""
 
     kind = "reward"
+    special = "auto"
 
     weight: float = 1.0
     """Factor of the reward in the sum."""
-
-    @property
-    def own_function(self) -> str:
-        return "" if self.name == "auto" else super().own_function
-
-    @property
-    def traits(self) -> registry.Entry | None:
-        return None if self.name == "auto" else super().traits
-
-    @model_validator(mode="after")
-    def _exists(self) -> "RewardConfig":
-        if self.name != "auto":
-            super()._exists()
-        elif self.options:
-            raise ValueError("reward auto takes no options: each prompt names its own; name the reward")
-        return self
 
 
 class FilterConfig(EntryConfig):
@@ -133,6 +123,7 @@ class GenerateConfig(EntryConfig):
     """How a response comes about: `one_turn` of the sampler, or an async function with turns of its own."""
 
     kind = "generate"
+    special = "one_turn"
 
     name: str = "one_turn"
     """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), or an async function as
@@ -141,23 +132,15 @@ class GenerateConfig(EntryConfig):
     """Seconds that the function may take without asking the sampler."""
 
     @model_validator(mode="after")
-    def _exists(self) -> "GenerateConfig":
-        if not self.is_one_turn:
-            super()._exists()
-            return self
-        for name in ("options", "timeout_s"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"generate.{name} means nothing to one_turn; leave it out, or name a function")
+    def _has_a_function_to_end(self) -> "GenerateConfig":
+        if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
         return self
 
     @property
     def is_one_turn(self) -> bool:
         """Whether the sampler's answer to the prompt is the response."""
-        return self.name == "one_turn"
-
-    @property
-    def own_function(self) -> str:
-        return "" if self.is_one_turn else super().own_function
+        return self.name == self.special
 
 
 def entries_in(value: Any) -> Iterator[tuple[str, EntryConfig]]:

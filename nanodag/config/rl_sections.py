@@ -42,11 +42,7 @@ class RolloutSection(StageSection):
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; 1 only, because the trainer scores the whole distribution."""
-    top_k: int = Field(-1, ge=-1)
-    """Top-k sampling; -1 only, because the trainer scores the whole distribution."""
+    """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
     partial_rollout_tokens: int = Field(0, ge=0)
     """Tokens after which a response pauses; it goes on in the next step when enough groups are done. 0 finishes each
     response."""
@@ -73,11 +69,6 @@ class RolloutSection(StageSection):
             raise ValueError(
                 f"over_sampling {self.over_sampling} is below prompts_per_step {self.prompts_per_step}; "
                 "raise it, or set it to 0 to generate just what is trained"
-            )
-        if self.top_p < 1 or self.top_k > 0:
-            raise ValueError(
-                f"top_p {self.top_p} and top_k {self.top_k} sample from a truncated distribution that the trainer does "
-                "not score; use top_p: 1.0 and top_k: -1"
             )
         if self.curriculum_skip and self.samples_per_prompt == 1:
             raise ValueError(

@@ -35,8 +35,10 @@ def refusal(file, *overrides, preset="one"):
         # names
         ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
         ("base.tool_use=1", "base.tool_use: there is no such key. `nanodag config` prints all."),
-        ("rl={rollout: 3, top_k: 2}", "top_k is a setting of the section rollout, which is no table here: 3."),
-        ("rl={rollout: {top_k: 1}, top_k: 2}", "top_k stands twice: by its short name, and in the section rollout. "
+        ("rl={rollout: 3, temperature: 2}", "temperature is a setting of the section rollout, which is no table "
+         "here: 3."),
+        ("rl={rollout: {temperature: 1}, temperature: 2}", "temperature stands twice: by its short name, and in the "
+         "section rollout. "
          "Keep one."),
         ("base.shape.dept=1", "base.shape.dept: there is no such key. Did you mean 'depth'?"),
         ("rl.tool_use=true", "rl.tool_use: there is no such key. Allowed: inputs, seed, resources, timeout_s, "

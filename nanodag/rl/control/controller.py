@@ -79,9 +79,10 @@ class Controller:
         self._held_out = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
-        if self._config.rollout.generate.name == "python":
+        generate = self._config.rollout.generate
+        if generate.traits is not None and generate.traits.needs_sandbox:
             sandbox.walls()  # MissingTool now, not an error in each sample
-        if not self._config.rollout.generate.is_one_turn:
+        if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
         self._generator = Generator(

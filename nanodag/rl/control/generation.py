@@ -135,14 +135,11 @@ class Generator:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
         this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
         on in the next step, but a finished one that was not needed is generated anew there."""
-        config = self._config
+        rollout = self._config.rollout
         groups: list[Prompt] = []
         num_drawn = 0
-        while (
-            len(harvest.kept) < config.rollout.prompts_per_step
-            and num_drawn < WAVES_A_STEP * config.rollout.over_sampling
-        ):
-            new = cursor.take(config.rollout.over_sampling - len(groups))
+        while len(harvest.kept) < rollout.prompts_per_step and num_drawn < WAVES_A_STEP * rollout.over_sampling:
+            new = cursor.take(rollout.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
             answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
@@ -164,12 +161,12 @@ class Generator:
         return rest
 
     async def _waves(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
-        config = self._config
-        for _ in range(WAVES_A_STEP if config.rollout.over_sampling else 1):
-            prompts = cursor.take(config.rollout.over_sampling or config.rollout.prompts_per_step)
+        rollout = self._config.rollout
+        for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
+            prompts = cursor.take(rollout.over_sampling or rollout.prompts_per_step)
             num_used = await self._wave(prompts, step, harvest)
             cursor.give_back(prompts[num_used:])
-            if len(harvest.kept) == config.rollout.prompts_per_step:
+            if len(harvest.kept) == rollout.prompts_per_step:
                 break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
@@ -215,8 +212,6 @@ class Generator:
             n=config.rollout.samples_per_prompt,
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )

@@ -41,22 +41,20 @@ class Credit:
         device: str,
     ) -> None:
         self._config, self._engine, self._group, self._objective = config, engine, group, objective
-        traits = config.algorithm.advantage.traits
+        critic, teacher = config.algorithm.critic, config.algorithm.teacher
         self.critic: Critic | None = None
-        if traits is not None and traits.needs_critic:
-            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.algorithm.critic.model)
-            folder = Path(own or config.algorithm.critic.model)
+        if config.algorithm.has_critic:
+            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
+            folder = Path(own or critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device, group=group)
         else:
             self._advantage = config.algorithm.advantage.load()
         self._teacher: Reference | TeacherServer | None = None
-        if config.algorithm.teacher.url != "none":
-            self._teacher = TeacherServer(config.algorithm.teacher.url, inputs["model"], context=config.sampler.context)
-        elif config.algorithm.teacher.model != "none":
-            folder = (
-                inputs["teacher"] if config.algorithm.teacher.model == "input" else Path(config.algorithm.teacher.model)
-            )
+        if teacher.url != "none":
+            self._teacher = TeacherServer(teacher.url, inputs["model"], context=config.sampler.context)
+        elif teacher.model != "none":
+            folder = inputs["teacher"] if teacher.model == "input" else Path(teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
             self._teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 

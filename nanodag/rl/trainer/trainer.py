@@ -241,12 +241,9 @@ class Trainer:
             self._reference.refresh(self._weights())
 
     def _learning_rate(self) -> float:
-        warmup = (
-            self.config.optimizer.warmup_steps
-            * self.config.optimizer.updates_per_step
-            * self.config.optimizer.epochs_per_step
-        )
-        return self.config.optimizer.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
+        chosen = self.config.optimizer
+        warmup = chosen.warmup_steps * chosen.updates_per_step * chosen.epochs_per_step
+        return chosen.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
         group = self._group

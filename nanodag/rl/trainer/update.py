@@ -25,33 +25,29 @@ class Objective:
     """The loss that a config chose, its entries loaded. kl: the estimator of a token's KL (nanodag.rl.losses.kl)."""
 
     def __init__(self, config: RLStage) -> None:
-        self._config = config
-        self._policy_loss = config.algorithm.load(config.algorithm.policy_loss)
-        self._aggregation = config.algorithm.aggregation.load()
-        self.kl = config.algorithm.kl_kind.load()
-        self._correction = config.algorithm.load(config.algorithm.correction)
+        self._algorithm = algorithm = config.algorithm
+        self._policy_loss = algorithm.load(algorithm.policy_loss)
+        self._aggregation = algorithm.aggregation.load()
+        self.kl = algorithm.kl_kind.load()
+        self._correction = algorithm.load(algorithm.correction)
 
     def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, Sums]:
         """The share of the loss, to be summed over micro-batches and ranks, and sums over its trained tokens."""
-        config, row, mask = self._config, scored.row, scored.row.mask
+        algorithm, row, mask = self._algorithm, scored.row, scored.row.mask
         policy = self._policy_loss(
-            scored.trainer_logprobs,
-            scored.old_logprobs,
-            scored.advantages,
-            mask,
-            row.sequence_ids,
+            scored.trainer_logprobs, scored.old_logprobs, scored.advantages, mask, row.sequence_ids
         )
         weights = self._weights(scored)
         per_token = policy.values * weights
         kl = None
         if scored.reference_logprobs is not None:
             kl = self.kl(scored.trainer_logprobs, scored.reference_logprobs)
-            if config.algorithm.kl_unbiased:
+            if algorithm.kl_unbiased:
                 kl = unbiased(kl, scored.trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
-            if config.algorithm.kl_in == "loss":
-                per_token = per_token + config.algorithm.kl_coefficient * kl
-        if config.algorithm.entropy_coefficient:
-            per_token = per_token - config.algorithm.entropy_coefficient * scored.entropies
+            if algorithm.kl_in == "loss":
+                per_token = per_token + algorithm.kl_coefficient * kl
+        if algorithm.entropy_coefficient:
+            per_token = per_token - algorithm.entropy_coefficient * scored.entropies
         # where, not a product with 0: a masked token may hold an infinity
         loss = (self._aggregation(mask, row.sequence_ids, totals) * torch.where(mask, per_token, 0.0)).sum()
         return loss, _sums(loss, scored, policy, weights, kl)
@@ -64,21 +60,16 @@ class Objective:
         return sums.new_zeros(size).index_add(0, row.rollouts, sums)
 
     def _weights(self, scored: "Scored") -> Tensor:
-        config, row = self._config, scored.row
-        weights = self._correction(
-            scored.old_logprobs,
-            row.sampler_logprobs,
-            row.mask,
-            row.sequence_ids,
-        )
-        if config.algorithm.opsm_limit:
+        algorithm, row = self._algorithm, scored.row
+        weights = self._correction(scored.old_logprobs, row.sampler_logprobs, row.mask, row.sequence_ids)
+        if algorithm.opsm_limit:
             weights = weights * off_policy_kept(
                 scored.trainer_logprobs,
                 row.sampler_logprobs,
                 scored.advantages,
                 row.mask,
                 row.sequence_ids,
-                limit=config.algorithm.opsm_limit,
+                limit=algorithm.opsm_limit,
             )
         return weights
 

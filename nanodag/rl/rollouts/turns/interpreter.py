@@ -12,7 +12,7 @@ from nanodag.rl.rollouts.turns.tools import with_tool
 _RUNNING = threading.BoundedSemaphore(usable_cores())
 
 
-@entry("generate", "python")
+@entry("generate", "python", needs_sandbox=True)
 async def interpreter(
     sampler: TurnSampler, sample: Sample, *, most_calls: int = 4, seconds: float = 5.0, most_result_tokens: int = 256
 ) -> Sample:
