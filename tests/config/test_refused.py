@@ -90,7 +90,7 @@ def refusal(file, *overrides, preset="one"):
          ", or name a function of your own as package.module:function"),
         ("base.batch_tokens=x", "base.batch_tokens: must be a whole number or 'auto' (found 'x')"),
         ("rl.reward={gsm8k: x}", "rl.reward.0.weight: must be a number (found 'x')"),
-        ("rl.reward=[a, 5]", "rl.reward: must be a list (found ['a', 5])"),
+        ("rl.reward=[gsm8k, 5]", "rl.reward.1: must be a table (found 5)"),
         ("rl.inputs=[[1]]", "rl.inputs: must be a table (found [[1]])"),
         ("rl.betas=[0.9]", "rl.optimizer.betas: has too few values"),
         ("base.data=[]", "base.data: must have at least 1 entry"),

@@ -178,3 +178,11 @@ def test_relative_paths_begin_at_the_file_and_in_overrides_at_the_working_direct
     monkeypatch.chdir(Path("/"))
     assert resolve(file, "one", carried).pipeline.stages["base"].data[0].url == f"file:{elsewhere}/t.txt"
     assert carried[1] == "rl.learning_rate=2e-6"
+
+
+def test_a_resolved_pipeline_written_to_a_file_means_itself(file, tmp_path):
+    given = ["rl.reward={gsm8k: 1, f1: 0.5}", "rl.advantage=rloo", "rl.generate=calculator"]
+    pipeline = resolve(file, "one", given).pipeline
+    written = pipeline.model_dump(mode="json", exclude={"preset"}, exclude_none=True)
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump({"presets": {"one": written}}))
+    assert resolve(tmp_path / "again.yaml", "one").pipeline == pipeline

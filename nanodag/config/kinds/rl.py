@@ -52,8 +52,10 @@ class RLStage(StageBase):
     @classmethod
     def _one_or_names_with_weights(cls, value: Any) -> Any:
         if isinstance(value, dict) and "name" not in value:
-            return tuple({"name": name, "weight": weight} for name, weight in value.items())
-        return (value,) if isinstance(value, str | dict | RewardConfig) else value
+            value = [{"name": name, "weight": weight} for name, weight in value.items()]
+        if isinstance(value, str | dict | RewardConfig):
+            value = [value]
+        return tuple(value) if isinstance(value, list) else value  # strict: after this it is no JSON, where a list does
 
     @model_validator(mode="after")
     def _combination(self) -> "RLStage":
