@@ -105,7 +105,7 @@ class ServerConfig(Section):
     port: int = Field(4200, ge=1024, le=65535)
     """Port of Prefect's server."""
     start_timeout_s: float = Field(120.0, gt=0)
-    """Seconds that the server may take to start."""
+    """Seconds without a sign of progress after which the server's start has failed."""
     host: str = Field("127.0.0.1", min_length=1)
     """Address or name that the server listens on."""
     proxy_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+$")], ...] = ()

@@ -131,9 +131,12 @@ def _typed(annotation: Any, metadata: Any = ()) -> str:
     if annotation == AnyStage:
         text = "stages, each of a kind below"
     elif origin is Annotated:
-        text = _typed(inner[0], inner[1:])
+        fields = [one.metadata if isinstance(one, FieldInfo) else [one] for one in inner[1:]]
+        text = _typed(inner[0], [one for of_field in fields for one in of_field])
     elif origin is Literal:
         text = ", ".join(f"`{one}`" for one in inner)
+    elif set(inner) == {bool, int, float, str}:
+        text = "plain values"
     elif origin in (Union, types.UnionType):
         text = " or ".join(_typed(one) for one in inner if one is not type(None))
     elif origin is tuple:

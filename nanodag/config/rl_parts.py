@@ -24,7 +24,7 @@ class SamplerConfig(Section):
     replicas: Positive | Auto = operational("auto")
     """Sampler processes. `auto`: one, or a process a thread (4 at most) where they are deterministic."""
     start_timeout_s: float = operational(120.0, gt=0)
-    """Seconds that a sampler may take to start."""
+    """Seconds without a sign of progress after which a sampler's start has failed."""
     request_timeout_s: float = operational(600.0, gt=0)
     """Seconds that a request may take."""
     health_timeout_s: float = operational(60.0, gt=0)
