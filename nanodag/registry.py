@@ -161,7 +161,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
     found = find(kind, name)
     function = _imported(kind, name)
-    made = function if found is None or not found.argument else function_at(found.path)(name.partition(":")[2])
+    made: Any = function if found is None or not found.argument else function_at(found.path)(name.partition(":")[2])
     if kind == "generate" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
     if options is None:

@@ -161,7 +161,8 @@ def reference() -> str:
     ]
     stages = stage_classes()
     shown: list[type[BaseModel]] = []
-    for model in (Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig, *stages.values()):
+    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig]
+    for model in [*bases, *stages.values()]:
         lines += _class_lines(model, shown)
     for kind in registry.KINDS:
         lines += [

@@ -106,7 +106,7 @@ class FilterConfig(EntryConfig):
 
     kind = "filter"
 
-    options: dict[str, float] = {}
+    options: dict[str, float] = {}  # type: ignore[assignment]
     """Keyword arguments of the filter, numbers only."""
 
     @model_validator(mode="after")
