@@ -110,7 +110,7 @@ def test_explained_variance_by_hand_is_the_same_on_two_ranks():
         ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy, input nor the absolute path"),
         ({"advantage": "gae", "critic": {"model": "input"}, "inputs": {"model": "sft"}}, "do not fit together"),
         ({"inputs": {"model": "sft", "teacher": "sft"}}, "teacher.model 'none' and inputs"),
-        ({"samples_per_prompt": 1}, "leaves advantage grpo nothing to compare"),
+        ({"samples_per_prompt": 1, "filters": []}, "leaves advantage grpo nothing to compare"),
         ({"samples_per_prompt": 1, "advantage": "gae"}, "groups of one|group of one"),
     ],
 )
