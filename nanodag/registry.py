@@ -51,7 +51,7 @@ class Entry:
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
     needs_sandbox: it runs programs. least_timeout_s: what a reward needs to find a program that hangs wrong.
-    argument: what the name goes on with after a colon, as in `remote:http://...`.
+    argument: what the name resumes after a colon, as in `remote:http://...`.
     """
 
     path: str

@@ -19,7 +19,7 @@ from nanodag.config.kinds.sft import SFTStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Section, full_name
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import listed, nearest
 
 AnyStage = Annotated[
@@ -63,13 +63,13 @@ class ClusterConfig(Section):
     hostfile: str = "none"
     """A hostfile of DeepSpeed's format, with lines such as `worker-2 slots=8`; one of them is this machine. `none`: no
     other machines."""
-    reach: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
+    ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
     """The command that runs another one on {host} without asking for a password."""
 
     @model_validator(mode="after")
     def _names_the_host(self) -> "ClusterConfig":
-        if "{host}" not in self.reach:
-            raise ValueError(f"reach {self.reach!r} does not say where {{host}} stands, as in: ssh {{host}}")
+        if "{host}" not in self.ssh_command:
+            raise ValueError(f"ssh_command {self.ssh_command!r} has no {{host}}; write it as in: ssh {{host}}")
         return self
 
 

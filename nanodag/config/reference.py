@@ -16,7 +16,7 @@ from nanodag.config.explain import stage_classes
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
 from nanodag.config.rl_entries import EntryConfig
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest

@@ -29,7 +29,7 @@ class SamplerConfig(Section):
     """Seconds that a request may take."""
     health_timeout_s: float = operational(60.0, gt=0)
     """Seconds without an answer after which a sampler is killed and started again."""
-    most_losses: int = operational(3, ge=0)
+    max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""

@@ -59,7 +59,7 @@ class RolloutSection(StageSection):
     """Seconds that a reward may take for one response."""
     reward_processes: int = operational(1, ge=1)
     """Processes that compute rewards."""
-    most_failed_rewards: float = operational(0.25, ge=0, le=1)
+    max_failed_rewards: float = operational(0.25, ge=0, le=1)
     """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
     Above it the stage stops; below it these samples are left out."""
 

@@ -15,7 +15,7 @@ from nanodag.config.rl_sections import (
     WeightsSection,
 )
 from nanodag.config.section import operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.errors.words import listed
 

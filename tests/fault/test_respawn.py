@@ -1,4 +1,4 @@
-"""The keeper keeps its command running, and nothing that it started outlives it."""
+"""The supervisor keeps its command running, and nothing that it started outlives it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ time.sleep(600)
 
 @pytest.fixture
 def keep():
-    """Start a keeper of some Python code in a group of its own, its output readable."""
+    """Start a supervisor of some Python code in a group of its own, its output readable."""
     started = []
 
     def start(*arguments):
@@ -39,27 +39,27 @@ def keep():
 
 
 def test_a_killed_command_is_started_again(keep):
-    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
-    first = int(keeper.stdout.readline())
+    supervisor = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
+    first = int(supervisor.stdout.readline())
     os.kill(first, signal.SIGKILL)
-    assert "keeper: the process ended (-9)" in keeper.stdout.readline()
-    second = int(keeper.stdout.readline())
+    assert "supervisor: the process ended (-9)" in supervisor.stdout.readline()
+    second = int(supervisor.stdout.readline())
     assert second != first and is_running(second)
-    os.killpg(keeper.pid, signal.SIGTERM)
-    assert keeper.wait(60) == 0
+    os.killpg(supervisor.pid, signal.SIGTERM)
+    assert supervisor.wait(60) == 0
     assert not is_running(second)
 
 
 def test_a_command_that_cannot_start_is_not_started_again(keep):
-    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", "raise SystemExit(7)")
-    assert keeper.wait(60) == 7
+    supervisor = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", "raise SystemExit(7)")
+    assert supervisor.wait(60) == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_killed_keeper_takes_its_command_along(keep):
-    keeper = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
-    pid = int(keeper.stdout.readline())
-    keeper.kill()
+def test_a_killed_supervisor_takes_its_command_along(keep):
+    supervisor = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
+    pid = int(supervisor.stdout.readline())
+    supervisor.kill()
     wait_until(lambda: not is_running(pid))
 
 

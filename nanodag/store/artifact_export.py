@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.artifacts import Store
-from nanodag.store.files import copy_hashed, fsync_folders, writing
+from nanodag.store.atomic import copy_hashed, fsync_folders, writing
 from nanodag.store.manifest import Artifact
 
 IS_MODEL = {"config.json", "tokenizer.json"}

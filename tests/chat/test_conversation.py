@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanodag.chat.chat import Conversation
+from nanodag.chat.conversation import Conversation
 from nanodag.errors import BadRequest
 from nanodag.tokenizer.chat import ChatRenderer
 
@@ -28,7 +28,7 @@ def conversation(context: int = 12) -> Conversation:
 
 def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     talk = conversation()
-    talk.begin_anew("brief")  # 2 tokens
+    talk.begin_again("brief")  # 2 tokens
     assert len(talk.ask("a b")) == 2 + 3
     talk.answer("c")  # 2
     assert len(talk.ask("d e f")) == 2 + 4  # with the first exchange it would be 11, and 4 of answer do not fit in 12
@@ -47,7 +47,7 @@ def test_commands_change_the_conversation():
     talk = conversation()
     talk.ask("a")
     talk.answer("b")
-    assert talk.command("/system be brief") == "The conversation begins anew with this system message."
+    assert talk.command("/system be brief") == "The conversation begins again with this system message."
     assert talk.messages == [{"role": "system", "content": "be brief"}]
     talk.ask("a")
     talk.command("/reset")

@@ -14,7 +14,7 @@ import pytest
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.server import local_server as server_module
-from nanodag.server.local_server import Api, ProcessId, Running, Server
+from nanodag.server.local_server import Api, LocalServer, ProcessId, RunningServer
 from nanodag.store.provenance import process_started
 
 
@@ -94,10 +94,11 @@ def recorded(tmp_path, process):
 
     def record(port):
         (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
-        found = Running(port=port, server=process(), serve=process(), deployments={"speedrun": "1"}, serves="earlier")
+        known = {"speedrun": "1"}
+        found = RunningServer(port=port, server=process(), serve=process(), deployments=known, serves="earlier")
         (tmp_path / "server.json").write_text(json.dumps(asdict(found)))
         settings = ServerConfig(port=port, start_timeout_s=30.0)
-        made = Server(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=settings)
+        made = LocalServer(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=settings)
         return made, found
 
     return record
@@ -144,7 +145,7 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_ended(prefect):
 
 
 @pytest.mark.parametrize("is_current", [True, False])
-def test_a_start_that_was_killed_before_the_deployments_were_known_is_gone_on_with(
+def test_a_start_that_was_killed_before_the_deployments_were_known_is_resumed(
     prefect, recorded, tmp_path, is_current, monkeypatch
 ):
     """With a flow run that counts as under way, what serves is not renewed: its deployments must be taken over."""
@@ -179,8 +180,8 @@ def test_what_was_started_and_never_recorded_is_ended_and_nothing_else(tmp_path,
     started = []
     for folder, name in (
         (tmp_path, "nanodag.worker.respawn"),
-        (tmp_path, "flows.server"),
-        (tmp_path.parent, "flows.server"),
+        (tmp_path, "flows.prefect_server"),
+        (tmp_path.parent, "flows.prefect_server"),
     ):
         command = [sys.executable, "-S", "-c", code, "-m", name]
         started.append(subprocess.Popen(command, cwd=folder, start_new_session=True))

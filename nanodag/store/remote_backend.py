@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import CorruptArtifact, MissingTool, NanodagError, StoreError
-from nanodag.store.files import write_bytes
+from nanodag.store.atomic import write_bytes
+from nanodag.store.local_backend import Parts
 from nanodag.store.manifest import MANIFEST, PARTS, Artifact, manifest_text
-from nanodag.store.places import Parts
 
 ABANDONED_AFTER_S = 7 * 24 * 3600.0
 # They have no folders: making one would ask for the bucket each time, or even make it.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
 
 
-class RemotePlace:
+class RemoteBackend:
     """Everything below an fsspec URL. cache: local folder for copies."""
 
     def __init__(self, url: str, cache: Path) -> None:
@@ -47,7 +47,7 @@ class RemotePlace:
         self._has_folders = not protocols & _WITHOUT_FOLDERS
 
     def names(self, folder: str) -> list[str]:
-        """As LocalPlace.names."""
+        """As LocalBackend.names."""
         self._fs.invalidate_cache()
         with self._asking(f"Listing {folder}"):
             try:
@@ -57,7 +57,7 @@ class RemotePlace:
         return [str(e).rstrip("/").rsplit("/", 1)[-1] for e in entries]
 
     def listing(self, folder: str) -> dict[str, int]:
-        """As LocalPlace.listing, in one request."""
+        """As LocalBackend.listing, in one request."""
         return {path: int(facts["size"]) for path, facts in self._found(folder).items()}
 
     def _found(self, folder: str) -> dict[str, dict[str, Any]]:
@@ -69,12 +69,12 @@ class RemotePlace:
         return {path[len(base) + path.index(base) + 1 :]: facts for path, facts in found.items()}
 
     def read_text(self, path: str) -> str:
-        """As LocalPlace.read_text."""
+        """As LocalBackend.read_text."""
         with self._asking(f"Reading {path}"):
             return self._fs.cat_file(f"{self._root}/{path}").decode()
 
     def read_texts(self, paths: list[str]) -> dict[str, str]:
-        """As LocalPlace.read_texts, side by side where the file system can."""
+        """As LocalBackend.read_texts, side by side where the file system can."""
         if not paths:
             return {}
         wanted = {f"{self._root}/{path}": path for path in paths}
@@ -83,7 +83,7 @@ class RemotePlace:
         return {path: found[full].decode() for full, path in wanted.items() if full in found}
 
     def write_text(self, path: str, text: str) -> None:
-        """As LocalPlace.write_text: an object store replaces objects whole, a file system gives them another name."""
+        """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""
         target = f"{self._root}/{path}"
         with self._asking(f"Writing {path}"):
             if not self._has_folders:
@@ -96,7 +96,7 @@ class RemotePlace:
             self._fs.mv(temporary, target)
 
     def remove(self, path: str) -> None:
-        """As LocalPlace.remove."""
+        """As LocalBackend.remove."""
         with self._asking(f"Removing {path}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{path}")
 
@@ -116,7 +116,7 @@ class RemotePlace:
         return folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:
-        """As LocalPlace.forget."""
+        """As LocalBackend.forget."""
         (self._cache / artifact.key / artifact.attempt / path).unlink(missing_ok=True)
         return True
 
@@ -164,7 +164,7 @@ class RemotePlace:
                 raise StoreError(f"Writing {path} into {self._url} failed: {error}. Is there such a bucket?") from error
 
     def hide(self, key: str, attempt: str) -> str:
-        """As LocalPlace.hide: without its manifest an attempt does not count."""
+        """As LocalBackend.hide: without its manifest an attempt does not count."""
         path = f"artifacts/{key}/{attempt}/{MANIFEST}"
         try:
             text = self.read_text(path)
@@ -174,17 +174,17 @@ class RemotePlace:
         return text
 
     def bring_back(self, key: str, attempt: str, hidden: str) -> str:
-        """As LocalPlace.bring_back; no two writers have the same number."""
+        """As LocalBackend.bring_back; no two writers have the same number."""
         if hidden:
             self.write_text(f"artifacts/{key}/{attempt}/{MANIFEST}", hidden)
         return attempt
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
-        """As LocalPlace.delete."""
+        """As LocalBackend.delete."""
         self.clear(f"artifacts/{key}/{attempt}")
 
     def set_aside(self, key: str, attempt: str) -> str:
-        """As LocalPlace.set_aside: its manifest is given another name."""
+        """As LocalBackend.set_aside: its manifest is given another name."""
         path = f"artifacts/{key}/{attempt}/{MANIFEST}"
         aside = f"{path}.damaged-{secrets.token_hex(2)}"
         with self._asking(f"Setting {key[:12]}/{attempt} aside"):
@@ -207,7 +207,7 @@ class RemotePlace:
         return {folder: size for folder, size in sizes.items() if folder not in whole and newest[folder] < limit}
 
     def clear(self, leftover: str) -> None:
-        """As LocalPlace.clear."""
+        """As LocalBackend.clear."""
         with self._asking(f"Removing {leftover}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{leftover}", recursive=True)
 

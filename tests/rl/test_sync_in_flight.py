@@ -15,7 +15,7 @@ SETTINGS = {
     "learning_rate": 1e-3,
     "micro_batch_tokens": 2048,
     "eval_every": 2,
-    # four samples at once, so that a harvest takes longer than a step
+    # four samples at once, so that a rollout batch takes longer than a step
     "sampler": {"context": 128, "max_batch": 4, "deterministic": False},
 }
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.store.files import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
+from nanodag.store.atomic import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
 from nanodag.store.manifest import MANIFEST, Artifact, manifest_text, parse_manifest
 
 Parts = Mapping[str, Path | None]
@@ -24,7 +24,7 @@ _SMALL_TEMPORARY = re.compile(r"\..+\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 
 
-class LocalPlace:
+class LocalBackend:
     """Everything below a local folder."""
 
     def __init__(self, root: Path) -> None:
@@ -38,7 +38,7 @@ class LocalPlace:
             return []
 
     def listing(self, folder: str) -> dict[str, int]:
-        """As nanodag.store.files.sizes_below, for an artifact's folder. Raises CorruptArtifact when that is a link."""
+        """As nanodag.store.atomic.sizes_below, for an artifact's folder. Raises CorruptArtifact when that is a link."""
         path = self.root / folder
         for place in (path, path.parent):
             if place.is_symlink():
@@ -97,12 +97,12 @@ class LocalPlace:
             temporary = home / temporary_name()
             try:
                 _copy(artifact, parts, temporary)
-                return self._place(artifact, temporary, next_number)
+                return self._settle(artifact, temporary, next_number)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
 
-    def _place(self, artifact: Artifact, temporary: Path, number: int) -> Artifact:
+    def _settle(self, artifact: Artifact, temporary: Path, number: int) -> Artifact:
         while True:
             placed = replace(artifact, attempt=f"{number:04d}")
             write_bytes(temporary / MANIFEST, manifest_text(placed).encode())
@@ -139,7 +139,7 @@ class LocalPlace:
         else:
             return attempt
         artifact = parse_manifest((home / hidden / MANIFEST).read_text(encoding="utf-8"), key=key, attempt=attempt)
-        return self._place(artifact, home / hidden, int(attempt) + 1).attempt
+        return self._settle(artifact, home / hidden, int(attempt) + 1).attempt
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what `hide` took out of sight, and the key's folder when it was the last in it."""
@@ -199,7 +199,7 @@ def is_leftover(name: str) -> bool:
 
 
 def _is_written(name: str) -> bool:
-    """True when the process that a small file's temporary name tells of (nanodag.store.files.write_bytes) is there."""
+    """True when the process that a small file's temporary name tells of (nanodag.store.atomic.write_bytes) is there."""
     found = _SMALL_TEMPORARY.fullmatch(name)
     return found is not None and _is_process(int(found["pid"]))
 

@@ -9,9 +9,9 @@ from typing import Any
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
+from nanodag.run.build_stage import key_of
 from nanodag.run.composed import open_composed
 from nanodag.run.record import Run, StageResult, is_alive, pipeline_file, result_of, store_of
-from nanodag.run.stage import key_of
 from nanodag.run.stale import config_digest
 from nanodag.sweep.points import Sweep, make_sweep
 
@@ -27,9 +27,9 @@ def begin_sweep(
     file: str,
     flow_run: str,
 ) -> tuple[Sweep, Run]:
-    """Begin a sweep, or go on with the one of that name. Parameters as nanodag.sweep.points.make_sweep has them.
+    """Begin a sweep, or resume the one of that name. Parameters as nanodag.sweep.points.make_sweep has them.
 
-    Raises ConfigError, and StoreBusy when another process that is alive carries it out.
+    Raises ConfigError, and StoreBusy when another process that is alive runs it.
     """
     path = pipeline_file(file)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name) or name.startswith(NIGHT):
@@ -39,7 +39,7 @@ def begin_sweep(
     if before and "sweep" not in before:
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
     if is_alive(before) and before["pid"] != os.getpid():
-        raise StoreBusy(f"Sweep {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+        raise StoreBusy(f"Sweep {name} is under way in process {before['pid']}; wait for it, or stop it.")
     sweep = make_sweep(path, preset, overrides, grid, points, stage)
     about = {"sweep": {"stage": sweep.stage, "points": [vars(point) for point in sweep.points]}}
     to_do = list(sweep.pipeline.stages)

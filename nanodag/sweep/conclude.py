@@ -13,14 +13,14 @@ PAGE_STAGE = "comparison"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class SweepFindings:
     """page: sweep.html; markdown: its table."""
 
     page: Path
     markdown: str
 
 
-def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Findings:
+def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> SweepFindings:
     """Compare the points and publish the page; one about the same results is found, not drawn again.
 
     results: stage of the sweep's pipeline -> its result; what failed is not in it.
@@ -30,8 +30,8 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Find
     if artifact is None:
         # They draw, and resample: a sweep of which nothing changed needs neither.
         from nanodag.report.page import to_html, to_markdown
-        from nanodag.sweep.page import sweep_report
         from nanodag.sweep.results import as_json, rows_of
+        from nanodag.sweep.sweep_page import sweep_report
 
         rows = rows_of(sweep, run, results)
         report = sweep_report(run.name, sweep, rows)
@@ -44,4 +44,4 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Find
         artifact = publish_page(run, PAGE_STAGE, config, results, files, metrics)
     note_page(run, PAGE_STAGE, artifact)
     folder = run.store.materialize(artifact)
-    return Findings(page=folder / "sweep.html", markdown=(folder / "sweep.md").read_text(encoding="utf-8"))
+    return SweepFindings(page=folder / "sweep.html", markdown=(folder / "sweep.md").read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from nanodag.model.build import load
 from nanodag.model.decoder import Decoder
 
 if TYPE_CHECKING:
-    from nanodag.evaluation.generation import Generator
+    from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[int, int], None]
 
 
-class Checkpoint(TemplateLM):
+class EvaluatedModel(TemplateLM):
     """A Hugging Face folder for lm-eval.
 
     is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. bos: as EvalStage's.
@@ -76,11 +76,13 @@ class Checkpoint(TemplateLM):
         return load(self.folder).to(self._device, DTYPES[self._precision])
 
     @cached_property
-    def generator(self) -> "Generator":
+    def generator(self) -> "CheckpointSampler":
         """The embedded sampler."""
-        from nanodag.evaluation.generation import Generator
+        from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
 
-        return Generator(self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size)
+        return CheckpointSampler(
+            self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size
+        )
 
     # ---- tokens
 

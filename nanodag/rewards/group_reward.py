@@ -14,7 +14,7 @@ from nanodag.rewards.reward import Reward
 
 
 @entry("reward", "group", argument="function")
-class Group:
+class GroupReward:
     """Calls a user's function on whole groups. Raises ImportError or AttributeError when there is no such function."""
 
     def __init__(self, path: str) -> None:

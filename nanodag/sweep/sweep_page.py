@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import words
-from nanodag.report.page import Part, Report, Section
+from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
 from nanodag.store import Artifact
 from nanodag.sweep.points import Sweep
-from nanodag.sweep.results import Row, Score
+from nanodag.sweep.results import PointRow, PointScore
 
 # The metrics of a stage that are worth a column, most telling first; True where higher is better.
 TELLING = {"eval_reward": True, "reward": True, "validation_bits_per_byte": False, "validation_loss": False}
@@ -20,7 +20,7 @@ MAX_METRICS = 4
 LOG_FROM = 20.0  # an option whose largest value is that many times its smallest is drawn over its logarithm
 
 
-def sweep_report(name: str, sweep: Sweep, rows: Sequence[Row]) -> Report:
+def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
     """The page. rows: in the points' order."""
     labels = list(dict.fromkeys(label for row in rows for label in row.scores))
     metrics = telling_metrics(rows)
@@ -32,14 +32,14 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[Row]) -> Report:
         f"{FALSE_ALARMS:g}. The best of many points owes part of its lead to chance: run it again with another seed or "
         "on other items, before you believe it."
     )
-    made = [Section(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
+    made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
     if panels := _option_panels(sweep, rows, labels, metrics):
         parts = [Part(svg=panels_svg(panels, name="options"))]
-        made.append(Section(title="What the options do", parts=parts, in_markdown=False))
+        made.append(PageSection(title="What the options do", parts=parts, in_markdown=False))
     if panels := _curve_panels(rows):
         note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
         parts = [Part(svg=panels_svg(panels, name="curves"))]
-        made.append(Section(title="Curves", note=note, parts=parts, in_markdown=False))
+        made.append(PageSection(title="Curves", note=note, parts=parts, in_markdown=False))
     seconds = sum(float(artifact.cost.get("seconds", 0.0)) for artifact in _distinct(rows))
     cards = [
         Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
@@ -51,7 +51,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[Row]) -> Report:
     )
 
 
-def telling_metrics(rows: Sequence[Row]) -> list[str]:
+def telling_metrics(rows: Sequence[PointRow]) -> list[str]:
     """The stage's metrics that have a column: telling ones first, then others that differ between points."""
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
@@ -59,7 +59,7 @@ def telling_metrics(rows: Sequence[Row]) -> list[str]:
     return chosen[:MAX_METRICS]
 
 
-def _table(sweep: Sweep, rows: Sequence[Row], labels: Sequence[str], metrics: Sequence[str]) -> Table:
+def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:
     body = []
     for row in sorted(rows, key=_rank(labels, metrics)):
         options = [Cell(text=row.point.values.get(name, "")) for name in sweep.names]
@@ -72,10 +72,10 @@ def _table(sweep: Sweep, rows: Sequence[Row], labels: Sequence[str], metrics: Se
     return Table(headers=headers, rows=body, numeric=tuple(range(first, len(headers))))
 
 
-def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[Row], tuple[float, int]]:
+def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[PointRow], tuple[float, int]]:
     """Best first by the first score, else by the first metric; what has none last."""
 
-    def rank(row: Row) -> tuple[float, int]:
+    def rank(row: PointRow) -> tuple[float, int]:
         if labels and (score := row.scores.get(labels[0])) is not None:
             return (-score.value if score.higher_is_better else score.value), row.point.number
         if not labels and metrics and metrics[0] in row.metrics:
@@ -86,7 +86,7 @@ def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[Row], tupl
     return rank
 
 
-def _score_cell(score: Score | None) -> Cell:
+def _score_cell(score: PointScore | None) -> Cell:
     if score is None:
         return Cell(text="")
     detail = words.interval(score.low, score.high, score.metric)
@@ -99,12 +99,14 @@ def _score_cell(score: Score | None) -> Cell:
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)
 
 
-def _option_panels(sweep: Sweep, rows: Sequence[Row], labels: Sequence[str], metrics: Sequence[str]) -> list[Panel]:
+def _option_panels(
+    sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]
+) -> list[Panel]:
     """Each score, or without any each metric, over the option that has most values, a line for each setting of the
     others; over the points' numbers where that would be too many lines, or the option is no number."""
     option = max(sweep.names, key=lambda name: len({row.point.values.get(name) for row in rows}))
     places, ticks, x_label = _axis_of(option, rows)
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[PointRow]] = {}
     for row in rows:
         rest = [f"{n.rpartition('.')[2]} {row.point.values.get(n, '')}" for n in sweep.names if n != option]
         lines.setdefault(", ".join(rest) or option, []).append(row)
@@ -127,7 +129,7 @@ def _option_panels(sweep: Sweep, rows: Sequence[Row], labels: Sequence[str], met
 
 def _score_panel(
     label: str,
-    lines: Mapping[str, Sequence[Row]],
+    lines: Mapping[str, Sequence[PointRow]],
     places: Mapping[int, float],
     ticks: Sequence[tuple[float, str]],
     x_label: str,
@@ -143,7 +145,7 @@ def _score_panel(
     return Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
 
 
-def _axis_of(option: str, rows: Sequence[Row]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
+def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
     """Where each point stands on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
     try:
         values = {row.point.number: float(row.point.values[option]) for row in rows}
@@ -157,7 +159,7 @@ def _axis_of(option: str, rows: Sequence[Row]) -> tuple[dict[int, float], list[t
     return {number: place(value) for number, value in values.items()}, ticks, option
 
 
-def _curve_panels(rows: Sequence[Row]) -> list[Panel]:
+def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
     shown = [row for row in rows if row.records is not None][: len(COLOURS)]
     curves = RL_CURVES if any(row.curve("reward")[0] for row in shown) else CURVES
     panels = []
@@ -169,7 +171,7 @@ def _curve_panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-def _distinct(rows: Sequence[Row]) -> list[Artifact]:
+def _distinct(rows: Sequence[PointRow]) -> list[Artifact]:
     """Each artifact once: points may share one."""
     return list({row.artifact.key: row.artifact for row in rows if row.artifact is not None}.values())
 

@@ -1,4 +1,4 @@
-"""What every stage's task does: carry it out, and let Prefect see it.
+"""What every stage's task does: build it, and let Prefect see it.
 
 The store decides what is done, so Prefect caches nothing: a finished stage's task returns in milliseconds, shown as
 Cached. A worker that a signal ended, or that lost its sampler or the network, is started again after a while and goes
@@ -28,12 +28,12 @@ from prefect.tasks import Task
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.errors.words import counted
 from nanodag.report import words
+from nanodag.run.build_stage import build_stage
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
-from nanodag.run.stage import carry_out
 from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING, end_with_parent
-from tasks.pool import carry_out_in_pool
+from tasks.pool import build_in_pool
 
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
@@ -63,14 +63,14 @@ def begin(
     only: tuple[str, ...] = (),
     keeps_stale: bool = False,
 ) -> Run:
-    """The run that this flow run carries out, and its record in the store. keeps_stale: of a run that is gone on with,
+    """The run of this flow run, and its record in the store. keeps_stale: of a run that is resumed,
     stages that are stale are left as they are."""
     asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
     return open_run(name, **asked, flow_run=own_flow_run())
 
 
 def own_flow_run() -> str:
-    """Prefect's id of the flow run that this process carries out; empty without one. Every flow asks for it before it
+    """Prefect's id of the flow run that this process runs; empty without one. Every flow asks for it before it
     begins anything: one that is served ends, from then on, with the process that serves."""
     if deployment.id:  # in a process of its own, started by the one that serves
         end_with_parent(int(os.environ.get(SERVING, os.getppid())))
@@ -112,7 +112,7 @@ def settle(flow_run_id: str, run: Run) -> None:
 def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
     """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it.
 
-    Inputs from stages that are not carried out this time are those of the run's record.
+    Inputs from stages that are not run this time are those of the run's record.
     """
     wanted = run.pipeline.stages[stage].inputs
     found = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
@@ -145,7 +145,7 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
 
 
 def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
-    """Carry out a stage, and show what comes of it."""
+    """Build a stage, and show what comes of it."""
     logger = get_run_logger()
     progress = _Progress(name)
 
@@ -161,9 +161,9 @@ def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force:
 
     try:
         is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
-        send = (lambda: carry_out_in_pool(name, run, inputs, force=force)) if is_sent else None
+        send = (lambda: build_in_pool(name, run, inputs, force=force)) if is_sent else None
         how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
-        result = carry_out(run, name, inputs, most_restarts=len(RETRY_AFTER_S), **how)
+        result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
     except StageStopped as error:
         return Cancelled(message=str(error))
     except NanodagError as error:

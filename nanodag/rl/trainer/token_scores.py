@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import Tensor
 
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.trainer.policy import Row
+from nanodag.rl.trainer.policy import DeviceRow
 
-Scores = tuple[Row, Tensor, Tensor]
+Scores = tuple[DeviceRow, Tensor, Tensor]
 """A row with its advantages and old log-probabilities, (N,) float32 each."""
 
 

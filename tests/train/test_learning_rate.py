@@ -3,7 +3,7 @@
 import pytest
 
 from nanodag.config.supervised import ScheduleConfig
-from nanodag.train.schedule import rate_factor
+from nanodag.train.learning_rate import rate_factor
 
 
 def test_warm_up_flat_and_decay():

@@ -1,4 +1,4 @@
-"""Carries out one stage: compute its key, look it up, else launch its worker and publish what it made."""
+"""Builds one stage: compute its key, look it up, else launch its worker and publish what it made."""
 
 import contextlib
 import logging
@@ -24,19 +24,19 @@ from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
 from nanodag.store import Artifact, stage_key
 from nanodag.store.provenance import environment
-from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
 from nanodag.worker.job import Job
 from nanodag.worker.launch import LOG_NAME, Result, begin_try, run_worker, usage_of
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_PLACE_S = 24 * 3600.0
+WAIT_FOR_DEVICE_S = 24 * 3600.0
 SERVER_TIMEOUT_S = 20.0  # of a teacher's server, to say what it serves
 
 Inputs = Mapping[str, StageResult]
 
 
-def carry_out(
+def build_stage(
     run: Run,
     name: str,
     inputs: Inputs,
@@ -45,13 +45,13 @@ def carry_out(
     on_line: Callable[[str], None] = lambda line: None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
     send: Callable[[], None] | None = None,
-    most_restarts: int = 0,
+    max_restarts: int = 0,
 ) -> StageResult:
     """The result of one stage of a run: found in the store, or built.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
     on_metrics: as in nanodag.worker.launch.run_worker. send: has the stage built elsewhere, in the same store, and
-    returns when it is. most_restarts: how often the caller calls this again, after a StageInterrupted.
+    returns when it is. max_restarts: how often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
@@ -76,14 +76,14 @@ def carry_out(
                     f"{key[:12]}: whoever builds it must use the same store, data and code."
                 )
         elif artifact is None:
-            # As long as another builder may take: to get a place, and then for the stage itself.
-            wait_s = WAIT_FOR_PLACE_S + stage.timeout_s
+            # As long as another builder may take: to get a device, and then for the stage itself.
+            wait_s = WAIT_FOR_DEVICE_S + stage.timeout_s
             with run.store.building(key, timeout_s=wait_s, give_up=run.stop.is_set) as lock:
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
                     build = _Build(run, name, inputs, key, sources, lock)
-                    artifact = build(on_line, on_metrics, restarts, max(0, most_restarts - restarts))
+                    artifact = build(on_line, on_metrics, restarts, max(0, max_restarts - restarts))
                     waited_s = build.waited_s
                 run.store.discard_workspace(key)
     except BaseException as error:
@@ -193,7 +193,7 @@ class _Build:
     def __init__(self, run: Run, name: str, inputs: Inputs, key: str, sources: dict[str, Any], lock: int) -> None:
         self._run, self._name, self._inputs = run, name, inputs
         self._key, self._sources, self._lock, self._began = key, sources, lock, time.monotonic()
-        self.waited_s = 0.0  # for a place on the machine
+        self.waited_s = 0.0  # for a device of the machine
         self._stage = run.pipeline.stages[name]
 
     def __call__(
@@ -206,11 +206,11 @@ class _Build:
         run, stage, kind = self._run, self._stage, KINDS[self._stage.kind]
         job = self._job()
         device, num_ranks = str(stage.resources.device), int(stage.resources.num_ranks)
-        places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
+        devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
         step_back_s = STEP_BACK_S if kind.is_beside and device == "cuda" else 0.0
         asked = time.monotonic()
-        # After the key's lock, never before it: who holds places waits for nobody, so no two wait for each other.
-        with hold(places_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
+        # After the key's lock, never before it: who holds devices waits for nobody, so no two wait for each other.
+        with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
             self.waited_s = time.monotonic() - asked
             tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
             run.note(self._name, state="running", started=time.time(), key=self._key, **tried)

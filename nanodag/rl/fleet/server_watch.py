@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Server(Protocol):
+class ChildServer(Protocol):
     """A server as a child process."""
 
     url: str
@@ -38,7 +38,7 @@ class Server(Protocol):
         ...
 
 
-class Watch:
+class ServerWatch:
     """Over one server, as long as something is under way there.
 
     One that does not answer for timeout_s, or says for as long that it cannot serve, is killed: what is under way there
@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(
         self,
-        server: Server,
+        server: ChildServer,
         client: SamplerClient,
         *,
         every_s: float,

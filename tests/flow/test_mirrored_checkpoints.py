@@ -1,4 +1,4 @@
-"""A stage whose checkpoints are mirrored, stopped on one machine and gone on with on another."""
+"""A stage whose checkpoints are mirrored, stopped on one machine and resumed on another."""
 
 import json
 import shutil
@@ -8,9 +8,9 @@ import pytest
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed
+from nanodag.run.build_stage import build_stage
 from nanodag.run.record import open_run
-from nanodag.run.stage import carry_out
-from tests.flow.test_stage import wait_for_step
+from tests.flow.test_build_stage import wait_for_step
 
 
 def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell):
@@ -21,7 +21,7 @@ def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell):
 
     def body():
         try:
-            carry_out(run, "tokenizer", {})
+            build_stage(run, "tokenizer", {})
         except StageFailed as error:
             raised.append(error)
 
@@ -34,7 +34,7 @@ def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell):
     shutil.rmtree(run.store.local)
     tell("tokenizer", "")
     again = open_run("r", file="", preset="tiny", overrides=[mirrored[0], "store.local=two", mirrored[2]])
-    found = carry_out(again, "tokenizer", {})
+    found = build_stage(again, "tokenizer", {})
     records = again.store.records(again.store.attempt(found.key, found.attempt))
     lines = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["resumed_from"]) for line in lines] == [(3, 2), (4, 2)]

@@ -27,7 +27,7 @@ from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 HELP = """\
 /reset            forget the conversation
-/system TEXT      begin anew with this system message; without TEXT, with none
+/system TEXT      begin again with this system message; without TEXT, with none
 /temperature X    0 takes the likeliest token every time
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
@@ -64,7 +64,7 @@ class Conversation:
         """Add what the model said."""
         self.messages.append({"role": "assistant", "content": text})
 
-    def begin_anew(self, system: str | None = None) -> None:
+    def begin_again(self, system: str | None = None) -> None:
         """Forget the exchanges. system: a new system message, empty for none; None keeps the one there is."""
         if system is None:
             self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
@@ -72,18 +72,18 @@ class Conversation:
             self.messages = [{"role": "system", "content": system}] if system else []
 
     def command(self, line: str) -> str | None:
-        """Carry out a `/command`; returns what to say of it, None for leaving."""
+        """Run a `/command`; returns what to say of it, None for leaving."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
             case "/quit" | "/exit":
                 return None
             case "/reset":
-                self.begin_anew()
-                return "The conversation begins anew."
+                self.begin_again()
+                return "The conversation begins again."
             case "/system":
-                self.begin_anew(rest)
-                return "The conversation begins anew" + (" with this system message." if rest else ", without one.")
+                self.begin_again(rest)
+                return "The conversation begins again" + (" with this system message." if rest else ", without one.")
             case "/temperature" | "/tokens":
                 return self._set(name, rest)
             case _:

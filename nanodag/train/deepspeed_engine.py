@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from nanodag.config.section import Precision
-from nanodag.config.stage import Resources
+from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.bound_store import BoundStore
@@ -85,7 +85,7 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-class Engine:
+class TrainEngine:
     """A model, its optimizer state and its gradients, spread over ranks as the ZeRO stage says.
 
     model: on CPU in float32; it is cast and moved here. leaf_modules: classes whose parameters are gathered all at once

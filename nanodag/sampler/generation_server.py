@@ -33,8 +33,8 @@ from nanodag.inference.protocol import (
     completion_to_wire,
 )
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.loop import EngineLoop
-from nanodag.sampler.slots import Listener, Running
+from nanodag.sampler.engine_loop import EngineLoop
+from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 
@@ -166,7 +166,7 @@ class SamplerServer:
                 self._drop(running)
         return results if finished.done() else None
 
-    def _drop(self, running: list[Running]) -> None:
+    def _drop(self, running: list[ActiveRequest]) -> None:
         members = set(map(id, running))
         self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
 
@@ -239,7 +239,7 @@ class SamplerServer:
         """End requests with what they have. An unknown rid is no error: it may just have finished."""
         body = await body_of(http, AbortBody)
 
-        def is_meant(running: Running) -> bool:
+        def is_meant(running: ActiveRequest) -> bool:
             # A rid given for a whole batch is that of its prompts with a number behind it.
             return body.abort_all or running.rid == body.rid or running.rid.startswith(f"{body.rid}_")
 

@@ -364,7 +364,7 @@ def test_a_client_that_leaves_a_stream_takes_its_requests_with_it(server):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_paused_requests_wait_and_go_on_with_the_new_weights(server, text_folder, make_checkpoint, mode):
+def test_paused_requests_wait_and_continue_with_the_new_weights(server, text_folder, make_checkpoint, mode):
     other = make_checkpoint("qwen3", seed=1)
 
     async def run(client):

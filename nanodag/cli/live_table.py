@@ -32,7 +32,7 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
-class Watch:
+class LiveTable:
     """Shows a run while it goes on. Use as a context; `show` as often as there is time."""
 
     def __init__(self, console: Console, store: Store) -> None:
@@ -42,7 +42,7 @@ class Watch:
         self._said: dict[str, tuple[str, float]] = {}
         self._state = ""
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "LiveTable":
         if self._live is not None:
             self._live.start()
         return self

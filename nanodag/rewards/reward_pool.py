@@ -24,12 +24,12 @@ from nanodag.rewards import sandbox
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MAX_BYTES = 4 << 30
-MOST_TOGETHER = 32
+MAX_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """The reward of one sample. value None: it failed, and `error` says why. steps: as nanodag.rewards.steps has
+class SampleReward:
+    """The reward of one sample. value None: it failed, and `error` says why. steps: as nanodag.rewards.step_reward has
     them, None where the reward is of another kind."""
 
     value: float | None
@@ -69,11 +69,11 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[Score]":
+    def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[SampleReward]":
         """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
         return self.submit_group(prompt, [completion])[0]
 
-    def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[Score]]":
+    def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[SampleReward]]":
         """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). Raises
         ConfigError when it does not exist, MissingTool when it needs a sandbox and there is none."""
         weights: dict[str, float] = {}
@@ -93,7 +93,7 @@ class RewardPool:
             self._waiting.put(lot)
         return [sample.future for sample in samples]
 
-    def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
+    def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[SampleReward]:
         """Scores of (prompt, completion) pairs, in their order."""
         return [future.result() for future in [self.submit(prompt, completion) for prompt, completion in samples]]
 
@@ -126,7 +126,7 @@ class RewardPool:
             except _Lost as lost:
                 process = None
                 for sample in samples:
-                    sample.future.set_result(Score(None, {}, str(lost)))
+                    sample.future.set_result(SampleReward(None, {}, str(lost)))
             except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
                 for sample in samples:
                     sample.future.set_exception(error)
@@ -135,12 +135,12 @@ class RewardPool:
 
     def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
         """The samples that go to a process together: one, a group whose reward compares its members, or for a remote
-        reward all that wait, up to MOST_TOGETHER. held: taken, but not for this time. Empty at the end."""
+        reward all that wait, up to MAX_TOGETHER. held: taken, but not for this time. Empty at the end."""
         first = held.popleft() if held else self._waiting.get()
         if first is None:
             return []
         samples, weights = list(first), first[0].weights
-        while _has(weights, "remote:") and not _has(weights, "group:") and len(samples) < MOST_TOGETHER:
+        while _has(weights, "remote:") and not _has(weights, "group:") and len(samples) < MAX_TOGETHER:
             try:
                 other = self._waiting.get_nowait()
             except queue.Empty:
@@ -169,7 +169,7 @@ class _Sample:
     weights: dict[str, float]
     prompt: dict[str, Any]
     completion: str
-    future: "Future[Score]"
+    future: "Future[SampleReward]"
 
 
 def _has(weights: Mapping[str, float], prefix: str) -> bool:
@@ -181,7 +181,7 @@ class _Lost(Exception):
 
 
 class _Process:
-    """One `python -m nanodag.rewards.process` and its two pipes."""
+    """One `python -m nanodag.rewards.pool_process` and its two pipes."""
 
     def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
         self._options, self._timeout_s = options, timeout_s
@@ -191,7 +191,7 @@ class _Process:
             [
                 sys.executable,
                 "-m",
-                "nanodag.rewards.process",
+                "nanodag.rewards.pool_process",
                 str(asked),
                 str(answered),
                 str(timeout_s),
@@ -206,7 +206,7 @@ class _Process:
         self._rest = b""
         self._loaded: set[str] = set()
 
-    def score(self, samples: Sequence[_Sample]) -> list[Score]:
+    def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:
         """Scores of samples with the same weights. Raises _Lost with their reason, ConfigError when a reward cannot be
         imported."""
         weights = samples[0].weights
@@ -219,7 +219,7 @@ class _Process:
         question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
         return [
-            Score(one.get("value"), one.get("components", {}), one.get("error", ""), one.get("steps"))
+            SampleReward(one.get("value"), one.get("components", {}), one.get("error", ""), one.get("steps"))
             for one in answers
         ]
 

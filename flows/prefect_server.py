@@ -1,4 +1,4 @@
-"""Prefect's server with a UI that talks to it alone: `python -m flows.server start ...`, as `prefect server start`.
+"""Prefect's server, its UI talking to it alone: `python -m flows.prefect_server start`, as `prefect server start`.
 
 Whoever may create flow runs runs code here, so no web page may. Prefect's own settings, which
 nanodag.server.local_server gives it, see to other origins: no CORS, and a CSRF token for whatever changes something.

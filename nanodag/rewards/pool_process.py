@@ -1,6 +1,6 @@
-"""The process behind one slot of the reward pool.
+"""One process of the reward pool.
 
-`python -m nanodag.rewards.process ASK ANSWER TIMEOUT_S MAX_BYTES`.
+`python -m nanodag.rewards.pool_process ASK ANSWER TIMEOUT_S MAX_BYTES`.
 
 Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
 `{"load": name, "options": {...}}` -> `{}` or `{"error"}`;
@@ -25,7 +25,7 @@ from nanodag.worker.children import ignore_stop_signals
 
 ALARM_GRACE_S = 5.0
 _FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name
-MOST_TEXT = 1000  # with file and line, or of what a server says
+MAX_TEXT = 1000  # with file and line, or of what a server says
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
     rewards = [one for one in found if isinstance(one, Reward)]
     if len(rewards) < len(found):
         reasons = [
-            one[:MOST_TEXT] if len(found) == 1 else f"{name}: {one[:MOST_TEXT]}"
+            one[:MAX_TEXT] if len(found) == 1 else f"{name}: {one[:MAX_TEXT]}"
             for name, one in zip(weights, found, strict=True)
             if isinstance(one, str)
         ]

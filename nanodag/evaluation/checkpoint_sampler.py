@@ -9,7 +9,7 @@ from nanodag.sampler.engine import Engine
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-class Generator:
+class CheckpointSampler:
     """A sampler for one checkpoint. context: prompt and answer together, in tokens."""
 
     def __init__(self, folder: Path, *, precision: str, device: str, max_batch: int) -> None:

@@ -1,4 +1,4 @@
-"""One stage, without Prefect: found or built, stopped and gone on with."""
+"""One stage, without Prefect: found or built, stopped and resumed."""
 
 import json
 import os
@@ -13,10 +13,10 @@ import pytest
 
 from nanodag.cli.show import _took
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
+from nanodag.run.build_stage import build_stage
 from nanodag.run.progress import progress_of
 from nanodag.run.record import open_run
-from nanodag.run.retention import Policy, plan
-from nanodag.run.stage import carry_out
+from nanodag.run.retention import RetentionPolicy, plan
 from nanodag.worker.launch import begin_try, usage_of
 from tests.fault.processes import pids_in, wait_until
 
@@ -31,7 +31,7 @@ def in_thread(*args, **kwargs):
 
     def body():
         try:
-            carry_out(*args, **kwargs)
+            build_stage(*args, **kwargs)
         except StageFailed as error:
             raised.append(error)
 
@@ -53,22 +53,22 @@ def wait_for_step(run, stage, step, of="r"):
 
 
 def test_a_stage_is_built_once_and_then_found(run):
-    first = carry_out(run, "tokenizer", {})
-    second = carry_out(run, "tokenizer", {})
+    first = build_stage(run, "tokenizer", {})
+    second = build_stage(run, "tokenizer", {})
     assert (first.was_found, second.was_found) == (False, True)
     assert (first.key, first.attempt, first.digest) == (second.key, second.attempt, second.digest)
 
 
 def test_force_adds_an_attempt_and_equal_bytes_keep_the_digest(run):
-    first = carry_out(run, "tokenizer", {})
-    second = carry_out(run, "tokenizer", {}, force=True)
+    first = build_stage(run, "tokenizer", {})
+    second = build_stage(run, "tokenizer", {}, force=True)
     assert (first.attempt, second.attempt) == ("0001", "0002")
     assert first.digest == second.digest
 
 
 def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
-    tokenizer = carry_out(run, "tokenizer", {})
-    base = carry_out(run, "pretrain", {"tokenizer": tokenizer})
+    tokenizer = build_stage(run, "tokenizer", {})
+    base = build_stage(run, "pretrain", {"tokenizer": tokenizer})
     artifact = run.store.attempt(base.key, base.attempt)
     assert artifact.lineage["tokenizer"]["digest"] == tokenizer.digest
     assert [identity["kind"] for identity in artifact.sources.values()] == ["file"]
@@ -86,7 +86,7 @@ def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
 def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
     tell("tokenizer", "fail")
     with pytest.raises(StageFailed, match="ValueError: tokenizer was told to fail") as caught:
-        carry_out(run, "tokenizer", {})
+        build_stage(run, "tokenizer", {})
     assert str(run.store.local / "work") in str(caught.value)
     assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "failed"
 
@@ -103,7 +103,7 @@ def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
 def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, reason, advice):
     tell("tokenizer", order)
     with pytest.raises(StageFailed) as caught:
-        carry_out(run, "tokenizer", {}, most_restarts=2)
+        build_stage(run, "tokenizer", {}, max_restarts=2)
     lines = str(caught.value).splitlines()
     assert type(caught.value) is error
     assert re.fullmatch(rf"Stage tokenizer {reason} \(/.*/fake_worker.py, line \d+, in raise_as_told\)", lines[0])
@@ -117,7 +117,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):
     run = open_run("r", file="", preset="tiny", overrides=["tokenizer.timeout_s=1.5"])
     tell("tokenizer", "wait")
     with pytest.raises(StageFailed, match=r"took longer than its timeout_s of 2 s\nWhat to do: .*timeout_s=3"):
-        carry_out(run, "tokenizer", {})
+        build_stage(run, "tokenizer", {})
 
 
 def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
@@ -126,14 +126,14 @@ def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
     builder, _ = in_thread(first, "tokenizer", {})
     wait_for_step(first, "tokenizer", 2)
     results = []
-    waiter = threading.Thread(target=lambda: results.append(carry_out(second, "tokenizer", {})))
+    waiter = threading.Thread(target=lambda: results.append(build_stage(second, "tokenizer", {})))
     waiter.start()
     time.sleep(0.5)
     assert waiter.is_alive() and second.entry("tokenizer")["state"] == "waiting"
     third = open_run("t", file="", preset="tiny", overrides=[])
     third.stop.set()
     with pytest.raises(StageStopped, match="while it waited for another run that builds the same"):
-        carry_out(third, "tokenizer", {})
+        build_stage(third, "tokenizer", {})
     assert third.entry("tokenizer")["state"] == "stopped"
     tell("tokenizer", "")
     for thread in (builder, waiter):
@@ -146,13 +146,13 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     """The lock is the watchdog's too: it goes when the killed builder's worker is gone, and the other goes on from
     the checkpoint it left."""
     tell("tokenizer", "wait")
-    code = "from nanodag.run.record import open_run; from nanodag.run.stage import carry_out; import sys\n"
-    code += "carry_out(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
+    code = "from nanodag.run.record import open_run; from nanodag.run.build_stage import build_stage; import sys\n"
+    code += "build_stage(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
     builder = subprocess.Popen([sys.executable, "-c", code])
     run = open_run("r", file="", preset="tiny", overrides=[])
     workspace = wait_for_step(run, "tokenizer", 2, of="s")
     seen = []
-    thread = threading.Thread(target=lambda: carry_out(run, "tokenizer", {}, on_metrics=seen.append))
+    thread = threading.Thread(target=lambda: build_stage(run, "tokenizer", {}, on_metrics=seen.append))
     thread.start()
     builder.kill()
     builder.wait()
@@ -175,7 +175,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     tell("tokenizer", "")
     run.stop.clear()
     seen = []
-    result = carry_out(run, "tokenizer", {}, on_metrics=seen.append)
+    result = build_stage(run, "tokenizer", {}, on_metrics=seen.append)
     assert [line["step"] for line in seen] == [3, 4] and seen[0]["resumed_from"] == 2
     cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
     assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]
@@ -183,7 +183,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
     (shown,) = progress_of(run.store, {"order": ["tokenizer"], "stages": {"tokenizer": entry}})
     assert shown.elapsed_s == pytest.approx(entry["ended"] - entry["started"] + entry["earlier_s"])
     assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1m12s (2 tries, last 10.0s)"
-    carry_out(run, "tokenizer", {})
+    build_stage(run, "tokenizer", {})
     assert run.entry("tokenizer")["earlier_s"] == 0.0, "it was found: that took no other try"
 
 
@@ -231,8 +231,8 @@ def test_a_config_change_rebuilds_only_what_it_concerns(project):
     fourth = open_run("d", file="", preset="tiny", overrides=["tokenizer.seed=9"])
     keys = []
     for run in (first, second, third, fourth):
-        tokenizer = carry_out(run, "tokenizer", {})
-        keys.append((tokenizer.key, carry_out(run, "pretrain", {"tokenizer": tokenizer}).key))
+        tokenizer = build_stage(run, "tokenizer", {})
+        keys.append((tokenizer.key, build_stage(run, "pretrain", {"tokenizer": tokenizer}).key))
     assert keys[0][0] == keys[1][0] == keys[2][0]
     assert keys[0][1] != keys[1][1]
     assert keys[0][1] == keys[2][1]
@@ -241,35 +241,35 @@ def test_a_config_change_rebuilds_only_what_it_concerns(project):
 
 def test_changed_data_is_seen_and_moved_data_is_not(project):
     run = open_run("a", file="", preset="tiny", overrides=[])
-    before = carry_out(run, "tokenizer", {})
+    before = build_stage(run, "tokenizer", {})
     (project / "elsewhere").mkdir()
     (project / "elsewhere" / "text.txt").write_text("hello\n" * 100)
     moved = open_run("b", file="", preset="tiny", overrides=["tokenizer.data=['file:elsewhere/text.txt']"])
-    assert carry_out(moved, "tokenizer", {}).key == before.key
+    assert build_stage(moved, "tokenizer", {}).key == before.key
     (project / "text.txt").write_text("other\n" * 100)
-    assert carry_out(run, "tokenizer", {}).key != before.key
+    assert build_stage(run, "tokenizer", {}).key != before.key
 
 
-def test_a_run_gone_on_with_that_fails_early_keeps_what_it_had_finished_and_begun(run, tell):
-    tokenizer = carry_out(run, "tokenizer", {})
+def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run, tell):
+    tokenizer = build_stage(run, "tokenizer", {})
     tell("pretrain", "fail-late")
     with pytest.raises(StageFailed):
-        carry_out(run, "pretrain", {"tokenizer": tokenizer})
+        build_stage(run, "pretrain", {"tokenizer": tokenizer})
     run.close()
     tell("tokenizer", "fail")
-    for seed in (1, 2):  # gone on with twice, with other values
+    for seed in (1, 2):  # resumed twice, with other values
         again = open_run("r", file="", preset="tiny", overrides=[f"tokenizer.seed={seed}"])
         with pytest.raises(StageFailed):
-            carry_out(again, "tokenizer", {})
+            build_stage(again, "tokenizer", {})
         again.close()
-    assert [item.name for item in plan(run.store, Policy()).items] == []
+    assert [item.name for item in plan(run.store, RetentionPolicy()).items] == []
     tell("tokenizer", "")
     assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer")["state"] == "waiting"
     again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=2"])
-    carry_out(again, "tokenizer", {})
+    build_stage(again, "tokenizer", {})
     again.store.change_run("r", lambda record: record.update(stages={"tokenizer": record["stages"]["tokenizer"]}))
     again.close()
-    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, Policy()).items}
+    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, RetentionPolicy()).items}
     assert gone == {("attempt", tokenizer.key), ("workspace", "work")}, "it has completed: what was before can go"
 
 
@@ -279,7 +279,7 @@ def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
     monkeypatch.setattr(
         run.store, "lookup", lambda key: noted.append(run.entry("tokenizer")["key"] == key) or lookup(key)
     )
-    first = carry_out(run, "tokenizer", {})
+    first = build_stage(run, "tokenizer", {})
     assert noted[0] and run.entry("tokenizer")["attempt"] == first.attempt
     again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
     again.note_key("tokenizer", "b" * 40)
@@ -287,7 +287,7 @@ def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
 
 
 def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, monkeypatch):
-    carry_out(run, "tokenizer", {})
+    build_stage(run, "tokenizer", {})
     waited = []
 
     def building(key, *, timeout_s, give_up):
@@ -296,5 +296,5 @@ def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, 
 
     monkeypatch.setattr(run.store, "building", building)
     with pytest.raises(StoreBusy):
-        carry_out(run, "tokenizer", {}, force=True)
+        build_stage(run, "tokenizer", {}, force=True)
     assert waited[0] > run.pipeline.stages["tokenizer"].timeout_s > 24 * 3600
