@@ -112,7 +112,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for case, config in CASES.items():
         trainer = tensors["trainer"].clone().requires_grad_()
-        stage = RLStage(kind="rl", data=["file:none"], max_new_tokens=loss_peers.LONGEST, **config)
+        stage = RLStage.of(kind="rl", data=["file:none"], max_new_tokens=loss_peers.LONGEST, **config)
         scored = Scored(
             row=row,
             trainer_logprobs=trainer[real],

@@ -110,7 +110,7 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
     workspace = folder / "workspace"
     shutil.rmtree(workspace, ignore_errors=True)
     workspace.mkdir()
-    config = RLStage(
+    config = RLStage.of(
         kind="rl",
         data=[f"file:{folder}/prompts.jsonl"],
         seed=0,

@@ -95,7 +95,7 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "micro_batch_tokens": 4096,
         "tracking": [],
     }
-    job = Job(name="rl", run="bench", config=RLStage(**config), inputs={"model": model}, workspace=workspace)
+    job = Job(name="rl", run="bench", config=RLStage.of(**config), inputs={"model": model}, workspace=workspace)
     write_job(job)
     return job
 

@@ -1,117 +1,252 @@
-"""Named entries: what a config may choose for each part of the algorithm. Imports nothing before it is used.
+"""Named entries: what a config may choose for each part of the algorithm.
 
-An entry is a function. A config names one of ours (`grpo`), a user's own by import path (`my_package.module:function`),
-or one made from an argument (`remote:http://...`). The same contract holds for all; tests/rl/test_contracts.py spells
-it out and runs over every entry of ours.
+An entry is a function, or a class whose objects are called like one. `@entry(kind, name, ...)` above it gives it its
+name and its traits; its options are the keyword-only parameters of its signature. Both are read from the source, so
+that a config is checked without importing torch: a new entry is one function in one file below ROOMS.
+
+A config names one of ours (`grpo`), a user's own by import path (`my_package.module:function`), or one made from an
+argument (`remote:http://...`). The same contract holds for all; tests/rl/test_contracts.py runs over ours.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
-ENTRIES: dict[str, dict[str, str]] = {
-    "advantage": {
-        "grpo": "nanodag.rl.advantages.grpo:grpo",
-        "dr_grpo": "nanodag.rl.advantages.dr_grpo:dr_grpo",
-        "rloo": "nanodag.rl.advantages.rloo:rloo",
-        "reinforce_pp": "nanodag.rl.advantages.reinforce_pp:reinforce_pp",
-        "reinforce_pp_baseline": "nanodag.rl.advantages.reinforce_pp_baseline:reinforce_pp_baseline",
-        "gae": "nanodag.rl.advantages.gae:gae",
-    },
-    "policy_loss": {
-        "ppo_clip": "nanodag.rl.losses.ppo_clip:ppo_clip",
-        "gspo": "nanodag.rl.losses.gspo:gspo",
-        "cispo": "nanodag.rl.losses.cispo:cispo",
-        "sapo": "nanodag.rl.losses.sapo:sapo",
-        "reinforce": "nanodag.rl.losses.reinforce:reinforce",
-    },
-    "aggregation": {
-        "token": "nanodag.rl.losses.aggregation:by_token",
-        "sequence": "nanodag.rl.losses.aggregation:by_sequence",
-        "constant": "nanodag.rl.losses.aggregation:by_constant",
-    },
-    "kl": {
-        "k1": "nanodag.rl.losses.kl:k1",
-        "k2": "nanodag.rl.losses.kl:k2",
-        "k3": "nanodag.rl.losses.kl:k3",
-        "low_var": "nanodag.rl.losses.kl:low_var",
-    },
-    "correction": {
-        "none": "nanodag.rl.losses.corrections:none",
-        "tis": "nanodag.rl.losses.corrections:truncated",
-        "tis_sequence": "nanodag.rl.losses.corrections:sequence_truncated",
-        "icepop": "nanodag.rl.losses.corrections:token_masked",
-        "mis": "nanodag.rl.losses.corrections:sequence_masked",
-    },
-    "reward": {
-        "exact": "nanodag.rewards.exact:exact",
-        "math": "nanodag.rewards.math_answer:math_answer",
-        "gsm8k": "nanodag.rewards.gsm8k:gsm8k",
-        "multiple_choice": "nanodag.rewards.multiple_choice:multiple_choice",
-        "reasoning_gym": "nanodag.rewards.reasoning_gym_answer:reasoning_gym_answer",
-        "f1": "nanodag.rewards.f1:f1",
-        "instruction_following": "nanodag.rewards.instruction_following:instruction_following",
-        "code": "nanodag.rewards.code:code",
-    },
-    "generate": {
-        "calculator": "nanodag.rl.rollouts.turns.calculator:calculator",
-        "python": "nanodag.rl.rollouts.turns.interpreter:interpreter",
-    },
-    "filter": {
-        "nonzero_spread": "nanodag.rl.rollouts.filters:nonzero_spread",
-        "mean_reward": "nanodag.rl.rollouts.filters:mean_reward",
-        "length": "nanodag.rl.rollouts.filters:length",
-        "diversity": "nanodag.rl.rollouts.filters:diversity",
-    },
-}
+KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts")  # folders of this package that hold entries
+REQUIRED = "required"
+_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
-# `prefix:argument` names an object made with the argument.
-WITH_ARGUMENT: dict[str, dict[str, str]] = {
-    "reward": {
-        "remote": "nanodag.rewards.remote:Remote",
-        "model": "nanodag.rewards.reward_model:RewardModel",
-        "group": "nanodag.rewards.group_reward:GroupReward",
-        "process": "nanodag.rewards.step_reward:Steps",
-    },
-}
+F = TypeVar("F", bound=Callable[..., Any])
+Argument = Literal["", "url", "function", "folder"]
 
-SHIPPED = frozenset(path for named in ENTRIES.values() for path in named.values())
 
-FUNCTION_PREFIXES = ("group:", "process:")  # whose argument is a user's function
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A keyword-only parameter. type: as it is written. default: likewise, REQUIRED where there is none."""
+
+    type: str
+    default: str
+
+    def fits(self, value: Any) -> bool:
+        """Whether a config may give this value."""
+        allowed = _TYPES.get(self.type)
+        return allowed is None or (isinstance(value, allowed) and isinstance(value, bool) == (self.type == "bool"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What the source says of an entry.
+
+    path: `module:function`. words: the first line of its docstring.
+    compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
+    where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
+    needs_sandbox: it runs programs. least_timeout_s: what a reward needs to find a program that hangs wrong.
+    argument: what the name resumes after a colon, as in `remote:http://...`.
+    """
+
+    path: str
+    words: str = ""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    compares_groups: bool = False
+    takes_steps: bool = False
+    scores_steps: bool = False
+    needs_critic: bool = False
+    needs_sandbox: bool = False
+    least_timeout_s: float = 0.0
+    argument: Argument = ""
+
+
+def entry(
+    kind: str,
+    name: str,
+    *,
+    compares_groups: bool = False,
+    takes_steps: bool = False,
+    scores_steps: bool = False,
+    needs_critic: bool = False,
+    needs_sandbox: bool = False,
+    least_timeout_s: float = 0.0,
+    argument: Argument = "",
+) -> Callable[[F], F]:
+    """Name a function, and say what the config's checks must know of it (see Entry). Arguments are literals, because
+    they are read from the source."""
+    return lambda function: function
+
+
+def entries_of(kind: str) -> dict[str, Entry]:
+    """By name, the entries of a kind that nanodag ships."""
+    return _shipped()[kind]
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Entry]]:
+    package = Path(__file__).parent
+    found: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+    for file in sorted(path for room in ROOMS for path in (package / room).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "\n@entry(" not in text:
+            continue
+        module = ".".join((package.name, *file.relative_to(package).with_suffix("").parts))
+        for node in ast.parse(text).body:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "entry":
+                    kind, name = map(ast.literal_eval, call.args)
+                    assert name not in found[kind], f"two entries of kind {kind} are called {name}"
+                    found[kind][name] = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+    return found
+
+
+def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    options = {}
+    if not isinstance(node, ast.ClassDef):
+        for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            kind = ast.unparse(one.annotation) if one.annotation else "any"
+            options[one.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
+    traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    return Entry(path=path, words=words, options=options, **traits)
 
 
 def names(kind: str) -> tuple[str, ...]:
     """The names of one kind that nanodag ships."""
-    return tuple(ENTRIES[kind])
+    return tuple(name for name, one in entries_of(kind).items() if not one.argument)
 
 
-def import_path(kind: str, name: str) -> str:
-    """`module:function` of an entry. Raises ConfigError for a name that is neither ours nor an import path."""
-    if name in ENTRIES[kind]:
-        return ENTRIES[kind][name]
-    module, separator, function = name.partition(":")
-    if separator and module in WITH_ARGUMENT.get(kind, {}):
-        _check_argument(module, function)
-        return WITH_ARGUMENT[kind][module]
+def is_shipped(path: str) -> bool:
+    """Whether `module:function` is an entry of ours."""
+    return any(one.path == path for kind in KINDS for one in entries_of(kind).values())
+
+
+def find(kind: str, name: str) -> Entry | None:
+    """The entry of ours that a name means, with an argument or without; None for a user's own function.
+
+    Raises ConfigError for a name that is neither.
+    """
+    shipped = entries_of(kind)
+    prefix, _, argument = name.partition(":")
+    found = shipped.get(prefix if argument else name)
+    if found is not None and bool(found.argument) == bool(argument):
+        _check_argument(kind, prefix, found.argument, argument)
+        return found
     if _is_path(name):
-        return name
+        return None
+    own = ", ".join(names(kind))
     raise ConfigError(
-        f"there is no {kind.replace('_', ' ')} {name!r:.80}; choose one of {', '.join(ENTRIES[kind])}, or name a "
-        f"function of your own as package.module:function.{nearest(name, ENTRIES[kind])}"
+        f"there is no {_said(kind)} {name!r:.80}; choose one of {own}, or name a function of your own as "
+        f"package.module:function.{nearest(name, names(kind))}"
     )
 
 
-def without_prefix(name: str) -> str:
-    """`module:function` of a user's function that may be named after a prefix."""
-    for prefix in FUNCTION_PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+def own_function(kind: str, name: str) -> str:
+    """`module:function` of the user's own function that a name means, alone or after a prefix; empty for ours."""
+    found = find(kind, name)
+    if found is None:
+        return name
+    return name.partition(":")[2] if found.argument == "function" else ""
+
+
+def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The function of an entry; with its options set, where a mapping of them is given. Raises ConfigError for one that
+    cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
+    found = find(kind, name)
+    function = _imported(kind, name)
+    made: Any = function if found is None or not found.argument else function_at(found.path)(name.partition(":")[2])
+    if kind == "generate" and not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
+    if options is None:
+        return made
+    _check_options(kind, name, options, _options_of(function))
+    if not options:
+        return made
+    if made is not function:  # an object that holds the user's function
+        made.function = partial(made.function, **options)
+        return made
+    return partial(function, **options)
+
+
+def options_taken(kind: str, name: str) -> set[str] | None:
+    """The names of the options of an entry; of a user's own function, which is imported for it, None for any."""
+    found = find(kind, name)
+    takes = found.options if found is not None else _options_of(_imported(kind, name))
+    return None if takes is None else set(takes)
+
+
+def _imported(kind: str, name: str) -> Callable[..., Any]:
+    """The function of ours or of the user's that a name means, alone or after a prefix; of another prefix, the
+    class."""
+    found = find(kind, name)
+    path = own_function(kind, name) or (found.path if found else name)
+    try:
+        return function_at(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The {_said(kind)} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and that its "
+            "package is installed or on PYTHONPATH."
+        ) from error
+
+
+def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for a name that does not exist, and for options that an entry of ours does not take, or needs
+    and is not given. settings: options that have a field of their own, and its name. Imports nothing."""
+    found, settings = find(kind, name), settings or {}
+    for option in options:
+        if option in settings:
+            raise ConfigError(f"{option} of {_said(kind)} {name} is the setting {settings[option]}; set it there.")
+    if found is None or found.argument == "function":
+        return  # the function's own signature is asked when it is loaded
+    takes = {key: one for key, one in found.options.items() if key not in settings}
+    _check_options(kind, name, options, takes)
+    if kind == "filter" and takes and not options:
+        raise ConfigError(_wrong_options(kind, name, "needs an option, or it would drop nothing", takes))
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, Option] | None:
+    """Of a function that is imported; None where any are taken, or where it does not say."""
+    if inspect.isclass(function):  # made with the argument alone
+        return {}
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return {
+        one.name: Option(type="any", default=REQUIRED if one.default is one.empty else repr(one.default))
+        for one in parameters
+        if one.kind is one.KEYWORD_ONLY or (one.kind is one.POSITIONAL_OR_KEYWORD and one.default is not one.empty)
+    }
+
+
+def _check_options(kind: str, name: str, options: Mapping[str, Any], takes: Mapping[str, Option] | None) -> None:
+    if takes is None:
+        return
+    if unknown := sorted(options.keys() - takes.keys()):
+        raise ConfigError(_wrong_options(kind, name, f"has no option {unknown[0]!r}", takes))
+    if missing := sorted(key for key, one in takes.items() if one.default == REQUIRED and key not in options):
+        raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes))
+    for key, value in options.items():
+        if not takes[key].fits(value):
+            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {takes[key].type}, not {value!r:.80}", takes))
+
+
+def _wrong_options(kind: str, name: str, what: str, takes: Mapping[str, Option]) -> str:
+    example = f", as in {{name: {name}, options: {{{min(takes)}: 0.5}}}}" if takes else ""
+    return f"The {_said(kind)} {name!r} {what}; it takes {listed(sorted(takes)) if takes else 'no options'}{example}."
+
+
+def _said(kind: str) -> str:
+    return kind.replace("_", " ")
 
 
 def _is_path(name: str) -> bool:
@@ -119,54 +254,11 @@ def _is_path(name: str) -> bool:
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def load(kind: str, name: str) -> Callable[..., Any]:
-    """The function of an entry. Raises ConfigError when a user's own cannot be imported."""
-    path = import_path(kind, name)
-    prefix, _, argument = name.partition(":")
-    try:
-        found = function_at(path)
-        return found(argument) if prefix in WITH_ARGUMENT.get(kind, {}) else found
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"The {kind.replace('_', ' ')} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and "
-            "that its package is installed or on PYTHONPATH."
-        ) from error
-
-
-def _check_argument(prefix: str, argument: str) -> None:
-    if prefix == "remote" and not argument.startswith(("http://", "https://")):
-        raise ConfigError(f"The reward remote:{argument} needs a URL that begins with http:// or https://.")
-    if f"{prefix}:" in FUNCTION_PREFIXES and not _is_path(argument):
-        raise ConfigError(f"The reward {prefix}:{argument} needs a function as {prefix}:package.module:function.")
-    if prefix == "model" and not argument.startswith("/"):
-        raise ConfigError(f"The reward model:{argument} needs the absolute path of a Hugging Face directory.")
-
-
-def load_filter(name: str, options: Mapping[str, float]) -> Callable[..., str | None]:
-    """A filter with its options set. Raises ConfigError for an option that it does not have, one that it needs and is
-    not given, and options left out where it would then drop nothing."""
-    function = load("filter", name)
-    takes = [one for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
-    known = {one.name for one in takes}
-    needed = {one.name for one in takes if one.default is one.empty}
-    unknown, missing = sorted(options.keys() - known), sorted(needed - options.keys())
-    if unknown or missing or (known and not options):
-        needs = f"the option {missing[0]!r}" if missing else "an option, or it would drop nothing"
-        what = f"has no option {unknown[0]!r}" if unknown else f"needs {needs}"
-        example = f", as in {{name: {name}, options: {{{min(known)}: 0.5}}}}" if known else ""
-        raise ConfigError(f"The filter {name!r} {what}; it takes {', '.join(sorted(known)) or 'no options'}{example}.")
-    return partial(function, **options)
-
-
-def load_generate(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function that generates, with its options set. Raises ConfigError for one that is not `async def`, or does not
-    take these options."""
-    function = load("generate", name)
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
-    try:
-        inspect.signature(function).bind(None, None, **options)
-    except TypeError as error:
-        given = f"(sampler, sample) and the options {listed(options)}"
-        raise ConfigError(f"generate {name!r} is called with {given}: {error}.") from error
-    return partial(function, **options)
+def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> None:
+    what = f"The {kind} {prefix}:{argument} needs"
+    if wanted == "url" and not argument.startswith(("http://", "https://")):
+        raise ConfigError(f"{what} a URL that begins with http:// or https://.")
+    if wanted == "function" and not _is_path(argument):
+        raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
+    if wanted == "folder" and not argument.startswith("/"):
+        raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")

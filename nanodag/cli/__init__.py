@@ -151,15 +151,26 @@ def sweep(
 
 
 @app.command()
-def config(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
+def config(
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    file: File = "",
+    explain: Annotated[
+        str, typer.Option("--explain", metavar="NAME", help="One setting: what it is, its range, default and value.")
+    ] = "",
+) -> None:
     """Print every value, and where each comes from.
 
     \b
     nanodag config --preset small
     nanodag config rl.num_steps=50
+    nanodag config --explain rl.clip_high
     """
-    from nanodag.cli.show import show_config
+    from nanodag.cli.show import explain_setting, show_config
 
+    if explain:
+        explain_setting(explain, overrides or [], preset=preset, file=file)
+        return
     show_config(overrides or [], preset=preset, file=file)
 
 

@@ -14,7 +14,9 @@ from nanodag.config import resolve
 from nanodag.config.derive import facts
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
+from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
+from nanodag.config.rl_entries import EntryConfig
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.run.record import pipeline_file, state_of, store_of
@@ -47,6 +49,26 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str) -> None:
         console.print(line)
 
 
+def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: str) -> None:
+    """What a setting is, what it may be, and its value in this pipeline with its origin."""
+    console = Console(soft_wrap=True)
+    resolved = resolve(pipeline_file(file), preset, overrides)
+    found = setting(resolved, name)
+    console.print(f"{found.name}, preset {resolved.pipeline.preset}", style="bold", highlight=False)
+    lines = [f"  {found.words}", f"  type      {found.type}"]
+    if found.choices:
+        lines.append(f"  shipped   {listed(found.choices)}, or a function of your own as package.module:function")
+    if found.holds:
+        lines.append(f"  holds     {listed(found.holds)}")
+    else:
+        lines.append(f"  default   {found.default}")
+        lines.append(f"  value     {_plain(found.value)}    # {found.origin}")
+    if said := resolved.origins.get(f"{found.name}!"):
+        lines.append(f"            {said}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:
     stage = pipeline.stages.get(section)
     if isinstance(stage, PretrainStage) and not stage.continues:
@@ -57,6 +79,8 @@ def _print_facts(console: Console, pipeline: Any, section: str) -> None:
 def _plain(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_plain(v) for v in value) + "]"
+    if isinstance(value, EntryConfig) and not value.options:
+        return value.name
     if hasattr(value, "model_dump"):
         given = value.model_dump(exclude_defaults=True)
         return given["url"] if list(given) == ["url"] else str(given)

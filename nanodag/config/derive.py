@@ -40,7 +40,7 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             stage = _supervised(name, stage, pipeline, origins)
         if isinstance(stage, RLStage):
             stage = _rl(name, stage, origins)
-            if stage.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
+            if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
                 shape = _pretrain("", source, {}).shape
                 check_lora(name, stage, int(shape.width), pipeline.unchecked)
         stages[name] = stage
@@ -76,9 +76,11 @@ def _precision(name: str, stage: _S, origins: dict[str, str]) -> _S:
     if getattr(stage, "precision", "") == "auto":
         updates["precision"] = found
         origins[f"{name}.precision"] = why
-    if isinstance(stage, RLStage) and stage.sampler.precision == "auto":
-        updates["sampler"] = stage.sampler.model_copy(update={"precision": found})
-        origins[f"{name}.sampler.precision"] = why
+    for part in ("optimizer", "sampler") if isinstance(stage, RLStage) else ():
+        section = getattr(stage, part)
+        if section.precision == "auto":
+            updates[part] = section.model_copy(update={"precision": found})
+            origins[f"{name}.{part}.precision"] = why
     return stage.model_copy(update=updates)
 
 

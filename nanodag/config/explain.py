@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from nanodag.config.kinds import known
 from nanodag.config.pipeline import Pipeline
+from nanodag.config.section import full_name
 from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
@@ -117,7 +118,7 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str
     for owner, found in by_owner.items():
         keys = [str(problem["loc"][-1]) for problem in found]
         if len(owner) == 2 and owner[0] == "stages" and len(keys) > 1:
-            others = [name for name, kind in known().items() if set(keys) <= kind.config.model_fields.keys()]
+            others = [name for name, kind in known().items() if all(_has(kind.config, key) for key in keys)]
             shown = listed(keys[:4]) + (f" and {counted(len(keys) - 4, 'other')}" if len(keys) > 4 else "")
             is_whose = f"; they are keys of kind {' or '.join(others)}" if others else ""
             out[_name_of(owner)] = f"a stage of kind {kinds[str(owner[1])]} has no keys {shown}{is_whose}"
@@ -128,6 +129,11 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str
             all_of_them = f" Allowed: {listed(own)}." if len(own) <= MAX_NAMES else " `nanodag config` prints all."
             out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
     return out
+
+
+def _has(stage: type[BaseModel], key: str) -> bool:
+    """Whether a kind of stage has a setting of that name, short or not."""
+    return key in stage.model_fields or full_name(stage, key) != key
 
 
 def _name_of(location: Sequence[int | str]) -> str:

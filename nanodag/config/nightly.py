@@ -2,44 +2,46 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nanodag.config.cron import check_schedule, zone_of
+from nanodag.config.section import Section
 
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,40}$")]
 
 
-class PinnedModel(BaseModel):
-    """A model that stays the same, to measure others against. model: as an import stage's. evals: the eval stages of
-    the preset whose benchmarks it is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PinnedModel(Section):
+    """A model that stays the same, to measure others against."""
 
     model: str
+    """The model, as in an import stage."""
     evals: tuple[str, ...] = Field(min_length=1)
+    """Eval stages of the preset whose benchmarks it is asked."""
 
 
-class NightlyConfig(BaseModel):
-    """Evals by schedule. enabled: what the schedule is at first; `nanodag nightly on` and `off`, or the switch in
-    Prefect's UI, change it. schedule: cron, in timezone. runs: label -> name of a run, or a pattern such as `main-*`
-    (the newest run that fits and has the stage); nights of one label stand in one line of the trend. stages: whose
-    models; `all` are those that the run has an eval stage for. models: label -> a model beside the runs'.
-    false_alarms: the chance that a night on which nothing is worse says otherwise. compare_nights: how many nights back
-    the best is looked for. webhook: an address that hears of it, `none` for nobody, `env:NAME` for the one in an
-    environment variable.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class NightlyConfig(Section):
+    """Evaluations by schedule."""
 
     enabled: bool = True
+    """Whether the schedule is on at first; `nanodag nightly on` and `off`, or the switch in Prefect's UI, change it."""
     schedule: str = "0 3 * * *"
+    """When nights begin, as cron."""
     timezone: str = "local"
+    """The schedule's time zone; `local` for this machine's."""
     runs: dict[Label, str] = {"newest": "*"}
+    """Label -> name of a run, or a pattern such as `main-*` for the newest run that fits and has the stage. Nights of
+    one label form one line of the trend."""
     stages: tuple[str, ...] | Literal["all"] = "all"
+    """Stages whose models are evaluated; `all` takes those that the run has an eval stage for."""
     models: dict[Label, PinnedModel] = {}
+    """Label -> a pinned model beside the runs' models."""
     false_alarms: float = Field(0.01, gt=0, lt=0.5)
+    """Chance that a night on which nothing is worse says otherwise."""
     compare_nights: int = Field(30, ge=1, le=1000)
+    """Nights back over which the best is looked for."""
     webhook: str = Field("none", pattern=r"^(none|env:\w+|https?://\S+)$")
+    """An address that gets a message after a night that got worse: a URL, `env:NAME` for one in an environment
+    variable, or `none`."""
 
     @field_validator("schedule")
     @classmethod

@@ -22,7 +22,7 @@ from pydantic_core import PydanticKnownError
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.section import Section
+from nanodag.config.section import Section, full_name, in_sections
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import listed, nearest
 
@@ -38,6 +38,7 @@ def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
     if "kind" not in raw:
         raise ValueError(f"has no `kind`, which says what the stage does: {listed(known())}")
     model = find_kind(str(raw["kind"])).config
+    raw = in_sections(model, raw)
     if info.mode == "json":  # a pipeline file: types are strict, and a list may stand for a tuple
         return model.model_validate_json(json.dumps(raw), strict=True)
     return model.model_validate(raw)
@@ -53,11 +54,13 @@ def read_stage(raw: Mapping[str, Any]) -> StageBase:
 
 
 class ClusterConfig(Section):
-    """Other machines, for stages with resources.nodes above 1. hostfile: DeepSpeed's, with lines as `worker-2 slots=8`;
-    one of them is this machine. ssh_command: runs a command on {host}, without asking for a password."""
+    """Other machines, for stages with resources.nodes above 1."""
 
     hostfile: str = "none"
+    """A hostfile of DeepSpeed's format, with lines such as `worker-2 slots=8`; one of them is this machine. `none`: no
+    other machines."""
     ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
+    """The command that runs another one on {host} without asking for a password."""
 
     @model_validator(mode="after")
     def _names_the_host(self) -> "ClusterConfig":
@@ -67,13 +70,15 @@ class ClusterConfig(Section):
 
 
 class StoreConfig(Section):
-    """url: a local path or an fsspec URL. local: workspaces and cache when the store is remote, `auto` for
-    ~/.cache/nanodag. Relative paths begin at the pipeline file's folder, in overrides at the working directory.
-    mirror_checkpoints: copy those of stages under way to a remote store, so that another machine can go on."""
+    """Where artifacts and checkpoints are kept."""
 
     url: str = Field("store", min_length=1)
+    """The store: a folder or an fsspec URL. A relative path begins at the pipeline file's folder, in an override at the
+    working directory."""
     local: str = Field("auto", min_length=1)
+    """Folder of workspaces, and cache of a remote store; `auto` for ~/.cache/nanodag."""
     mirror_checkpoints: bool = False
+    """Whether checkpoints of running stages are copied to a remote store, so that another machine can resume."""
 
     @field_validator("url")
     @classmethod
@@ -91,17 +96,21 @@ class StoreConfig(Section):
 
 
 class ServerConfig(Section):
-    """Prefect's server. host: the address or name that it listens on. password_file: a file with `user:password`, which
-    it then asks for. database: `sqlite`, below the store's local folder, or postgresql+asyncpg://user@host/name; its
-    password is PGPASSWORD's, or that of ~/.pgpass. proxy_names: host names under which a proxy offers it; all others
-    but its own are refused. start_timeout_s: how long a process of it may start without a sign of progress."""
+    """Prefect's server."""
 
     port: int = Field(4200, ge=1024, le=65535)
+    """Port of Prefect's server."""
     start_timeout_s: float = Field(120.0, gt=0)
+    """Seconds without a sign of progress after which the server's start has failed."""
     host: str = Field("127.0.0.1", min_length=1)
+    """Address or name that the server listens on."""
     proxy_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+$")], ...] = ()
+    """Host names under which a proxy offers the server; it refuses all others but its own."""
     password_file: str = "none"
+    """A file with `user:password` that the server then asks for; `none` for no login."""
     database: str = "sqlite"
+    """`sqlite`, in the store's local folder, or postgresql+asyncpg://user@host/name; the password comes from PGPASSWORD
+    or ~/.pgpass."""
 
     @model_validator(mode="after")
     def _is_safe(self) -> "ServerConfig":
@@ -142,25 +151,32 @@ def _is_loopback(host: str) -> bool:
 
 
 class Pipeline(Section):
-    """One resolved pipeline: the DAG as a table, and what is common to all stages.
-
-    mirror: a folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from, `none` for the
-    hub. Relative paths as in StoreConfig. trusted_modules: modules and packages whose functions may be named beside
-    those next to the pipeline file; set in that file alone. unchecked: names of numbers that are meant though they look
-    like slips, as rl.temperature (nanodag.config.ranges).
-    """
+    """One resolved pipeline: the DAG as a table, and what is common to all stages."""
 
     preset: str
+    """The preset's name."""
     description: str = ""
+    """What the preset is for, in a line."""
     seed: int = Field(0, ge=0)
+    """Seed of all stages whose seed is auto."""
     mirror: str = "none"
+    """A folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from; `none` for the hub. A
+    relative path begins at the pipeline file's folder, in an override at the working directory."""
     trusted_modules: tuple[str, ...] = ()
+    """Modules and packages whose functions may be named, beside the modules next to the pipeline file. An override
+    cannot set it."""
     unchecked: tuple[str, ...] = ()
+    """Names of unusual numbers that are meant, such as rl.temperature (nanodag.config.ranges)."""
     store: StoreConfig = StoreConfig()
+    """Where artifacts and checkpoints stay."""
     server: ServerConfig = ServerConfig()
+    """Prefect's server."""
     cluster: ClusterConfig = ClusterConfig()
+    """Other machines."""
     nightly: NightlyConfig = NightlyConfig()
+    """Evaluation by schedule."""
     stages: dict[str, AnyStage] = Field(min_length=1)
+    """The DAG: stage name -> stage."""
 
     @model_validator(mode="after")
     def _is_a_dag(self) -> "Pipeline":
@@ -215,9 +231,10 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
         if nodes > 1 and not trains:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
-        if nodes > 1 and isinstance(stage, RLStage) and stage.sync == "distributed":
+        if nodes > 1 and isinstance(stage, RLStage) and stage.weights.sync == "distributed":
             raise ValueError(
-                f"stages.{name}.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; use disk"
+                f"stages.{name}.weights.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; "
+                "use disk"
             )
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
@@ -237,3 +254,9 @@ def order_of(pipeline: Pipeline) -> list[str]:
             raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
         order.append(ready[0])
     return order
+
+
+def full_path(stages: Mapping[str, StageBase], name: str) -> str:
+    """`rl.algorithm.clip_high` for `rl.clip_high`; what is no stage's as it is."""
+    stage, _, setting = name.partition(".")
+    return f"{stage}.{full_name(type(stages[stage]), setting)}" if setting and stage in stages else name

@@ -60,10 +60,10 @@ def check_ranges(pipeline: Pipeline, file: Path, preset: str) -> None:
 
 def check_lora(stage_name: str, stage: RLStage, width: int, unchecked: tuple[str, ...]) -> None:
     """Raise ConfigError for adapters of a higher rank than the matrices that they are added to."""
-    name = f"{stage_name}.lora_rank"
-    if stage.lora_rank > width and name not in unchecked:
+    name, rank = f"{stage_name}.optimizer.lora_rank", stage.optimizer.lora_rank
+    if rank > width and name not in unchecked:
         raise ConfigError(
-            f"{name}: {stage.lora_rank} is above {width}, the width of the model, so adapters would be larger than "
+            f"{name}: {rank} is above {width}, the width of the model, so adapters would be larger than "
             f"what they adapt. Lower it; or, if it is meant, say so with unchecked=[{name}]."
         )
 
@@ -85,5 +85,5 @@ def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, tuple[float, t
 
 def _range_of(name: str) -> tuple[float, float]:
     parts = name.split(".")
-    field = "reward" if parts[1:2] == ["reward"] else parts[-1]
+    field = "reward" if parts[1:2] == ["reward"] and parts[-1] == "weight" else parts[-1]
     return RANGES.get(field, SECONDS if field.endswith("_s") else OTHERS)

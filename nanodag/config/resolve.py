@@ -13,9 +13,10 @@ from pydantic import BaseModel, ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
-from nanodag.config.kinds import vouch_for
-from nanodag.config.pipeline import Pipeline
+from nanodag.config.kinds import known, vouch_for
+from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
+from nanodag.config.section import in_sections
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
@@ -77,12 +78,22 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     except ValidationError as error:
         raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())
+    unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
+    pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
     pipeline, derived = derive(pipeline)
     origins.update(derived)
-    shown = {name: origins.get(name, "default") for name, _ in leaves(pipeline)}
+    shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
     shown |= {name: said for name, said in origins.items() if name.endswith("!")}
     return Resolved(pipeline=pipeline, origins=shown)
+
+
+def _origin_of(name: str, origins: Mapping[str, str]) -> str:
+    """Of a value, of what is in it, or of the short form that was written for the table in which it stands."""
+    inner = next((origin for other, origin in origins.items() if other.startswith(f"{name}.")), "")
+    while name and name not in origins and not inner:
+        name = name.rpartition(".")[0]
+    return origins.get(name, inner or "default")
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
@@ -140,8 +151,6 @@ def result_config(stage: BaseModel) -> dict[str, Any]:
         if (field.json_schema_extra or {}).get("operational"):  # type: ignore[union-attr]
             continue
         value = getattr(stage, name)
-        if (field.json_schema_extra or {}).get("later") and value == field.default:  # type: ignore[union-attr]
-            continue
         if isinstance(value, BaseModel):
             out[name] = result_config(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
@@ -229,18 +238,28 @@ def _merge(
         if here[0] == "stages" and len(here) == 2 and value == "drop":
             tree.pop(key, None)
         elif isinstance(value, Mapping) and not (here[0] == "stages" and here[-1] == "inputs"):
+            if here[0] == "stages" and len(here) == 2:
+                value = _in_sections(value, tree.get(key))
             if not isinstance(tree.get(key), dict):
                 tree[key] = {}
+                origins.pop(".".join(here[1:] if here[0] == "stages" else here), None)
             _merge(tree[key], value, origins, origin, here)
         else:
             if isinstance(value, list) and here[-1] == "inputs" and all(isinstance(name, str) for name in value):
                 value = {name: name for name in value}
             tree[key] = value
             name = ".".join(here[1:] if here[0] == "stages" else here)
-            for known in [o for o in origins if o == name or o.startswith(f"{name}.")]:
-                del origins[known]
+            for below in [o for o in origins if o == name or o.startswith(f"{name}.")]:
+                del origins[below]
             for leaf, _ in leaves(value, name):
                 origins[leaf] = origin
+
+
+def _in_sections(table: Mapping[str, Any], below: Any) -> Mapping[str, Any]:
+    """A stage's table by full names; its kind is its own, or that of the layers below it."""
+    kind = table.get("kind") or (below.get("kind") if isinstance(below, Mapping) else None)
+    found = known().get(str(kind))  # of an own kind, nanodag.config.pipeline does it
+    return in_sections(found.config, table) if found is not None else table
 
 
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:

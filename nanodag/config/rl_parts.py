@@ -1,43 +1,48 @@
-"""Parts of an RL stage: its sampler, filter, generation, critic and teacher."""
+"""Parts of an RL stage: its sampler, critic and teacher."""
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag import registry as entries
-from nanodag.config.section import Auto, Positive, Precision, Section, later, operational
+from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 
 class SamplerConfig(Section):
-    """The servers that rollouts come from. max_batch: requests decoded at once, by all of them together. context:
-    longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
-    when they are deterministic. start_timeout_s: how long one may start without a sign of progress. health_timeout_s:
-    one that does not answer for so long is killed and started again; max_restarts: how often in a row one may be lost.
-
-    engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
-    alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
-    memory_fraction: of a device's memory, for weights and cache; options: any other option of its server, by name;
-    router: put sglang-router before several servers, router_options: any option of its, by name, as `policy`.
-    """
+    """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone."""
 
     engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic."""
     precision: Precision | Auto = "fp32"
+    """Number format of the sampler's weights and products."""
     max_batch: int = Field(64, ge=1)
+    """Requests decoded at once, by all replicas together."""
     context: int = Field(1024, ge=8)
+    """Longest prompt plus response, in tokens."""
     deterministic: bool = True
+    """Whether a request returns the same bits alone, among others, or admitted late."""
     replicas: Positive | Auto = operational("auto")
+    """Sampler processes. `auto`: one, or a process a thread (4 at most) where they are deterministic."""
     start_timeout_s: float = operational(120.0, gt=0)
+    """Seconds without a sign of progress after which a sampler's start has failed."""
     request_timeout_s: float = operational(600.0, gt=0)
+    """Seconds that a request may take."""
     health_timeout_s: float = operational(60.0, gt=0)
+    """Seconds without an answer after which a sampler is killed and started again."""
     max_restarts: int = operational(3, ge=0)
+    """How often in a row one sampler may be restarted."""
     python: str = operational("auto", min_length=1)
+    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
     tensor_parallel: int = operational(1, ge=1)
+    """GPUs of one SGLang server."""
     memory_fraction: float = operational(0.3, gt=0, lt=1)
+    """Share of a device's memory that SGLang takes for weights and cache."""
     options: dict[str, bool | int | float | str] = {}
+    """Other options of SGLang's server, by name."""
     router: bool = operational(True)
+    """Whether sglang-router stands before several SGLang servers."""
     router_options: dict[str, bool | int | float | str] = operational({})
+    """Options of the router, by name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,75 +70,24 @@ class SamplerConfig(Section):
         return self
 
 
-class FilterConfig(Section):
-    """A filter of groups: a name of nanodag.registry or a function of one's own. A bare name means no options."""
-
-    name: str
-    options: dict[str, float] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _exists(self) -> "FilterConfig":
-        entries.import_path("filter", self.name)
-        if self.name in entries.names("filter"):
-            entries.load_filter(self.name, self.options)
-            if self.options.get("lowest", -math.inf) > self.options.get("highest", math.inf):
-                raise ValueError(
-                    f"filter {self.name}: lowest {self.options['lowest']:g} is above highest "
-                    f"{self.options['highest']:g}, so every group would be dropped; swap them"
-                )
-        return self
-
-
-class GenerateConfig(Section):
-    """How a response comes about. name: `one_turn`, a name of nanodag.registry (`calculator`, `python`) or a function
-    of one's own; a bare name means no options. timeout_s: how long it may take without asking the sampler."""
-
-    name: str = "one_turn"
-    options: dict[str, bool | int | float | str] = {}
-    timeout_s: float = Field(300.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _exists(self) -> "GenerateConfig":
-        if self.name == "one_turn":
-            for name in ("options", "timeout_s"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"generate.{name} means nothing to one_turn; leave it out, or name a function")
-        else:
-            entries.import_path("generate", self.name)
-            if self.name in entries.names("generate"):
-                entries.load_generate(self.name, self.options)
-        return self
-
-    @property
-    def is_one_turn(self) -> bool:
-        """Whether the sampler's answer to the prompt is the response."""
-        return self.name == "one_turn"
-
-
 class CriticConfig(Section):
-    """PPO's critic. model: what it begins as, `policy` for the policy's own weights, `input` for the stage's input
-    `critic`, or the absolute path of a Hugging Face directory; with the same tokenizer. warmup_steps: at the beginning,
-    in which only the critic is trained. epochs: passes over each step's rollouts, of updates_per_step updates each.
-    value_clip: how far a value may go from that at the step's start, 0 for none. gamma, gae_lambda: of the
-    advantage."""
+    """PPO's critic."""
 
     model: str = "policy"
+    """What the critic begins as: `policy`, `input` for the stage's input `critic`, or the path of a Hugging Face folder
+    with the same tokenizer."""
     learning_rate: float = Field(1e-5, gt=0)
+    """AdamW's learning rate."""
     warmup_steps: int = Field(0, ge=0)
+    """First steps, in which only the critic is trained."""
     epochs: int = Field(1, ge=1)
+    """Passes over each step's rollouts, of updates_per_step updates each."""
     value_clip: float = Field(0.2, ge=0)
+    """How far a value may move from that at the step's start; 0 for no clip."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of later rewards."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
+    """GAE's mix of short and long estimates of the advantage."""
 
     @model_validator(mode="after")
     def _model_is_a_folder(self) -> "CriticConfig":
@@ -143,13 +97,15 @@ class CriticConfig(Section):
 
 
 class TeacherConfig(Section):
-    """On-policy distillation. model: `none`, `input` for the stage's input `teacher`, or the absolute path of a Hugging
-    Face directory; with the same tokenizer. url: of a server in its place (nanodag.rl.trainer.teacher_server), or
-    `none`. coefficient: by which each token's log-probability there, less the policy's, is added to its advantage."""
+    """On-policy distillation."""
 
     model: str = "none"
-    url: str = later("none")
+    """The teacher: `none`, `input` for the stage's input `teacher`, or the path of a Hugging Face folder with the same
+    tokenizer."""
+    url: str = "none"
+    """A teacher server's address (nanodag.rl.trainer.teacher_server), in place of model; `none` for none."""
     coefficient: float = Field(1.0, gt=0)
+    """Factor of the teacher's log-probability less the policy's, added to each token's advantage."""
 
     @model_validator(mode="after")
     def _model_is_a_folder(self) -> "TeacherConfig":

@@ -1,8 +1,11 @@
 """What every part of the config shares: its base class, kinds of numbers, and fields that do not change a result."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from nanodag.errors import ConfigError
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
@@ -23,17 +26,64 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["fp32", "bf16"]
 
 
-def later(default: Any, **constraints: Any) -> Any:
-    """A field that came later: at its default it stays out of a stage's key, so that older artifacts are found."""
-    return Field(default, json_schema_extra={"later": True}, **constraints)
-
-
 def operational(default: Any, **constraints: Any) -> Any:
     """A field that does not change a stage's result."""
     return Field(default, json_schema_extra={"operational": True}, **constraints)
 
 
+T = TypeVar("T")
+
+
+def found_in(value: Any, wanted: type[T], where: str = "") -> Iterator[tuple[str, T]]:
+    """Dotted name and value of everything of a class in a config, at any depth."""
+    if isinstance(value, wanted):
+        yield where, value
+        return
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from found_in(inner, wanted, f"{where}.{key}" if where else str(key))
+
+
 class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StageSection(Section):
+    """A section of a stage. Its settings have short names: `rl.clip_high` is `rl.algorithm.clip_high`."""
+
+
+def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:
+    """By name, the sections of a stage's class."""
+    found = {name: field.annotation for name, field in stage.model_fields.items()}
+    return {name: a for name, a in found.items() if isinstance(a, type) and issubclass(a, StageSection)}
+
+
+def full_name(stage: type[BaseModel], name: str) -> str:
+    """`algorithm.clip_high` for `clip_high`; a name that is full already, or unknown, as it is."""
+    first = name.partition(".")[0]
+    if first in stage.model_fields:
+        return name
+    home = next((home for home, section in sections_of(stage).items() if first in section.model_fields), "")
+    return f"{home}.{name}" if home else name
+
+
+def in_sections(stage: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's table with each setting in its section. Raises ConfigError for one that stands in both places."""
+    full: dict[str, Any] = {key: value for key, value in table.items() if full_name(stage, key) == key}
+    for key, value in table.items():
+        home, _, name = full_name(stage, key).rpartition(".")
+        if not home:
+            continue
+        section = full.setdefault(home, {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{key} is a setting of the section {home}, which is no table here: {section!r:.80}.")
+        if name in section:
+            raise ConfigError(f"{name} stands twice: by its short name, and in the section {home}. Keep one.")
+        full[home] = {**section, name: value}
+    return full

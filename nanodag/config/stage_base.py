@@ -1,27 +1,33 @@
 """What every stage has: inputs, seed, resources."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Natural, Positive, Section, operational
+from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
 
 
-class Resources(Section):
-    """Where a stage runs. num_ranks: processes, one a GPU, on all nodes together; threads: CPU threads a process.
-    nodes: machines, this one and others of cluster.hostfile. gpus_per_node: num_ranks by node, 0 for not said.
-    work_pool: Prefect's, whose worker builds the stage; `none` for the machine of the run's flow.
-    offload_optimizer: master weights and optimizer state stay in the host's memory, and are updated there (DeepSpeed's
-    ZeRO-Offload); offload_param: weights at rest, too."""
+class Resources(StageSection):
+    """Where a stage runs."""
 
     num_ranks: Positive | Auto = "auto"
+    """Training processes on all nodes together, one for each GPU."""
     threads: Positive | Auto = "auto"
+    """CPU threads of each process."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
+    """The kind of device: `cpu` or `cuda`; `auto` takes what this machine has."""
     nodes: int = Field(1, ge=1)
+    """Machines that share the stage: this one and others of cluster.hostfile."""
     gpus_per_node: int = Field(0, ge=0)
+    """GPUs on each node; num_ranks follows from it. 0 leaves it open."""
     work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
+    """The Prefect work pool whose worker runs the stage; `none` runs it on the machine of the flow."""
     offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where master weights and optimizer states stay and are updated: `none` for the device, `cpu` for host memory
+    (DeepSpeed's ZeRO-Offload)."""
     offload_param: Literal["none", "cpu"] = "none"
+    """Where weights at rest stay: `none` for the device, `cpu` for host memory. It needs ZeRO stage 3 and
+    offload_optimizer."""
 
     def check_offload(self, *, zero_stage: int, optimizer: str) -> None:
         """Raise ValueError for an offload that ZeRO's stage or the optimizer does not have."""
@@ -57,15 +63,24 @@ class Resources(Section):
 
 
 class StageBase(Section):
-    """What every stage has. kind: what it does (nanodag.config.kinds). inputs: input name -> stage name. timeout_s: a
-    stage that takes longer is ended."""
+    """What every stage has."""
 
     kind: str
     inputs: dict[str, str] = operational({})
+    """The stages that this one reads: input name -> stage name."""
     seed: Natural | Auto = "auto"
+    """Seed of all random numbers of the stage; `auto` takes the pipeline's."""
     resources: Resources = operational(Resources())
+    """Where the stage runs."""
     timeout_s: float = operational(7 * 24 * 3600.0, gt=0)
+    """Seconds after which the stage is ended."""
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = operational(("tensorboard",))
+    """Trackers that get the metrics, beside metrics.jsonl."""
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """A stage from settings by their short names, or in their sections."""
+        return cls.model_validate(in_sections(cls, settings))
 
     def check_inputs(self) -> None:
         """Raise ValueError for inputs that do not fit the stage's other settings, where a kind has such."""

@@ -6,48 +6,63 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, operational
+from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 
-class ShapeConfig(Section):
-    """A model's shape; what is `auto` follows from depth (nanodag.config.dial). depth: 0 for the shape of inputs.model,
-    where the stage begins at one."""
+class ShapeConfig(StageSection):
+    """A model's shape."""
 
     depth: int = Field(0, ge=0, le=128)
+    """Layers. Sizes that are `auto` follow from it (nanodag.config.dial). 0 takes the shape of inputs.model."""
     width: Annotated[int, Field(ge=16)] | Auto = "auto"
+    """Width of the residual stream, in elements."""
     num_heads: Positive | Auto = "auto"
+    """Query heads of a layer."""
     num_kv_heads: Positive | Auto = "auto"
+    """Key-value heads of a layer; it divides num_heads."""
     head_width: Annotated[int, Field(ge=8)] | Auto = "auto"
+    """Width of a head, in elements; even, because rotary positions turn pairs."""
     mlp_width: Annotated[int, Field(ge=16)] | Auto = "auto"
+    """Inner width of the SwiGLU MLP, in elements."""
     tied_embeddings: bool | Auto = "auto"
+    """Whether the token embedding and the output head share one matrix."""
     rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary positions' wavelengths."""
     max_positions: int = Field(2048, ge=16)
+    """Longest sequence that the model is declared for, in tokens."""
 
 
-class OptimizerConfig(Section):
-    """AdamW for all, or Muon for matrices and AdamW for the rest.
-
-    learning_rate: AdamW's (with Muon: embeddings and head). matrix_lr: Muon's. Both are peaks of the schedule.
-    """
+class OptimizerConfig(StageSection):
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest. Rates are peaks of the schedule."""
 
     name: Literal["adamw", "muon"] = "muon"
+    """`muon`: Muon for matrices and AdamW for the rest; `adamw`: AdamW for all."""
     learning_rate: Rate | Auto = "auto"
+    """AdamW's peak learning rate (with Muon: of embeddings and head)."""
     matrix_lr: Rate | Auto = "auto"
+    """Muon's peak learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's term against division by zero."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, a share of the learning rate a step."""
     momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's momentum."""
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(StageSection):
     """Linear warm-up over the first fraction of steps, flat, then linear decay over the last fraction to final_fraction
     of the peak."""
 
     warmup_fraction: float = Field(0.02, ge=0, le=1)
+    """Share of the steps over which the rate rises from 0."""
     decay_fraction: float = Field(0.5, ge=0, le=1)
+    """Share of the steps, at the end, over which the rate falls linearly."""
     final_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of the peak rate that is left at the last step."""
 
     @model_validator(mode="after")
     def _fits(self) -> "ScheduleConfig":
@@ -59,36 +74,52 @@ class ScheduleConfig(Section):
 
 
 class SupervisedStage(StageBase):
-    """The one supervised loop. Tokens are counted over all ranks.
-
-    data: the mixture. precision: `auto` for bf16 where the device multiplies it faster than fp32 (GPUs from compute
-    capability 8, processors with AVX512-BF16 or AMX), else fp32. batch_tokens: a step's tokens. micro_batch_tokens:
-    what one rank holds at once. horizon_tokens: where it ends (`auto`: pretrain takes the dial's, the others 0:
-    num_epochs over the data). max_steps: ends earlier, 0 for never. gradient_clipping: largest global gradient norm, 0
-    for none. patience: with evals of the validation loss, how many without a better one end the stage, the best weights
-    being kept; 0 for never.
-    """
+    """The one supervised loop. Tokens are counted over all ranks."""
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The mixture of training data."""
     precision: Precision | Auto = "auto"
+    """Number format of weights and products. `auto`: bf16 where the device multiplies it faster (GPUs from compute
+    capability 8, processors with AVX512-BF16 or AMX), else fp32."""
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed's ZeRO stage: what ranks share of optimizer states (1), gradients (2) and weights (3)."""
     sequence_length: int = Field(2048, ge=8)
+    """Tokens of a packed row."""
     batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
+    """Tokens of a step, over all ranks; `auto` follows from depth and horizon."""
     micro_batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
+    """Tokens that one rank holds at once; `auto` takes the largest that divides a step and fits the device."""
     horizon_tokens: Natural | Auto = "auto"
+    """Tokens of the whole training. `auto`: pretraining takes the dial's; the others train num_epochs over their
+    data."""
     max_steps: int = Field(0, ge=0)
+    """Steps after which training ends early; 0 for no limit."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its rates."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate changes over the steps."""
     gradient_clipping: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 for no clipping."""
     activation_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass instead of kept: less memory, about a third more
+    work."""
     compile: bool = operational(True)
+    """Whether torch.compile compiles the layers."""
     validation_tokens: int = Field(262_144, ge=0)
+    """Held-out tokens that an evaluation of the loss reads; 0 for none."""
     validation_every: int = Field(100, ge=1)
+    """Steps between evaluations of the validation loss."""
     patience: int = Field(0, ge=0)
+    """Evaluations without a better validation loss after which training ends and the best weights are kept; 0 for
+    never."""
     checkpoint_every: int = operational(200, ge=1)
+    """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
+    """Newest checkpoints that are kept while the stage runs."""
     log_every: int = operational(10, ge=1)
+    """Steps between lines in the log."""
     sample_prompts: tuple[str, ...] = operational(())
+    """Prompts that the model continues at each evaluation, for the log."""
 
     @model_validator(mode="after")
     def _can_be_offloaded(self) -> "SupervisedStage":
@@ -97,16 +128,14 @@ class SupervisedStage(StageBase):
 
 
 class ChatStage(SupervisedStage):
-    """From a model, on conversations, loss on assistant tokens, and beside them on documents (`adapter: text`), loss on
-    every token. Validation is on held-out conversations; on documents, where no conversations are held out. Input:
-    `model`.
-
-    num_epochs: passes over the data when horizon_tokens is auto. overlong: what becomes of a conversation longer than
-    sequence_length.
-    """
+    """From a model (input `model`), on conversations, loss on assistant tokens, and beside them on documents (`adapter:
+    text`), loss on every token. Validation is on held-out conversations; on documents, where no conversations are held
+    out."""
 
     num_epochs: float = Field(1.0, gt=0)
+    """Passes over the data where horizon_tokens is auto."""
     overlong: Literal["truncate", "drop"] = "truncate"
+    """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
 
 
 @dataclass(frozen=True, kw_only=True)

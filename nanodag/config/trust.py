@@ -5,16 +5,16 @@ overrides come from elsewhere too, as a flow run's parameters do; they are data,
 the pipeline file vouches for, and no others. `trusted_modules` stands in the file alone (nanodag.config.resolve).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from nanodag import registry as entries
+from nanodag import registry
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import Pipeline
+from nanodag.config.rl_entries import entries_in
+from nanodag.config.section import found_in
 from nanodag.data.config import SourceConfig
 from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
@@ -29,7 +29,7 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
     check_forms(pipeline, file)
     voucher = Voucher(file=file, trusted_modules=pipeline.trusted_modules)
     for where, name in named_functions(pipeline):
-        if name in SHIPPED or name in entries.SHIPPED:
+        if name in SHIPPED or registry.is_shipped(name):
             continue
         voucher.check(where, name)
 
@@ -64,29 +64,14 @@ def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
     for name, stage in pipeline.stages.items():
         if isinstance(stage, RLStage):
             for function in functions_in(stage):
-                yield f"stage {name}", entries.without_prefix(function)
+                yield f"stage {name}", function
 
 
 def sources_in(value: Any) -> list[SourceConfig]:
     """Every source that a config names, at any depth."""
-    if isinstance(value, SourceConfig):
-        return [value]
-    if isinstance(value, BaseModel):
-        value = [getattr(value, name) for name in type(value).model_fields]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [source for inner in value for source in sources_in(inner)]
-    return []
+    return [source for _, source in found_in(value, SourceConfig)]
 
 
-def functions_in(stage: RLStage) -> list[str]:
-    """The functions of the user's own that an RL stage names, as `package.module:function`, or that after a prefix."""
-    rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
-    named = [("reward", name) for name in rewards if name != "auto"]
-    named += [("advantage", stage.advantage), ("policy_loss", stage.policy_loss)]
-    named += [("filter", one.name) for one in stage.filters]
-    if not stage.generate.is_one_turn:
-        named.append(("generate", stage.generate.name))
-    prefixes = entries.FUNCTION_PREFIXES
-    return [name for kind, name in named if name.startswith(prefixes) or entries.import_path(kind, name) == name]
+def functions_in(stage: Any) -> list[str]:
+    """The functions of the user's own that a stage names, as `package.module:function`, wherever in it."""
+    return [own for _, one in entries_in(stage) if (own := one.own_function)]

@@ -11,27 +11,28 @@ from nanodag.errors import ConfigError
 
 
 class SourceConfig(BaseModel):
-    """One source of a mixture. A bare string in the config is a source with that URL.
+    """One source of a mixture. A bare string in the config is a source with that URL. In one mixture all sources have
+    weights or none has; without weights, sources are mixed in proportion to their rows."""
 
-    url: see nanodag.data.urls. adapter: a name of nanodag.data.adapters or a user's `module:function`; `auto` goes by
-    the URL. options: what that adapter takes (e.g. `tools: true` for gsm8k).
-    weight: share of the mixture's text, relative to the other weights; the source is repeated for ever. epochs: passes
-    over the source, fractions too, 1 unless given; the mixture ends when all are done. In one mixture all sources have
-    weights or none has; without weights, sources are mixed in proportion to their rows.
-    held_out: fraction of rows, chosen by a hash, that is kept from training and forms the validation part.
-    held_out_by: hash of the whole `content`, or of the `prompt` (all before the first answer), so that a problem stays
-    on one side in supervised data and RL prompts alike.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     url: str
+    """Where the rows are, such as `hub:openai/gsm8k/main:train`, `file:rows.jsonl` or `python:module:function`
+    (nanodag.data.urls)."""
     adapter: str = "auto"
+    """The adapter that makes records of rows: a shipped name or a function as module:function; `auto` goes by the
+    URL."""
     options: dict[str, bool | int | float | str] = {}
+    """Options of the adapter, such as `tools: true` for gsm8k."""
     weight: float | None = Field(None, gt=0)
+    """Share of the mixture's text, relative to the other weights; the source repeats for ever. All sources of a mixture
+    have one, or none."""
     epochs: float | None = Field(None, gt=0)
+    """Passes over the source, fractions too, 1 unless given; the mixture ends when all are done."""
     held_out: float = Field(0.0, ge=0, lt=1)
+    """Share of the rows, chosen by a hash, that is kept from training and forms the validation part."""
     held_out_by: Literal["content", "prompt"] = "content"
+    """What is hashed: the whole `content`, or the `prompt`, so that a problem stays on one side in SFT and RL alike."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.sandbox import run_python
 
@@ -99,6 +100,7 @@ class _Check:
     negated: bool = False
 
 
+@entry("reward", "code", needs_sandbox=True, least_timeout_s=7.0)
 def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every test passes; the component `tests` is the share that passed.
 

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@entry("reward", "f1")
 def f1(prompt: Mapping[str, Any], completion: str) -> Reward:
     """2PR / (P + R) over words, each counted as often as it stands in both: a long or repeating completion loses
     precision. Case, punctuation and English articles do not count. The component `exact` is 1 when the words are the

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanodag.own_code.functions import function_at
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 
+@entry("reward", "group", argument="function")
 class GroupReward:
     """Calls a user's function on whole groups. Raises ImportError or AttributeError when there is no such function."""
 

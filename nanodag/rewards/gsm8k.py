@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward, plain_number, right_or_wrong
 
 
+@entry("reward", "gsm8k")
 def gsm8k(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when the completion has exactly one `#### number` and the number equals the answer's, by value.
 

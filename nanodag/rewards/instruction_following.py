@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.ifeval_rules import RULES
 from nanodag.rewards.reward import Reward
 
 
+@entry("reward", "instruction_following")
 def instruction_following(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every instruction of the prompt is followed; the component `instructions` is the share that is.
 

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward, right_or_wrong
 
 MAX_ANSWER_CHARACTERS = 400
 
 
+@entry("reward", "math")
 def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when the completion's answer equals the prompt's as a mathematical expression.
 

@@ -4,12 +4,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward, right_or_wrong
 
 _BARE = re.compile(r"[(\[*]*([A-Z])[)\]*.:]*")
 _STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*[(\[*]*([A-Z])\b(?!')", re.IGNORECASE)
 
 
+@entry("reward", "multiple_choice")
 def multiple_choice(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when the completion names the right letter and no other one as its answer.
 

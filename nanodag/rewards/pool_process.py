@@ -3,8 +3,9 @@
 `python -m nanodag.rewards.pool_process ASK ANSWER TIMEOUT_S MAX_BYTES`.
 
 Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
-`{"load": name}` -> `{}` or `{"error"}`; `{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list
-of `{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
+`{"load": name, "options": {...}}` -> `{}` or `{"error"}`;
+`{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list of
+`{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
 """
 
 import json
@@ -13,7 +14,6 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from nanodag import registry as entries
@@ -24,6 +24,7 @@ from nanodag.rewards.weighted import weighted_sum
 from nanodag.worker.children import ignore_stop_signals
 
 ALARM_GRACE_S = 5.0
+_FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name
 MAX_TEXT = 1000  # with file and line, or of what a server says
 
 
@@ -41,7 +42,7 @@ def main() -> None:
 
 def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     if "load" in question:
-        return _load(question["load"])
+        return _load(question["load"], question["options"])
     samples = question["samples"]
     # The asker ends this process at the time limit. Should the asker be gone, the kernel does: nothing handles SIGALRM.
     signal.setitimer(signal.ITIMER_REAL, timeout_s * len(samples) + ALARM_GRACE_S)
@@ -78,7 +79,7 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
 
 
 def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
-    function = _function(name)
+    function = _FUNCTIONS[name]
     try:
         if hasattr(function, "score_batch"):
             return function.score_batch(samples)
@@ -97,21 +98,16 @@ def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion:
 
 def _reason(error: Exception, function: Any) -> str:
     """Type, message, and the line that a user can mend: the deepest of their own, else where their function begins."""
-    begin = getattr(getattr(function, "function", function), "__code__", None)  # of a `group:` or `process:` reward
-    return with_place(error, begin)
+    own = getattr(function, "function", function)  # of a `group:` or `process:` reward
+    return with_place(error, getattr(getattr(own, "func", own), "__code__", None))  # func: with options
 
 
-def _load(name: str) -> dict[str, Any]:
+def _load(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        _function(name)
+        _FUNCTIONS[name] = entries.load("reward", name, options)
     except Exception as error:  # noqa: BLE001 - whatever a module raises when it is imported
         return {"error": str(error)}
     return {}
-
-
-@cache
-def _function(name: str) -> Any:
-    return entries.load("reward", name)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+@entry("reward", "reasoning_gym")
 def reasoning_gym_answer(prompt: Mapping[str, Any], completion: str, *, strict: bool = True) -> Reward:
     """The verifier's score of the completion, or of what its one `<answer>` tag holds.
 

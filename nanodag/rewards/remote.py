@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 ATTEMPTS = 4
 REQUEST_TIMEOUT_S = 60.0
 
 
+@entry("reward", "remote", argument="url")
 class Remote:
     """A client of one URL, kept as long as its process."""
 

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.canonical import message_text
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 
+@entry("reward", "model", argument="folder")
 class RewardModel:
     """A Hugging Face directory of a sequence classifier with its tokenizer, on CPU in float32, one sample at a time so
     that a score does not depend on its neighbours.

@@ -42,23 +42,25 @@ class RewardPool:
     """Scores samples in `num_processes` processes.
 
     reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights, whose sum it
-    is. A name that does not exist raises ConfigError when the pool is made, one that cannot be imported when it is
-    first used. timeout_s: for each sample, from when a process takes it. max_bytes: address space of a process; none
-    for a reward model.
+    is. options: by name. A name that does not exist raises ConfigError when the pool is made, one that cannot be
+    imported when it is first used. timeout_s: for each sample, from when a process takes it. max_bytes: address space
+    of a process; none for a reward model.
     """
 
     def __init__(
         self,
         reward: str | Mapping[str, float] = "auto",
         *,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         num_processes: int = 1,
         timeout_s: float = 10.0,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        self._options = {name: dict((options or {}).get(name, {})) for name in self._weights}
         for name in self._weights:
             if name != "auto":
-                entries.import_path("reward", name)
+                entries.find("reward", name)
         self._timeout_s = timeout_s
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
         self._is_closed = False
@@ -77,8 +79,8 @@ class RewardPool:
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
             own = prompt["reward"] if name == "auto" else name
-            entries.import_path("reward", own)
-            if own == "code":
+            traits = entries.find("reward", own)
+            if traits is not None and traits.needs_sandbox:
                 sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
             if name == "auto" and own not in entries.names("reward"):
                 raise ConfigError(
@@ -118,7 +120,7 @@ class RewardPool:
                 continue
             try:
                 if process is None:
-                    process = _Process(self._timeout_s, self._max_bytes)
+                    process = _Process(self._options, self._timeout_s, self._max_bytes)
                 for sample, score in zip(samples, process.score(samples), strict=True):
                     sample.future.set_result(score)
             except _Lost as lost:
@@ -181,8 +183,8 @@ class _Lost(Exception):
 class _Process:
     """One `python -m nanodag.rewards.pool_process` and its two pipes."""
 
-    def __init__(self, timeout_s: float, max_bytes: int) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
+        self._options, self._timeout_s = options, timeout_s
         asked, self._ask = os.pipe()
         self._answer, answered = os.pipe()
         self._process = subprocess.Popen(
@@ -209,7 +211,8 @@ class _Process:
         imported."""
         weights = samples[0].weights
         for name in weights.keys() - self._loaded:
-            error = self._request({"load": name}, START_TIMEOUT_S, f"importing the reward {name}").get("error")
+            wanted = {"load": name, "options": self._options.get(name, {})}
+            error = self._request(wanted, START_TIMEOUT_S, f"importing the reward {name}").get("error")
             if error:
                 raise ConfigError(f"The reward {name!r} cannot be used: {error}")
             self._loaded.add(name)

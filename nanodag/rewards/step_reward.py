@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanodag.own_code.functions import function_at
+from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
 
+@entry("reward", "process", argument="function", scores_steps=True)
 class Steps:
     """Calls a user's function. Raises ImportError or AttributeError when there is no such function."""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 
-from nanodag import registry as entries
 from nanodag.config import AnyStage, result_config
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
@@ -119,9 +118,11 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
             sources[source.adapter] = code_identity(source.adapter)
     if isinstance(stage, RLStage):
         sources |= {name: code_identity(name) for name in functions_in(stage)}
-        folders = [model for model in (stage.teacher.model, stage.critic.model) if model.startswith("/")]
+        folders = [
+            model for model in (stage.algorithm.teacher.model, stage.algorithm.critic.model) if model.startswith("/")
+        ]
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
-        if (url := stage.teacher.url) != "none":
+        if (url := stage.algorithm.teacher.url) != "none":
             sources[url] = server_identity(url)
     if isinstance(stage, ImportStage):
         sources[stage.model] = model_identity(stage.model, mirror)
@@ -143,7 +144,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such module.
     """
-    file = required_file(entries.without_prefix(function).partition(":")[0], function)
+    file = required_file(function.partition(":")[0], function)
     return {"kind": "code", "name": function, "sha256": file_sha256(file)}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from nanodag import registry as entries
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
@@ -23,6 +22,7 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.ranges import check_lora
+from nanodag.config.rl_entries import EntryConfig, entries_in
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.canonical import Kind, Wanted
@@ -36,6 +36,7 @@ from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of, required_file
+from nanodag.own_code.functions import function_at
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -191,46 +192,34 @@ class Checks:
             python, device = stage.sampler.python, stage.resources.device
             assert device != "auto"  # derived
             self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
-        rewards = [stage.reward] if isinstance(stage.reward, str) else list(stage.reward)
-        models = [(f"{name}.critic.model", stage.critic.model), (f"{name}.teacher.model", stage.teacher.model)]
-        models += [(f"{name}.reward", reward.removeprefix("model:")) for reward in rewards if reward[:6] == "model:"]
+        algorithm = stage.algorithm
+        models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
+        models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
+        folders = [one.name.removeprefix("model:") for one in stage.reward if one.name.startswith("model:")]
+        models += [(f"{name}.reward", folder) for folder in folders]
         for where, model in models:
             if model.startswith("/"):
                 self._try(where, model, partial(self._model, f"file:{model}"))
-        named = [(f"{name}.reward", "reward", reward) for reward in rewards if reward != "auto"]
-        named += [(f"{name}.{kind}", kind, getattr(stage, kind)) for kind in ("advantage", "policy_loss")]
-        for where, kind, entry in named:
-            if _is_own(kind, entry):
-                self._try(where, f"{kind} {entry}", partial(self._function, kind, entry))
-        for number, one in enumerate(stage.filters):
-            if _is_own("filter", one.name):
-                where = f"{name}.filters.{number}"
-                self._try(where, f"{where} {one}", partial(self._own_filter, one.name, one.options))
-        if not stage.generate.is_one_turn and _is_own("generate", stage.generate.name):
-            self._try(f"{name}.generate", f"generate {stage.generate}", lambda: self._own_generate(stage))
-        if stage.lora_rank:
-            self._try(f"{name}.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
+        for where, one in entries_in(stage):
+            if one.own_function:
+                what = f"{one.kind} {one}"
+                self._try(f"{name}.{where}", what, partial(self._function, stage, one))
+        if stage.optimizer.lora_rank:
+            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
     def _lora(self, name: str, stage: RLStage) -> None:
         if (width := self._width_of(stage)) is not None:
             check_lora(name, stage, width, self._pipeline.unchecked)
 
-    def _own_filter(self, name: str, options: Any) -> None:
-        self._import(name)
-        entries.load_filter(name, options)
-
-    def _own_generate(self, stage: RLStage) -> None:
-        self._import(stage.generate.name)
-        entries.load_generate(stage.generate.name, stage.generate.options)
-
-    def _function(self, kind: str, name: str) -> None:
-        path = entries.without_prefix(name)
+    def _function(self, stage: RLStage, entry: EntryConfig) -> None:
+        path = entry.own_function
         function = self._import(path)
-        prefix = name.partition(":")[0] if path != name else kind
+        stage.algorithm.load(entry)
+        prefix = entry.name.partition(":")[0] if path != entry.name else entry.kind
         if (arguments := _CALLED_WITH.get(prefix)) is None:
             return
         try:
-            inspect.signature(function).bind(*arguments)
+            inspect.signature(function).bind(*arguments, **entry.options)
         except TypeError as error:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say
@@ -245,7 +234,7 @@ class Checks:
     def _import(self, path: str) -> Callable[..., Any]:
         file = self._module(path)
         try:
-            found = entries.function_at(path)
+            found = function_at(path)
         except AttributeError as error:
             raise ConfigError(f"{path}: {file} has no function {path.partition(':')[2]}") from error
         except Exception as error:  # a user's module may raise whatever it likes
@@ -259,7 +248,7 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
     """Label, what records are wanted and sources of what a stage reads."""
     if isinstance(stage, RLStage):
         yield "data", "prompt", stage.data
-        yield "validation", "prompt", stage.validation
+        yield "evaluation.validation", "prompt", stage.evaluation.validation
     elif isinstance(stage, ChatStage):
         yield "data", "chat", stage.data
     elif isinstance(stage, SupervisedStage | TokenizerStage):
@@ -274,10 +263,6 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
 def _need_wandb() -> None:
     if file_of("wandb") is None:
         raise MissingTool("wandb is not installed; run: pip install 'nanodag[wandb]'")
-
-
-def _is_own(kind: str, name: str) -> bool:
-    return name.startswith(entries.FUNCTION_PREFIXES) or entries.import_path(kind, name) == name
 
 
 _KIND_OF_READER: dict[str, Kind] = {

@@ -31,7 +31,7 @@ def test_auto_precision_is_what_the_processor_multiplies_fast(processor, expecte
     assert resolved.pipeline.stages["pretrain"].precision == expected
     assert resolved.pipeline.stages["sft"].precision == expected
     assert resolved.origins["pretrain.precision"].startswith("derived: this machine's cpu multiplies bf16")
-    assert resolved.pipeline.stages["rl"].precision == "fp32", "what a preset says is kept"
+    assert resolved.pipeline.stages["rl"].optimizer.precision == "fp32", "what a preset says is kept"
 
 
 def test_a_processor_told_to_work_as_one_without_bf16_counts_as_one(machine, monkeypatch):

@@ -116,28 +116,31 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rl.reward=mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
-        ("rl.reward=mine_pf:NUMBER", "rl.reward: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
+        ("rl.reward=mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
+        ("rl.reward=mine_pf:NUMBER", "rl.reward.0: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
         ("rl.reward=mine_pf:reward_of_one",
-         "rl.reward: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),
-        ("rl.reward=group:mine_pf:f", "rl.reward: mine_pf:f: mine_pf.py has no function f"),
+         "rl.reward.0: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),
+        ("rl.reward=group:mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
         ("rl.reward=model:/nowhere", "rl.reward: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl.reward=broken_pf:f", "rl.reward: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
+        ("rl.reward=broken_pf:f", "rl.reward.0: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
          "'nothing_of_this_name' (broken_pf.py, line 2, in <module>)"),
         ("rl.advantage=mine_pf:reward",
-         "rl.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many positional arguments"),
-        ("rl.policy_loss=mine_pf:no", "rl.policy_loss: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.filters=['mine_pf:no']", "rl.filters.0: mine_pf:no: mine_pf.py has no function no"),
+         "rl.algorithm.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many "
+         "positional arguments"),
+        ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
+        ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
         ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]",
-         "rl.filters.0: The filter 'mine_pf:drop' has no option 'lowst'; it takes lowest, as in {name: mine_pf:drop, "
+         "rl.rollout.filters.0: The filter 'mine_pf:drop' has no option 'lowst'; it takes lowest, as in {name: "
+         "mine_pf:drop, "
          "options: {lowest: 0.5}}."),
-        ("rl.generate=mine_pf:no", "rl.generate: mine_pf:no: mine_pf.py has no function no"),
+        ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
         ("rl.teacher={model: /nowhere}",
-         "rl.teacher.model: Model 'file:/nowhere': there is no folder /nowhere."),
+         "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder /nowhere."),
         ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.lora_rank: rl.lora_rank: 65 is above 64, the width of the "
+        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: rl.optimizer.lora_rank: 65 is above "
+         "64, the width of the "
          "model, so adapters would be larger than what they adapt. Lower it; or, if it is meant, say so with "
-         "unchecked=[rl.lora_rank]."),
+         "unchecked=[rl.optimizer.lora_rank]."),
         ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file (/nowhere.jsonl). "
          "It must name files ending in .parquet, .jsonl, .ndjson, .json, .txt, all but parquet also with .gz or .zst."),
         ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
@@ -178,7 +181,7 @@ def check(folder, *overrides):
 def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "ends_pf.py").write_text("import os\nos._exit(7)\n")
-    with pytest.raises(ConfigError, match=r"preset 'one': rl.reward: .*ends_pf:f ended the process .* with code 7"):
+    with pytest.raises(ConfigError, match=r"preset 'one': rl.reward.0: .*ends_pf:f ended the process .* with code 7"):
         check(folder, "rl.reward=ends_pf:f")
     assert "ends_pf" not in sys.modules
 

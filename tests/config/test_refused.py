@@ -33,17 +33,25 @@ def refusal(file, *overrides, preset="one"):
     ("override", "said"),
     [
         # names
-        ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'learning_rate'?"),
-        ("base.learning_rate=1", "base.learning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
+        ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
+        ("base.tool_use=1", "base.tool_use: there is no such key. `nanodag config` prints all."),
+        ("rl={rollout: 3, temperature: 2}", "temperature is a setting of the section rollout, which is no table "
+         "here: 3."),
+        ("rl={rollout: {temperature: 1}, temperature: 2}", "temperature stands twice: by its short name, and in the "
+         "section rollout. "
+         "Keep one."),
         ("base.shape.dept=1", "base.shape.dept: there is no such key. Did you mean 'depth'?"),
-        ("rl.tool_use=true", "rl.tool_use: there is no such key. `nanodag config` prints all."),
+        ("rl.tool_use=true", "rl.tool_use: there is no such key. Allowed: inputs, seed, resources, timeout_s, "
+         "tracking, kind, data, "
+         "reward, sampler, num_steps, rollout, algorithm, optimizer, weights, evaluation, checkpoint_every, "
+         "keep_checkpoints."),
         ("store.place=x", "store.place: there is no such key. Allowed: url, local, mirror_checkpoints."),
         ("rll.seed=1", "Override 'rll.seed=1': there is no stage or setting 'rll'. Did you mean 'rl'?"),
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
         (
             "rl.reward=gms8k",
-            "rl: there is no reward 'gms8k'; choose one of exact, math, gsm8k, multiple_choice, reasoning_gym, f1, "
-            "instruction_following, code, or name a function of your own as package.module:function. "
+            "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
+            "math, multiple_choice, reasoning_gym, or name a function of your own as package.module:function. "
             "Did you mean 'gsm8k'?",
         ),
         (
@@ -64,7 +72,8 @@ def refusal(file, *overrides, preset="one"):
         ("rl.inputs={model: rl}", "stages rl wait for each other; a DAG has no cycle"),
         (
             "rl.teacher.model=input",
-            "rl: teacher.model 'input' and inputs (model) do not fit together; name a stage as inputs.teacher",
+            "rl: algorithm.teacher.model 'input' and inputs (model) do not fit together; name a stage as "
+            "inputs.teacher",
         ),
         # types: those of YAML 1.2, and no number for a word or a word for a number
         ("rl.num_steps=true", "rl.num_steps: must be a whole number (found true)"),
@@ -74,32 +83,37 @@ def refusal(file, *overrides, preset="one"):
         ("seed=1:30", "seed: must be a whole number (found '1:30')"),
         ("seed=010", "Override 'seed=010': 010: YAML 1.2 reads 10 here and 1.1 8; write 10, or quote it."),
         ("seed=", "seed: must be a whole number (found nothing)"),
-        ("rl.compile=yes", "rl.compile: must be true or false (found 'yes'); write true"),
-        ("rl.temperature=.nan", "rl.temperature: must be a finite number (found nan)"),
-        ("rl.aggregation=sum", "rl.aggregation: must be 'token', 'sequence' or 'constant' (found 'sum')"),
+        ("rl.compile=yes", "rl.optimizer.compile: must be true or false (found 'yes'); write true"),
+        ("rl.temperature=.nan", "rl.rollout.temperature: must be a finite number (found nan)"),
+        ("rl.aggregation=sum", "rl.algorithm.aggregation: there is no aggregation 'sum'; choose one of token, "
+         "sequence, constant"
+         ", or name a function of your own as package.module:function"),
         ("base.batch_tokens=x", "base.batch_tokens: must be a whole number or 'auto' (found 'x')"),
-        ("rl.reward={gsm8k: x}", "rl.reward.gsm8k: must be a number (found 'x')"),
-        ("rl.reward=[a, 5]", "rl.reward: must be text or a table (found ['a', 5])"),
+        ("rl.reward={gsm8k: x}", "rl.reward.0.weight: must be a number (found 'x')"),
+        ("rl.reward=[gsm8k, 5]", "rl.reward.1: must be a table (found 5)"),
         ("rl.inputs=[[1]]", "rl.inputs: must be a table (found [[1]])"),
-        ("rl.betas=[0.9]", "rl.betas: has too few values"),
+        ("rl.betas=[0.9]", "rl.optimizer.betas: has too few values"),
         ("base.data=[]", "base.data: must have at least 1 entry"),
         ("base.data=[{weight: 1}]", "base.data.0.url: is missing"),
         (f"seed={'9' * 5000}", f"Override 'seed={'9' * 74}: the number {'9' * 20}... of 5000 digits is too large for "
          "any setting."),
         # what can never be
-        ("rl.learning_rate=-1", "rl.learning_rate: must be above 0 (found -1)"),
-        ("rl.max_staleness=-1", "rl.max_staleness: must be at least 0 (found -1)"),
-        ("rl.betas=[0.9,1]", "rl.betas.1: must be below 1 (found 1)"),
+        ("rl.learning_rate=-1", "rl.optimizer.learning_rate: must be above 0 (found -1)"),
+        ("rl.max_staleness=-1", "rl.rollout.max_staleness: must be at least 0 (found -1)"),
+        ("rl.betas=[0.9,1]", "rl.optimizer.betas.1: must be below 1 (found 1)"),
         (
             "rl.filters=[{name: length, options: {lowest: 2, highest: 1}}]",
-            "rl.filters.0: filter length: lowest 2 is above highest 1, so every group would be dropped; swap them",
+            "rl.rollout.filters.0: filter length: lowest 2 is above highest 1, so every group would be dropped; "
+            "swap them",
         ),
         (
             "rl.filters=[mean_reward]",
-            "rl.filters.0: The filter 'mean_reward' needs an option, or it would drop nothing; it takes highest, "
+            "rl.rollout.filters.0: The filter 'mean_reward' needs an option, or it would drop nothing; it takes "
+            "highest, "
             "lowest, as in {name: mean_reward, options: {highest: 0.5}}",
         ),
-        ("rl.over_sampling=8", "rl: over_sampling 8 is below prompts_per_step 32; raise it, or set it to 0 to generate "
+        ("rl.over_sampling=8", "rl.rollout: over_sampling 8 is below prompts_per_step 32; raise it, or set it to 0 "
+         "to generate "
          "just what is trained"),
         ("base.schedule.warmup_fraction=0.8",
          "base.schedule: warmup_fraction 0.8 + decay_fraction 0.5 exceed 1; lower one"),
@@ -126,18 +140,18 @@ def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said
     ("override", "value", "low", "high"),
     [
         ("base.optimizer.eps=1e10", "1e+10", "0", "0.1"),
-        ("rl.learning_rate=1e10", "1e+10", "0", "1"),
-        ("rl.temperature=1e300", "1e+300", "0.001", "10"),
-        ("rl.lora_rank=100000", "100000", "0", "8192"),
+        ("rl.optimizer.learning_rate=1e10", "1e+10", "0", "1"),
+        ("rl.rollout.temperature=1e300", "1e+300", "0.001", "10"),
+        ("rl.optimizer.lora_rank=100000", "100000", "0", "8192"),
         ("rl.reward={gsm8k: -1}", "-1", "0", "1e+06"),
         ("rl.sampler.replicas=1000", "1000", "1", "64"),
-        ("rl.reward_timeout_s=1e-9", "1e-09", "0.01", "3.16224e+07"),
+        ("rl.rollout.reward_timeout_s=1e-9", "1e-09", "0.01", "3.16224e+07"),
         ("base.batch_tokens=1e15", "1e+15", "1", "1e+12"),
         ("rl.num_steps=9000000000000000000", "9e+18", "-1e+15", "1e+15"),
     ],
 )
 def test_a_number_that_is_most_likely_a_slip_is_refused_unless_it_is_said_to_be_meant(file, override, value, low, high):
-    name = override.partition("=")[0] + (".gsm8k" if "gsm8k" in override else "")
+    name = override.partition("=")[0] + (".0.weight" if "gsm8k" in override else "")
     said = f"{name}: {value} {USUAL} ({low} to {high}). Change it; or, if it is meant, say so with unchecked=[{name}]."
     assert refusal(file, override) == said
     if "batch" not in name and "lora" not in name:  # these, meant or not, do not fit to what else is set
@@ -150,14 +164,14 @@ def test_a_wrong_type_cannot_be_forced(file):
 
 def test_what_is_unchecked_must_be_there(file):
     assert refusal(file, "unchecked=[rl.temprature]") == (
-        "unchecked: there is no number 'rl.temprature'. Did you mean 'rl.temperature'?"
+        "unchecked: there is no number 'rl.temprature'. Did you mean 'rl.rollout.temperature'?"
     )
 
 
 def test_adapters_are_not_larger_than_the_model(file):
     assert refusal(file, "rl.lora_rank=129") == (
-        "rl.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they adapt. "
-        "Lower it; or, if it is meant, say so with unchecked=[rl.lora_rank]."
+        "rl.optimizer.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they "
+        "adapt. Lower it; or, if it is meant, say so with unchecked=[rl.optimizer.lora_rank]."
     )
     assert resolve(file, "one", ["rl.lora_rank=128"])
 

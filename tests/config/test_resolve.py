@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from nanodag.config import order_of, resolve, result_config
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.resolve import leaves, portable
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
@@ -53,9 +52,9 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
     expected = {
         "mirror": "environment NANODAG_MIRROR",
         "seed": "preset two",
-        "rl.learning_rate": "preset two",
-        "rl.temperature": "override",
-        "rl.clip_low": "default",
+        "rl.optimizer.learning_rate": "preset two",
+        "rl.rollout.temperature": "override",
+        "rl.algorithm.clip_low": "default",
         "rl.seed": "derived: the pipeline's seed",
         "base.shape.depth": "preset one",
         "base.shape.width": "derived: depth 2",
@@ -66,19 +65,19 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
 
 
 def test_a_preset_extends_another_and_drops_a_stage(file):
-    assert resolve(file, "two").pipeline.stages["rl"].learning_rate == 1e-5
+    assert resolve(file, "two").pipeline.stages["rl"].optimizer.learning_rate == 1e-5
     assert list(resolve(file, "short").pipeline.stages) == ["tokenizer", "base"]
 
 
 def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
     pipeline = resolve(file, "two", ["rl.learning_rate=2e-6", "seed=1", "seed=2"]).pipeline
-    assert (pipeline.stages["rl"].learning_rate, pipeline.seed) == (2e-6, 2)
+    assert (pipeline.stages["rl"].optimizer.learning_rate, pipeline.seed) == (2e-6, 2)
 
 
 def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, monkeypatch):
     exists = os.path.exists
     monkeypatch.setattr("nanodag.config.derive.os.path.exists", lambda path: path == "/dev/nvidiactl" or exists(path))
-    with pytest.raises(ConfigError, match=r"stages\.rl\.sync_check_every 20: SGLang .* on a GPU"):
+    with pytest.raises(ConfigError, match=r"stages\.rl\.weights\.sync_check_every 20: SGLang .* on a GPU"):
         resolve(file, "one", ["rl.sampler.engine=sglang"])
     assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
 
@@ -146,13 +145,6 @@ def test_operational_fields_are_no_part_of_the_result(file):
     assert "log_every" not in key_part() and "resources" not in key_part()
 
 
-def test_an_option_that_came_later_stays_out_of_the_result_until_it_is_used():
-    plain = RLStage(kind="rl", data=["file:x"])
-    assert not {"generate", "critic", "teacher"} & result_config(plain).keys()
-    used = result_config(RLStage(kind="rl", data=["file:x"], advantage="gae", critic={"gamma": 0.9}))
-    assert used["critic"]["gamma"] == 0.9 and "generate" not in used
-
-
 def test_auto_may_be_written_out(file):
     pipeline = resolve(file, "one", ["base.shape.num_heads=auto", "base.batch_tokens=auto"]).pipeline
     assert pipeline.stages["base"].shape.num_heads == resolve(file, "one").pipeline.stages["base"].shape.num_heads
@@ -175,3 +167,11 @@ def test_relative_paths_begin_at_the_file_and_in_overrides_at_the_working_direct
     monkeypatch.chdir(Path("/"))
     assert resolve(file, "one", carried).pipeline.stages["base"].data[0].url == f"file:{elsewhere}/t.txt"
     assert carried[1] == "rl.learning_rate=2e-6"
+
+
+def test_a_resolved_pipeline_written_to_a_file_means_itself(file, tmp_path):
+    given = ["rl.reward={gsm8k: 1, f1: 0.5}", "rl.advantage=rloo", "rl.generate=calculator"]
+    pipeline = resolve(file, "one", given).pipeline
+    written = pipeline.model_dump(mode="json", exclude={"preset"}, exclude_none=True)
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump({"presets": {"one": written}}))
+    assert resolve(tmp_path / "again.yaml", "one").pipeline == pipeline

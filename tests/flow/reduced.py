@@ -25,21 +25,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pretrain": {**SUPERVISED, "horizon_tokens": 1024, "shape": {"depth": 1, "max_positions": 256}},
     "midtrain": SUPERVISED,
     "sft": SUPERVISED,
-    "rl": {
-        "prompts_per_step": 2,
-        "over_sampling": 0,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 8,
-        "num_steps": 2,
-        "micro_batch_tokens": 512,
-        "eval_every": 1,
-        "eval_prompts": 2,
-        "checkpoint_every": 1,
-        "precision": "fp32",
-    },
+    "rl": {"num_steps": 2, "checkpoint_every": 1},
     "eval": {"max_new_tokens": 8, "batch_size": 4},
     "report": {},
     "import": {},
+}
+
+
+RL_SECTIONS: dict[str, dict[str, Any]] = {
+    "rollout": {"prompts_per_step": 2, "over_sampling": 0, "samples_per_prompt": 2, "max_new_tokens": 8},
+    "optimizer": {"micro_batch_tokens": 512, "precision": "fp32"},
+    "evaluation": {"eval_every": 1, "eval_prompts": 2},
+    "sampler": {"context": 192, "max_batch": 8, "precision": "fp32"},
 }
 
 
@@ -56,7 +53,7 @@ def write_reduced(preset: str, path: Path, *, without: Collection[str] = ()) -> 
             stage["tracking"] = []  # a second of imports
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 4
-        if stage["kind"] == "rl":
-            stage["sampler"].update(context=192, max_batch=8, precision="fp32")
+        for section, changes in RL_SECTIONS.items() if stage["kind"] == "rl" else ():
+            stage[section].update(changes)
     path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": {"stages": stages}}}, sort_keys=False))
     return list(stages)

@@ -96,7 +96,7 @@ def test_steps_of_the_words_after_a_tool_are_placed_behind_it_and_an_answer_of_a
         def decode(self, ids) -> str:
             return "".join(map(chr, ids))
 
-    config = RLStage(kind="rl", data=["file:x"], seed=1, reward="process:my_steps:lines")
+    config = RLStage.of(kind="rl", data=["file:x"], seed=1, reward="process:my_steps:lines")
     generator = RolloutGenerator(config, None, None, Letters(), (0,))
     one = rollout("a", 0, [1], [], reward=0.0)
     words = [sampled_span(list(b"call"), [-1.0] * 4, 0), Span(kind="tool", token_ids=(7, 7))]
@@ -165,13 +165,13 @@ def test_a_step_that_ends_at_an_untrained_token_stands_at_the_trained_one_before
 )
 def test_what_has_no_meaning_for_steps_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **{"reward": "process:my_steps:lines", **values})
+        RLStage.of(kind="rl", data=["file:x"], **{"reward": "process:my_steps:lines", **values})
 
 
 def test_a_stages_key_knows_the_function_that_scores_steps(functions):
-    stage = RLStage(kind="rl", data=["file:x"], reward="process:my_steps:lines")
-    assert functions_in(stage) == ["process:my_steps:lines"]
-    assert code_identity("process:my_steps:lines")["sha256"] == code_identity("my_steps:letters")["sha256"]
+    stage = RLStage.of(kind="rl", data=["file:x"], reward="process:my_steps:lines")
+    assert functions_in(stage) == ["my_steps:lines"]
+    assert code_identity("my_steps:lines")["sha256"] == code_identity("my_steps:letters")["sha256"]
 
 
 def credited(job, step: int) -> list[tuple[Rollout, list[float]]]:

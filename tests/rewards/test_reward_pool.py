@@ -29,10 +29,13 @@ def kind(prompt, completion):
         return float("nan")
     return len(completion) / 10
 
-def longest(prompt, completions):
+def longest(prompt, completions, *, best=1.0):
     if "short" in completions:
         return [1.0]
-    return [float(one == max(completions, key=len)) for one in completions]
+    return [best * (one == max(completions, key=len)) for one in completions]
+
+def constant(prompt, completion, *, value):
+    return value
 """
 
 
@@ -95,7 +98,7 @@ SHUFFLED = [({"reward": "gsm8k", "answer": "4"}, "#### 4"), ({"reward": "exact",
 
 
 def test_a_reward_that_does_not_exist_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match=r"no reward 'exakt'; choose one of exact, math"):
+    with pytest.raises(ConfigError, match=r"no reward 'exakt'; choose one of code, exact"):
         RewardPool("exakt")
 
 
@@ -140,3 +143,13 @@ def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_rewa
 
 def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
+
+
+def test_functions_of_ones_own_get_their_options_alone_and_after_a_prefix(own_reward):
+    group, constant = "group:my_rewards:longest", "my_rewards:constant"
+    options = {group: {"best": 4}, constant: {"value": 0.5}}
+    with RewardPool({group: 1.0, constant: 1.0}, options=options) as pool:
+        assert [future.result().value for future in pool.submit_group({}, ["a", "abc"])] == [0.5, 4.5]
+    with RewardPool(constant, options={constant: {"worth": 1}}) as pool:
+        with pytest.raises(ConfigError, match="no option 'worth'; it takes value"):
+            pool.score([({}, "a")])

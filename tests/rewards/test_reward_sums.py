@@ -50,7 +50,7 @@ def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
 )  # fmt: skip
 def test_rewards_that_mean_nothing_are_refused(reward, message):
     with pytest.raises((ValueError, ConfigError), match=message):
-        RLStage(kind="rl", data=["file:x"], reward=reward)
+        RLStage.of(kind="rl", data=["file:x"], reward=reward)
 
 
 class Server(Quiet):

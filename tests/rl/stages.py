@@ -59,7 +59,7 @@ def make_job(folder: Path, **config: Any) -> Job:
     job = Job(
         name="rl",
         run="test",
-        config=RLStage(**(values | config)),
+        config=RLStage.of(**(values | config)),
         inputs={"model": model},
         workspace=workspace,
     )

@@ -321,11 +321,11 @@ def test_a_stage_that_broadcasts_and_loses_samplers_ends_on_the_same_bytes(tmp_p
 
 def test_what_cannot_work_is_refused_by_name(tmp_path):
     config = make_job(tmp_path).config.model_dump()
-    on_gpu = {"sync": "distributed", "sync_check_every": 0, "resources": {"device": "cuda"}}
+    distributed = {"sync": "distributed", "sync_check_every": 0}
     with pytest.raises(ValidationError, match="sync: distributed on a GPU"):
-        RLStage(**(config | on_gpu))
-    with pytest.raises(ValidationError, match="sync: distributed with lora_rank 4"):
-        RLStage(**(config | {"sync": "distributed", "lora_rank": 4}))
+        RLStage(**(config | {"weights": distributed, "resources": {"device": "cuda"}}))
+    with pytest.raises(ValidationError, match=r"sync: distributed with optimizer\.lora_rank 4"):
+        RLStage(**(config | {"weights": distributed, "optimizer": {**config["optimizer"], "lora_rank": 4}}))
     with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):
-        RLStage(**(config | {"sync_bucket_bytes": 1}))
-    RLStage(**(config | {"sync": "distributed", "sync_bucket_bytes": 1}))
+        RLStage(**(config | {"weights": {"sync_bucket_bytes": 1}}))
+    RLStage(**(config | {"weights": {"sync": "distributed", "sync_bucket_bytes": 1}}))

@@ -108,13 +108,13 @@ def test_explained_variance_by_hand_is_the_same_on_two_ranks():
         ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy, input nor the absolute path"),
         ({"advantage": "gae", "critic": {"model": "input"}, "inputs": {"model": "sft"}}, "do not fit together"),
         ({"inputs": {"model": "sft", "teacher": "sft"}}, "teacher.model 'none' and inputs"),
-        ({"samples_per_prompt": 1}, "leaves advantage grpo nothing to compare"),
+        ({"samples_per_prompt": 1, "filters": []}, "leaves advantage grpo nothing to compare"),
         ({"samples_per_prompt": 1, "advantage": "gae"}, "groups of one|group of one"),
     ],
 )
 def test_a_critic_that_cannot_work_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **values)
+        RLStage.of(kind="rl", data=["file:x"], **values)
 
 
 # One process with a policy and a critic under ZeRO; argv: model, critic.model, ZeRO stage, output, the input critic.
@@ -126,7 +126,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",
                  weight_decay=0.0, gradient_clipping=0, updates_per_step=2, sampler={"context": 64}, max_new_tokens=8,
                  micro_batch_tokens=64, inputs={"model": "sft"} | ({"critic": "other"} if critic == "input" else {}),
                  critic={"model": critic, "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gamma": 0.9,

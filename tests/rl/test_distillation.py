@@ -35,7 +35,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout
 from tests.rl.test_distillation import RESPONSES
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", temperature=0.8, gradient_clipping=0, filters=[],
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", temperature=0.8, gradient_clipping=0, filters=[],
                  advantage=sys.argv[3], teacher={"model": sys.argv[2], "coefficient": 0.5}, sampler={"context": 64},
                  max_new_tokens=8)
 trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
@@ -80,4 +80,4 @@ def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path
 )
 def test_a_teacher_that_cannot_be_asked_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], teacher=values)
+        RLStage.of(kind="rl", data=["file:x"], teacher=values)

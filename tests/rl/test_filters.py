@@ -20,7 +20,8 @@ def group(*rewards: float, responses=((2,), (2, 3), (2, 3, 4))):
 
 
 def judged(filters, *groups, **config) -> RolloutBatch:
-    generator = RolloutGenerator(RLStage(kind="rl", data=["file:x"], filters=filters, **config), None, None, None, ())
+    stage = RLStage.of(kind="rl", data=["file:x"], filters=filters, **config)
+    generator = RolloutGenerator(stage, None, None, None, ())
     batch = RolloutBatch()
     for one in groups:
         generator._judge(PROMPT, one, batch)
@@ -44,7 +45,7 @@ def judged(filters, *groups, **config) -> RolloutBatch:
     ],
 )
 def test_a_filter_drops_a_group_for_its_reason(name, options, members, reason):
-    assert entries.load_filter(name, options)(members) == reason
+    assert entries.load("filter", name, options)(members) == reason
 
 
 def test_every_drop_is_counted_by_the_first_filter_that_says_so():
@@ -68,7 +69,7 @@ def own(group, *, largest):
 
 
 def test_a_users_own_filter_gets_its_options():
-    assert entries.load_filter(f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"
+    assert entries.load("filter", f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"
 
 
 @pytest.mark.parametrize(
@@ -83,4 +84,4 @@ def test_a_users_own_filter_gets_its_options():
 )
 def test_a_filter_that_does_not_exist_or_would_do_nothing_is_refused(given, message):
     with pytest.raises((ValueError, ConfigError), match=message):
-        RLStage(kind="rl", data=["file:x"], filters=[given])
+        RLStage.of(kind="rl", data=["file:x"], filters=[given])

@@ -186,18 +186,18 @@ CORRECTED_MASK, CORRECTED_IDS = torch.tensor([True, True, False, True, True]), t
 
 
 @pytest.mark.parametrize(
-    ("correction", "floor", "cap", "weights"),
+    ("correction", "bounds", "weights"),
     [
-        (truncated, 0.0, 2.0, [1.5, 2.0, 0.0, 0.5, 0.8]),
-        (sequence_truncated, 0.0, 2.0, [2.0, 2.0, 0.0, 0.4, 0.4]),  # products 4.5 and 0.4
-        (token_masked, 0.6, 2.0, [1.5, 0.0, 0.0, 0.0, 0.8]),
-        (token_masked, 0.0, 5.0, [1.5, 3.0, 0.0, 0.5, 0.8]),
-        (sequence_masked, 0.0, 2.0, [0.0, 0.0, 0.0, 0.4, 0.4]),
-        (sequence_masked, 0.5, 5.0, [4.5, 4.5, 0.0, 0.0, 0.0]),
+        (truncated, {"cap": 2.0}, [1.5, 2.0, 0.0, 0.5, 0.8]),
+        (sequence_truncated, {"cap": 2.0}, [2.0, 2.0, 0.0, 0.4, 0.4]),  # products 4.5 and 0.4
+        (token_masked, {"floor": 0.6, "cap": 2.0}, [1.5, 0.0, 0.0, 0.0, 0.8]),
+        (token_masked, {"floor": 0.0, "cap": 5.0}, [1.5, 3.0, 0.0, 0.5, 0.8]),
+        (sequence_masked, {"floor": 0.0, "cap": 2.0}, [0.0, 0.0, 0.0, 0.4, 0.4]),
+        (sequence_masked, {"floor": 0.5, "cap": 5.0}, [4.5, 4.5, 0.0, 0.0, 0.0]),
     ],
 )
-def test_importance_weights_of_tokens_and_responses(correction, floor, cap, weights):
-    found = correction(CORRECTED_OLD, SAMPLER, CORRECTED_MASK, CORRECTED_IDS, floor=floor, cap=cap)
+def test_importance_weights_of_tokens_and_responses(correction, bounds, weights):
+    found = correction(CORRECTED_OLD, SAMPLER, CORRECTED_MASK, CORRECTED_IDS, **bounds)
     assert found.tolist() == pytest.approx(weights, rel=1e-6)
 
 

@@ -16,7 +16,7 @@ part = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float(
         for g in range(2) for s in range(3)]
 found = []
 for where in ("none", "cpu"):
-    config = RLStage(kind="rl", data=["file:x"], precision="bf16", learning_rate=1e-3, advantage="gae",
+    config = RLStage.of(kind="rl", data=["file:x"], precision="bf16", learning_rate=1e-3, advantage="gae",
                      max_new_tokens=8, sampler={"context": 64},
                      resources={"offload_optimizer": where, "offload_param": where})
     trainer = Trainer(config, Path(sys.argv[1]), device="cpu")

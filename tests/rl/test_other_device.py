@@ -79,7 +79,7 @@ CHOICES += [("kl_kind", name) for name in entries.names("kl")]
 
 @pytest.mark.parametrize(("field", "name"), CHOICES)
 def test_every_loss_is_the_same(field, name):
-    config = RLStage(kind="rl", data=["file:x"], kl_coefficient=0.1, entropy_coefficient=0.1, **{field: name})
+    config = RLStage.of(kind="rl", data=["file:x"], kl_coefficient=0.1, entropy_coefficient=0.1, **{field: name})
 
     def work(device):
         loss, sums = PolicyObjective(config)(scored_row(device), TOTALS)
@@ -97,7 +97,8 @@ def test_what_goes_into_advantages_is_the_same():
         steps = step_rewards([[(0, 1.0)]] * len(RAGGED), row.mask, row.sequence_ids)
         advantages, returns = gae(of_last + steps, values, row.mask, row.sequence_ids, gamma=0.9, gae_lambda=0.8)
         ((white,),) = whitened([[advantages]], [[row]], lambda *numbers: list(numbers))
-        kl = PolicyObjective(RLStage(kind="rl", data=["file:x"])).kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
+        objective = PolicyObjective(RLStage.of(kind="rl", data=["file:x"]))
+        kl = objective.kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
         return [of_last, steps, advantages, returns, white, kl, *distilled(values, values, values - 1, coefficient=0.5)]
 
     same_on_both(work)

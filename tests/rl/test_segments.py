@@ -119,6 +119,6 @@ def test_what_was_begun_survives_a_save(tmp_path):
 
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match=r"needs partial_rollout_tokens \(found 8\) and max_staleness \(found 0\)"):
-        RLStage(kind="rl", data=["file:x"], over_sampling=64, partial_rollout_tokens=8, partial_rollouts="correct")
+        RLStage.of(kind="rl", data=["file:x"], over_sampling=64, partial_rollout_tokens=8, partial_rollouts="correct")
     with pytest.raises(ValueError, match="partial_rollout_tokens 8 needs over_sampling"):
-        RLStage(kind="rl", data=["file:x"], partial_rollout_tokens=8)
+        RLStage.of(kind="rl", data=["file:x"], partial_rollout_tokens=8)

@@ -38,7 +38,7 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
 @pytest.mark.parametrize(("num_ranks", "shared_by"), [(3, 2), (2, 4), (1, 2)])
 def test_ranks_that_cannot_be_grouped_are_refused(num_ranks, shared_by):
     with pytest.raises(ValueError, match=f"num_ranks {num_ranks} is not a multiple"):
-        RLStage(kind="rl", data=["file:x"], resources={"num_ranks": num_ranks}, sequence_parallel=shared_by)
+        RLStage.of(kind="rl", data=["file:x"], resources={"num_ranks": num_ranks}, sequence_parallel=shared_by)
 
 
 @pytest.mark.slow

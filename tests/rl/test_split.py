@@ -47,7 +47,7 @@ rollouts = [
 ]
 for algorithm, values in ALGORITHMS.items():
     for budget in map(int, sys.argv[3:]):
-        config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, max_new_tokens=8,
+        config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, max_new_tokens=8,
                          sampler={"context": 16}, micro_batch_tokens=budget, updates_per_step=2,
                          sequence_parallel=int(os.environ.get("SHARING_A_ROW", "1")), **values)
         trainer = Trainer(config, model, device="cpu")

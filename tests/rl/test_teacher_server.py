@@ -63,8 +63,9 @@ from pathlib import Path
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.test_teacher_server import rollouts
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[], sampler={"context": 64},
-                 teacher={sys.argv[2]: sys.argv[3], "coefficient": 0.5}, max_new_tokens=16, updates_per_step=2)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[],
+                    sampler={"context": 64}, max_new_tokens=16, updates_per_step=2,
+                    teacher={sys.argv[2]: sys.argv[3], "coefficient": 0.5})
 reply = Trainer(config, Path(sys.argv[1]), device="cpu").train(1, rollouts())
 Path(sys.argv[4]).write_text(json.dumps([reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]]))
 """
@@ -229,7 +230,7 @@ def test_a_key_knows_the_server_and_what_it_says_it_serves(teacher, folders):
 )
 def test_a_server_that_cannot_be_the_teacher_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **values)
+        RLStage.of(kind="rl", data=["file:x"], **values)
 
 
 def test_a_request_that_is_refused_is_not_sent_again(fake, folders, monkeypatch):

@@ -117,7 +117,7 @@ class Cursor:
 
 def config(**values) -> RLStage:
     base = {"kind": "rl", "data": ["file:x"], "seed": 5, "samples_per_prompt": 2, "prompts_per_step": 1}
-    return RLStage(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT}} | values))
+    return RLStage.of(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT}} | values))
 
 
 def made(folder, sampler, pool=None, **values) -> RolloutGenerator:
@@ -335,7 +335,7 @@ def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids
     ("values", "message"),
     [
         ({"generate": "calculater"}, "no generate 'calculater'; choose one of calculator, python"),
-        ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "unexpected keyword argument 'calls'"),
+        ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "no option 'calls'; it takes max_calls"),
         ({"generate": {"name": "one_turn", "timeout_s": 3}}, "generate.timeout_s means nothing to one_turn"),
         ({"generate": "python", "partial_rollout_tokens": 4, "over_sampling": 4}, "has turns of its own"),
     ],

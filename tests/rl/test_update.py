@@ -6,9 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError
 from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses.policy_loss import PolicyLoss
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.shaping import with_overlong_penalty
@@ -38,7 +41,7 @@ def loss_of(reference=None, sampler=ROW.sampler_logprobs, **config) -> tuple[flo
         advantages=torch.tensor([1.0, 1.0, 1.0, -2.0]),
         reference_logprobs=reference,
     )
-    loss, sums = PolicyObjective(RLStage(kind="rl", data=["file:x"], **config))(scored, TOTALS)
+    loss, sums = PolicyObjective(RLStage.of(kind="rl", data=["file:x"], **config))(scored, TOTALS)
     (gradient,) = torch.autograd.grad(loss, trainer)
     return loss.item(), gradient, trainer_metrics([sums], num_updates=1)
 
@@ -73,7 +76,8 @@ def test_kl_in_the_reward_is_summed_over_each_rollout_and_leaves_the_loss_alone(
     plain, _, _ = loss_of(reference)
     loss, _, metrics = loss_of(reference, kl_coefficient=0.5, kl_kind="k1", kl_in="reward")
     assert loss == plain and metrics["kl"] == pytest.approx((0.5 - 0.25 + 0.5) / 3)
-    objective = PolicyObjective(RLStage(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
+    kl = {"kl_coefficient": 0.5, "kl_kind": "k1", "kl_in": "reward"}
+    objective = PolicyObjective(RLStage.of(kind="rl", data=["file:x"], **kl))
     row = SimpleNamespace(mask=MASK, sequence_ids=ROW.sequence_ids, rollouts=torch.tensor([2, 0]))
     sums = objective.kl_of_rollouts(row, OLD, reference, 4)
     assert sums.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.0])
@@ -96,7 +100,7 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
         ({"kl_in": "reward"}, "kl_coefficient is 0"),
         ({"reference_every": 2}, "refreshes nothing"),
         ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
-        ({"correction": "tis", "correction_floor": 0.5}, "means nothing to correction tis"),
+        ({"correction": "tis", "correction_floor": 0.5}, "correction_floor 0.5 means nothing with correction tis"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip 3.0 means nothing with policy_loss cispo"),
         ({"policy_loss": "reinforce", "clip_high": 0.3}, "clip_high 0.3 means nothing with policy_loss reinforce"),
@@ -122,22 +126,61 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
 )
 def test_settings_that_would_do_nothing_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        RLStage(kind="rl", data=["file:x"], **values)
+        RLStage.of(kind="rl", data=["file:x"], **values)
 
 
 def test_settings_at_their_defaults_may_be_written_out():
-    written = RLStage(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
-    assert RLStage(**written).kl_kind == "low_var"
+    written = RLStage.of(kind="rl", data=["file:x"], policy_loss="sapo").model_dump()
+    assert RLStage(**written).algorithm.kl_kind.name == "low_var"
 
 
-def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(monkeypatch):
-    def own(trainer, old, advantages, mask, sequence_ids, *, clip_low):
-        raise AssertionError
+def own_loss(trainer, old, advantages, mask, sequence_ids, *, clip_low, power=1.0):
+    """A user's policy loss; its ratio shows what it was given."""
+    return PolicyLoss(values=-advantages * trainer, ratio=torch.full_like(old, clip_low**power), clipped=mask)
 
-    monkeypatch.setattr("nanodag.rl.trainer.update.entries.load", lambda kind, name: own)
-    assert PolicyObjective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
-    with pytest.raises(ConfigError, match=r"my\.losses:own does not name dual_clip 3\.0"):
-        PolicyObjective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
+
+def test_a_loss_of_ones_own_gets_its_options_and_the_settings_that_it_names():
+    own = {"name": f"{__name__}:own_loss", "options": {"power": 2}}
+    _, _, metrics = loss_of(policy_loss=own, clip_low=0.5)
+    assert metrics["ratio"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dual_clip": 3.0}, "own_loss does not name dual_clip 3.0; leave dual_clip out"),
+        (
+            {"policy_loss": {"name": f"{__name__}:own_loss", "options": {"powr": 2}}},
+            "no option 'powr'; it takes clip_low, power",
+        ),
+    ],
+)
+def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(values, message):
+    with pytest.raises(ConfigError, match=message):
+        table = {"kind": "rl", "data": ["file:x"], "policy_loss": f"{__name__}:own_loss"} | values
+        PolicyObjective(RLStage.of(**table))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policy_loss": {"name": "ppo_clip", "options": {"clip_low": 0.1}}}, "is the setting clip_low; set it there"),
+        ({"advantage": {"name": "gae", "options": {"gamma": 0.9}}}, "is the setting critic.gamma; set it there"),
+        ({"advantage": {"name": "rloo", "options": {"gamma": 0.9}}}, "is the setting critic.gamma; set it there"),
+        ({"reward": {"name": "reasoning_gym", "options": {"strict": 2}}}, "takes strict as bool, not 2"),
+        ({"correction": {"name": "tis", "options": {"bound": 2}}}, "has no option 'bound'; it takes no options"),
+        ({"reward": ["f1", "f1"]}, "reward f1 stands twice"),
+    ],
+)
+def test_options_that_an_entry_does_not_take_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RLStage.of(kind="rl", data=["file:x"], **values)
+
+
+def test_a_setting_has_the_default_of_every_loss_that_takes_it():
+    for name, traits in registry.entries_of("policy_loss").items():
+        for option in traits.options:
+            assert str(AlgorithmSection.model_fields[option].default) == traits.options[option].default, name
 
 
 @pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])
@@ -243,7 +286,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
 trainer = Trainer(config, save_tiny_model(Path(sys.argv[1])), device="cpu")
 trainer.train(1, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
 before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
@@ -274,7 +317,7 @@ from tests.rl.models import rollout, save_tiny_model
 model = save_tiny_model(Path(sys.argv[1]))
 
 def train(rewards, **values):
-    trainer = Trainer(RLStage(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
+    trainer = Trainer(RLStage.of(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
     rollouts = [[rollout("a", i, [1, 2], [3 + i], reward=r) for i, r in enumerate(three)] for three in rewards]
     replies = [trainer.train(step, one) for step, one in enumerate(rollouts, start=1)]
     print([(r["num_updates"], r["skipped_updates"]) for r in replies], replies[-1]["gradient_norm"] > 0)
@@ -315,7 +358,8 @@ from tests.rl.models import rollout, save_tiny_model
 
 folder = save_tiny_model(Path(sys.argv[1]))
 rollouts = [rollout("a", i, [1, 2], [3 + i, 5, 9 - i], reward=float(i)) for i in range(3)]
-config = RLStage(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3, weight_decay=0.0)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3,
+                    weight_decay=0.0)
 trainer = Trainer(config, folder, device="cpu")
 reply = trainer.train(1, rollouts)
 
@@ -365,7 +409,7 @@ from tests.rl.models import rollout, save_tiny_model
 
 folder = Path(sys.argv[1])
 values = {"precision": "fp32", "learning_rate": 1e-3, "kl_coefficient": 0.1, "reference_every": 2}
-config = RLStage(kind="rl", data=["file:x"], **values)
+config = RLStage.of(kind="rl", data=["file:x"], **values)
 model = save_tiny_model(folder / "model")
 trainer, other = (Trainer(config, model, device="cpu") for _ in range(2))
 

@@ -193,7 +193,7 @@ def test_only_what_trains_can_be_offloaded_and_the_key_does_not_know_it():
     with pytest.raises(ValueError, match="a stage of kind eval trains nothing"):
         Pipeline(preset="p", stages={"m": model, "e": stage})
     values = {"kind": "rl", "data": ["file:x"]}
-    assert result_config(RLStage(**values, resources=offload)) == result_config(RLStage(**values))
+    assert result_config(RLStage.of(**values, resources=offload)) == result_config(RLStage.of(**values))
 
 
 def test_with_adapters_only_they_change(one_rank, folder):

@@ -11,31 +11,41 @@ from nanodag.data.config import SourceConfig
 
 
 class BenchmarkConfig(Section):
-    """One lm-eval task. name: what it is called in results. form: how it is asked, one of those shipped in
-    nanodag/evaluation/benchmarks (`auto`: the one called like the benchmark), a YAML file of lm-eval's format by path,
-    or lm-eval's own as `lm_eval:folder/file.yaml`. source: where its items come from. limit: that many items, drawn at
-    random by the stage's seed; 0 for all. fewshot: where worked examples come from, with num_fewshot."""
+    """One lm-eval task."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """The benchmark's name in results."""
     form: str = "auto"
+    """How an item is asked: a form shipped in nanodag/evaluation/benchmarks, the path of an lm-eval YAML file, or
+    `lm_eval:folder/file.yaml`. `auto`: the form called like the benchmark."""
     source: SourceConfig | None = None
+    """Where the items come from."""
     num_fewshot: int = Field(0, ge=0)
+    """Worked examples before each item."""
     fewshot: SourceConfig | None = None
+    """Where the worked examples come from."""
     limit: int = Field(0, ge=0)
+    """Items, drawn at random by the stage's seed; 0 for all."""
 
 
 class EvalStage(StageBase):
-    """Scores of a checkpoint. Input: `model`. chat: prompts go through the chat template (not for a base model). bos:
-    whether other texts begin with the tokenizer's bos token; `auto` where the tokenizer itself puts it there, as
-    lm-eval does and as ours do."""
+    """Scores of a checkpoint (input `model`)."""
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
+    """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "fp32"
+    """Number format of the model."""
     batch_size: int = operational(64, ge=1)
+    """Requests computed at once."""
     chat: bool = True
+    """Whether prompts pass the chat template; false for a base model."""
     bos: Literal["auto", "always", "never"] = "auto"
+    """Whether texts outside the chat template begin with the tokenizer's bos token. `auto`: where the tokenizer itself
+    puts it there, as lm-eval does."""
     max_new_tokens: int = Field(256, ge=1)
+    """Longest written answer, in tokens."""
     sample_prompts: tuple[str, ...] = ()
+    """Prompts whose answers the report shows."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EvalStage":

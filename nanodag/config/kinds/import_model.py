@@ -5,9 +5,10 @@ from nanodag.config.stage_base import StageBase
 
 
 class ImportStage(StageBase):
-    """A model that exists already, as a Hugging Face directory. model: `hub:owner/name[@revision]` or `file:folder`."""
+    """A model that exists already, as a Hugging Face directory."""
 
     model: str
+    """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""
 
 
 KIND = Kind(

@@ -8,11 +8,12 @@ from nanodag.config.supervised import ShapeConfig, SupervisedKind, SupervisedSta
 
 class PretrainStage(SupervisedStage):
     """On documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input `model`;
-    continued pretraining: shape is left out, horizon_tokens given). tokens_per_parameter: the dial's horizon for each
-    parameter in matrices and output head."""
+    continued pretraining: shape is left out, horizon_tokens given)."""
 
     shape: ShapeConfig = ShapeConfig()
+    """The model's shape."""
     tokens_per_parameter: float = Field(10.5, gt=0)
+    """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
 
     @property
     def continues(self) -> bool:

@@ -8,11 +8,12 @@ from nanodag.data.config import SourceConfig
 
 
 class ReportStage(StageBase):
-    """report.md and report.html over its inputs. contamination: benchmark sources whose 13-grams are looked for in the
-    training sources. price_per_hour: of one device, in any currency; 0 leaves prices out."""
+    """report.md and report.html over its inputs."""
 
     contamination: tuple[SourceConfig, ...] = ()
+    """Benchmark sources whose 13-grams are looked for in the training data."""
     price_per_hour: float = Field(0.0, ge=0)
+    """Price of one device an hour, in any currency; 0 leaves prices out."""
 
 
 KIND = Kind(

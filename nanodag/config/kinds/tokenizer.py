@@ -8,11 +8,14 @@ from nanodag.data.config import SourceConfig
 
 
 class TokenizerStage(StageBase):
-    """Byte-level BPE trained on the first max_bytes of the mixture."""
+    """Byte-level BPE trained on the beginning of the mixture."""
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The mixture of documents that the tokenizer is trained on."""
     vocabulary: int = Field(32768, ge=512, le=262144)
+    """Tokens of the vocabulary, special tokens included."""
     max_bytes: int = Field(2_000_000_000, ge=10_000)
+    """Bytes of text read from the mixture."""
 
 
 KIND = Kind(

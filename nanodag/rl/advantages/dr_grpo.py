@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.advantages.groups import group_statistics
 
 
+@entry("advantage", "dr_grpo", compares_groups=True)
 def dr_grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = r_i - mean(group): not divided by the standard deviation, which favours very easy and very hard prompts.
 

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from nanodag.registry import entry
 
+
+@entry("advantage", "gae", takes_steps=True, needs_critic=True)
 @torch.no_grad()
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float, gae_lambda: float

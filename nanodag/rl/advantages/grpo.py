@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.advantages.groups import group_statistics
 
 EPSILON = 1e-6
 
 
+@entry("advantage", "grpo", compares_groups=True, takes_steps=True)
 def grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std unbiased (divided by n - 1).
 

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.advantages.whitening import whitened
 
 
+@entry("advantage", "reinforce_pp")
 def reinforce_pp(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = (r_i - mean) / std, over the tokens of the whole batch; groups play no part.
 

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.advantages.groups import group_statistics
 from nanodag.rl.advantages.whitening import whitened
 
 
+@entry("advantage", "reinforce_pp_baseline", compares_groups=True)
 def reinforce_pp_baseline(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = (d_i - mean) / std over the tokens of the whole batch, d_i = r_i - mean(group).
 

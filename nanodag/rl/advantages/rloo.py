@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.advantages.groups import group_statistics
 
 
+@entry("advantage", "rloo", compares_groups=True)
 def rloo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """A_i = r_i - mean of the other members = n / (n - 1) * (r_i - mean(group)).
 

@@ -66,22 +66,23 @@ class Controller:
         self._services = services
         self._runner = runner
         self._renderer = load_renderer(job.inputs["model"])
-        longest = services.context - self._config.max_new_tokens
+        longest = services.context - self._config.rollout.max_new_tokens
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
         self._cursor = PromptCursor(
             mixture,
             self._renderer,
             longest=longest,
-            skip_share=self._config.curriculum_skip,
+            skip_share=self._config.rollout.curriculum_skip,
             seed=int(self._config.seed),
         )
         self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
         self._held_out = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
-        if self._config.generate.name == "python":
+        generate = self._config.rollout.generate
+        if generate.traits is not None and generate.traits.needs_sandbox:
             sandbox.walls()  # MissingTool now, not an error in each sample
-        if not self._config.generate.is_one_turn:
+        if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
         self._generator = RolloutGenerator(
@@ -101,18 +102,18 @@ class Controller:
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
         )
-        if self._config.max_staleness and self._config.correction == "none":
+        if self._config.rollout.max_staleness and self._config.algorithm.correction.name == "none":
             log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
         schedule = Schedule(
             self,
             num_steps=self._config.num_steps,
             # a token of a partial rollout is a step older than what is generated beside it
-            lag=self._config.max_staleness - (self._config.partial_rollouts == "correct"),
+            lag=self._config.rollout.max_staleness - (self._config.rollout.partial_rollouts == "correct"),
             is_exact=self._config.sampler.deterministic,
             position=position or Position(),
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
-            loads_in_flight=self._config.sync_mode != "finish",
+            loads_in_flight=self._config.weights.sync_mode != "finish",
         )
         try:
             self._runner.run(schedule.run())
@@ -148,7 +149,7 @@ class Controller:
 
     def is_evaluation_due(self, policy: int) -> bool:
         """Whether the weights of a policy are to be evaluated and have not been."""
-        is_time = policy % self._config.eval_every == 0 or policy == self._config.num_steps
+        is_time = policy % self._config.evaluation.eval_every == 0 or policy == self._config.num_steps
         return bool(self._held_out) and is_time and str(policy) not in self._state["evals"]
 
     async def evaluate(self, policy: int) -> None:
@@ -163,8 +164,8 @@ class Controller:
 
     async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
-        batch = without_stale(batch, self._state["versions"], largest=self._config.max_staleness)
-        if self._config.partial_rollout_tokens and self._config.partial_rollouts == "mask":
+        batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
+        if self._config.rollout.partial_rollout_tokens and self._config.rollout.partial_rollouts == "mask":
             batch = without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
@@ -200,10 +201,10 @@ class Controller:
         state["version"] += first["num_updates"]
         if first["num_updates"]:
             # one more than may be used, so that what is too old is seen to be
-            state["versions"] = [*state["versions"], state["version"]][-self._config.max_staleness - 2 :]
+            state["versions"] = [*state["versions"], state["version"]][-self._config.rollout.max_staleness - 2 :]
         values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
         if "critic" in first:
-            num_updates = first["num_parts"] * self._config.critic.epochs
+            num_updates = first["num_parts"] * self._config.algorithm.critic.epochs
             values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
             values["critic_gradient_norm"] = first["critic_gradient_norm"]
         return values | {
@@ -215,7 +216,7 @@ class Controller:
         }
 
     def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
-        precision = "bf16" if "bf16" in (self._config.precision, self._config.sampler.precision) else "fp32"
+        precision = "bf16" if "bf16" in (self._config.optimizer.precision, self._config.sampler.precision) else "fp32"
         limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
         if found > limit:
             raise StageFailed(
@@ -326,20 +327,20 @@ class Controller:
 
     def _held_out_prompts(self, longest: int) -> list[Prompt]:
         config, job = self._config, self._job
-        if config.eval_prompts == 0:
+        if config.evaluation.eval_prompts == 0:
             return []
-        if not config.validation and not any(source.held_out for source in config.data):
+        if not config.evaluation.validation and not any(source.held_out for source in config.data):
             log.warning("No evaluation: there is neither `validation` nor a source with `held_out`.")
             return []
         mixture = Mixture(
-            config.validation or config.data,
+            config.evaluation.validation or config.data,
             kind="prompt",
             seed=int(config.seed),
-            part="all" if config.validation else "held_out",
+            part="all" if config.evaluation.validation else "held_out",
             once=True,
             mirror=job.mirror,
         )
-        return first_prompts(mixture, self._renderer, count=config.eval_prompts, longest=longest)
+        return first_prompts(mixture, self._renderer, count=config.evaluation.eval_prompts, longest=longest)
 
 
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
-from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
@@ -73,7 +72,7 @@ class RolloutGenerator:
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
         self._turns = turns
-        self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
+        self._filters = [one.load() for one in config.rollout.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
@@ -83,7 +82,7 @@ class RolloutGenerator:
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
         batch, began = RolloutBatch(), time.monotonic()
-        if self._config.partial_rollout_tokens:
+        if self._config.rollout.partial_rollout_tokens:
             await self._rounds(cursor, step, batch)
         else:
             await self._waves(cursor, step, batch)
@@ -117,7 +116,7 @@ class RolloutGenerator:
         judged = batch.in_order()
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
         for (prompt, _), group in zip(judged, groups, strict=True):
-            if len(again.kept) < self._config.prompts_per_step:
+            if len(again.kept) < self._config.rollout.prompts_per_step:
                 self._choose(prompt, group, again)
             else:
                 spare.append(prompt)
@@ -126,7 +125,7 @@ class RolloutGenerator:
 
     def _conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
-        limit = self._config.max_failed_rewards
+        limit = self._config.rollout.max_failed_rewards
         check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)
         for prompt, group in [*batch.kept, *((drop.prompt, drop.rollouts) for drop in batch.dropped)]:
             if sum(rollout.reward is not None for rollout in group) > 1:
@@ -136,11 +135,11 @@ class RolloutGenerator:
         """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training. Raises
         StageFailed when too many of the rewards failed."""
         params = SamplingParams(
-            max_new_tokens=self._config.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
+            max_new_tokens=self._config.rollout.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
         )
         groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
-        limit = self._config.max_failed_rewards
+        limit = self._config.rollout.max_failed_rewards
         check_failures(rollouts, of="an evaluation", max_failed_rewards=limit)
         return rollouts
 
@@ -148,11 +147,11 @@ class RolloutGenerator:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
         this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
         on in the next step, but a finished one that was not needed is generated again there."""
-        config = self._config
+        rollout = self._config.rollout
         groups: list[Prompt] = []
         num_drawn = 0
-        while len(batch.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
-            new = cursor.take(config.over_sampling - len(groups))
+        while len(batch.kept) < rollout.prompts_per_step and num_drawn < WAVES_A_STEP * rollout.over_sampling:
+            new = cursor.take(rollout.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
             answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
@@ -169,19 +168,19 @@ class RolloutGenerator:
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(batch.kept) < self._config.prompts_per_step:
+            elif len(batch.kept) < self._config.rollout.prompts_per_step:
                 self._judge(replace(prompt, begun=()), group, batch)
             else:
                 rest.append(replace(prompt, begun=()))
         return rest
 
     async def _waves(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
-        config = self._config
-        for _ in range(WAVES_A_STEP if config.over_sampling else 1):
-            prompts = cursor.take(config.over_sampling or config.prompts_per_step)
+        rollout = self._config.rollout
+        for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
+            prompts = cursor.take(rollout.over_sampling or rollout.prompts_per_step)
             num_used = await self._wave(prompts, step, batch)
             cursor.give_back(prompts[num_used:])
-            if len(batch.kept) == config.prompts_per_step:
+            if len(batch.kept) == rollout.prompts_per_step:
                 break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, batch: RolloutBatch) -> int:
@@ -191,7 +190,7 @@ class RolloutGenerator:
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(batch.kept) == self._config.prompts_per_step:
+                if len(batch.kept) == self._config.rollout.prompts_per_step:
                     break
                 self._judge(prompt, await task, batch)
                 used += 1
@@ -210,7 +209,7 @@ class RolloutGenerator:
         """Keep or drop a group whose rewards are those that are trained on."""
         num_before = len(batch.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
-        if len(scored) < min(2, self._config.samples_per_prompt):
+        if len(scored) < min(2, self._config.rollout.samples_per_prompt):
             failed = any(map(has_failed_reward, group))
             reason: str | None = REWARD_FAILED if failed else GENERATE_FAILED
         else:
@@ -224,15 +223,13 @@ class RolloutGenerator:
     def _group(self, step: int, prompt: Prompt) -> "_Group":
         config = self._config
         params = SamplingParams(
-            n=config.samples_per_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
+            n=config.rollout.samples_per_prompt,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
             stop_token_ids=self._stop_ids,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
-        rid, is_ended = f"step-{step}-{prompt.group_id}", config.sync_mode == "abort"
+        rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
         return _Group(prompt, params, rid, self._sampler, is_ended_by_syncs=is_ended)
 
     async def _rollouts(self, group: "_Group") -> list[Rollout]:
@@ -266,8 +263,8 @@ class RolloutGenerator:
         if self._turns is not None:
             return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
         config = self._config
-        requests = requests_for(group.prompt, group.params, group.rid, segment=config.partial_rollout_tokens)
-        return rollouts_from(group.prompt, await group.ask(requests), longest=config.max_new_tokens)
+        requests = requests_for(group.prompt, group.params, group.rid, segment=config.rollout.partial_rollout_tokens)
+        return rollouts_from(group.prompt, await group.ask(requests), longest=config.rollout.max_new_tokens)
 
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,

@@ -50,15 +50,17 @@ class Services:
         self.children = Children(is_stopping=stop_requested)
         self.model = ModelFacts.read(job.inputs["model"])
         self.context = min(self._config.sampler.context, self.model.max_positions)
-        if self.context <= self._config.max_new_tokens:
+        if self.context <= self._config.rollout.max_new_tokens:
             raise ConfigError(
-                f"max_new_tokens {self._config.max_new_tokens} leaves no room for a prompt in a context of "
+                f"max_new_tokens {self._config.rollout.max_new_tokens} leaves no room for a prompt in a context of "
                 f"{self.context} tokens (the smaller of sampler.context and the model's max_position_embeddings). "
                 "Lower max_new_tokens."
             )
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
-        self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
+        self.sync_folder = sync_folder(
+            job.workspace, self.model.num_bytes, num_copies=2 + self._config.rollout.max_staleness
+        )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
         self._router: Router | None = None
@@ -86,9 +88,10 @@ class Services:
         starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
         self.pool = RewardPool(
-            self._config.reward,
-            num_processes=self._config.reward_processes,
-            timeout_s=self._config.reward_timeout_s,
+            {one.name: one.weight for one in self._config.reward},
+            options={one.name: one.options for one in self._config.reward},
+            num_processes=self._config.rollout.reward_processes,
+            timeout_s=self._config.rollout.reward_timeout_s,
         )
         self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         self.link.receive()
@@ -105,7 +108,7 @@ class Services:
             health_timeout_s=self._config.sampler.health_timeout_s,
             max_restarts=self._config.sampler.max_restarts,
             router=self._router,
-            pause=None if self._config.sync_mode == "finish" else self._config.sync_mode,
+            pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
         )
         self.sync = self._make_sync()
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
@@ -113,13 +116,13 @@ class Services:
     def _make_sync(self) -> WeightSync:
         """The way that the config names."""
         config, ask = self._config, self.link.exchange
-        if config.sync == "disk":
-            return DiskSync(self.samplers, ask, check_every=config.sync_check_every)
+        if config.weights.sync == "disk":
+            return DiskSync(self.samplers, ask, check_every=config.weights.sync_check_every)
         return DistributedSync(
             self.samplers,
             ask,
-            check_every=config.sync_check_every,
-            timeout_s=config.sync_timeout_s,
+            check_every=config.weights.sync_check_every,
+            timeout_s=config.weights.sync_timeout_s,
             ranks_each=config.sampler.tensor_parallel,
         )
 
@@ -227,7 +230,7 @@ class Services:
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
-        own = {"disable_radix_cache": True} if self._config.sync_mode == "in_place" else {}
+        own = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         return SGLangProcess.start(
             self._sglang_python,
             model,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.sequences import sequence_sums
 
 
@@ -24,6 +25,7 @@ class Totals:
     max_tokens: int
 
 
+@entry("aggregation", "token")
 def by_token(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
     """w = 1 / num_tokens: every token counts the same, so long responses count more.
 
@@ -32,6 +34,7 @@ def by_token(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
     return mask.float() / max(totals.num_tokens, 1)
 
 
+@entry("aggregation", "sequence")
 def by_sequence(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
     """w = 1 / (num_sequences * trained tokens of the response): every response counts the same.
 
@@ -41,6 +44,7 @@ def by_sequence(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
     return mask.float() / (lengths[sequence_ids].clamp(min=1.0) * max(totals.num_sequences, 1))
 
 
+@entry("aggregation", "constant")
 def by_constant(mask: Tensor, sequence_ids: Tensor, totals: Totals) -> Tensor:
     """w = 1 / (num_sequences * max_tokens): no length in the denominator, so none is favoured.
 

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.policy_loss import PolicyLoss
 
 
+@entry("policy_loss", "cispo")
 def cispo(
     trainer_logprobs: Tensor,
     old_logprobs: Tensor,

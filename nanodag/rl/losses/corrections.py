@@ -1,7 +1,7 @@
 """Corrections for what the sampler's weights, kernels or age made different from the trainer's.
 
-Contract: `fn(old_logprobs, sampler_logprobs, mask, sequence_ids, *, floor, cap) -> weights` (T,) float32 without
-gradient, by which the policy loss of a token is multiplied; 0 where the mask is False. With w = exp(old - sampler) of a
+Contract: `fn(old_logprobs, sampler_logprobs, mask, sequence_ids, **options) -> weights` (T,) float32 without gradient,
+by which the policy loss of a token is multiplied; 0 where the mask is False. With w = exp(old - sampler) of a
 token and W = the product of w over the trained tokens of its response:
 
     tis             min(w, cap)                             bounded, a little biased
@@ -17,48 +17,58 @@ arXiv:2510.18855, whose bounds are 0.5 and 5; MIS, J. Liu et al., "When speed ki
 import torch
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.sequences import sequence_sums
 
 
-def none(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
-) -> Tensor:
+@entry("correction", "none")
+def none(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """1 for every trained token."""
     return mask.float()
 
 
+@entry("correction", "tis")
 @torch.no_grad()
 def truncated(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
 ) -> Tensor:
-    """`tis`. As verl's rollout_is=token and TRL's token_truncate."""
+    """`min(w, cap)` of a token. As verl's rollout_is=token and TRL's token_truncate."""
     weights = _token_weights(old_logprobs, sampler_logprobs)
     return torch.where(mask, weights.clamp(max=cap), 0.0)
 
 
+@entry("correction", "tis_sequence")
 @torch.no_grad()
 def sequence_truncated(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
 ) -> Tensor:
-    """`tis_sequence`. As verl's rollout_is=sequence and TRL's sequence_truncate."""
+    """`min(W, cap)` of a response. As verl's rollout_is=sequence and TRL's sequence_truncate."""
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
     return torch.where(mask, weights.clamp(max=cap), 0.0)
 
 
+@entry("correction", "icepop")
 @torch.no_grad()
 def token_masked(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`icepop`. As TRL's token_mask, verl's "floor_cap" threshold, OpenRLHF's mask by token."""
+    """w of a token within the bounds, 0 beyond them.
+
+    As TRL's token_mask, verl's "floor_cap" threshold, OpenRLHF's mask by token.
+    """
     weights = _token_weights(old_logprobs, sampler_logprobs)
     return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
 
 
+@entry("correction", "mis")
 @torch.no_grad()
 def sequence_masked(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`mis`. As TRL's sequence_mask; OpenRLHF judges by the geometric mean of w, and keeps each token's w."""
+    """W of a response within the bounds, 0 beyond them.
+
+    As TRL's sequence_mask; OpenRLHF judges by the geometric mean of w, and keeps each token's w.
+    """
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
     return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
 

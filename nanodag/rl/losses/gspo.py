@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.policy_loss import PolicyLoss
 from nanodag.rl.losses.sequences import sequence_means
 
 
+@entry("policy_loss", "gspo")
 def gspo(
     trainer_logprobs: Tensor,
     old_logprobs: Tensor,

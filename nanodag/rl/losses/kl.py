@@ -8,23 +8,29 @@ low_var as verl's `low_var_kl` and slime's.
 
 from torch import Tensor
 
+from nanodag.registry import entry
 
+
+@entry("kl", "k1")
 def k1(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """x: unbiased, may be negative, much variance."""
     return trainer_logprobs - reference_logprobs
 
 
+@entry("kl", "k2")
 def k2(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """x^2 / 2: never negative, biased."""
     return (trainer_logprobs - reference_logprobs).square() / 2
 
 
+@entry("kl", "k3")
 def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(-x) - 1 + x: unbiased, never negative; overflows when the two are far apart. The one of the GRPO paper."""
     x = trainer_logprobs - reference_logprobs
     return (-x).expm1() + x
 
 
+@entry("kl", "low_var")
 def low_var(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k3 of x clamped to [-20, 20], the result clamped to at most 10, where its gradient ends."""
     x = (trainer_logprobs - reference_logprobs).clamp(-20.0, 20.0)

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.policy_loss import PolicyLoss
 
 
+@entry("policy_loss", "ppo_clip")
 def ppo_clip(
     trainer_logprobs: Tensor,
     old_logprobs: Tensor,

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from nanodag.registry import entry
 from nanodag.rl.losses.policy_loss import PolicyLoss
 
 
+@entry("policy_loss", "reinforce")
 def reinforce(
     trainer_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, sequence_ids: Tensor
 ) -> PolicyLoss:

@@ -9,15 +9,18 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+from nanodag.registry import entry
 from nanodag.rl.rollouts.rollout import Rollout, reward_spread
 
 
+@entry("filter", "nonzero_spread")
 def nonzero_spread(group: Sequence[Rollout]) -> str | None:
     """Drops a group whose rewards are all equal: every advantage is 0, so it teaches nothing (DAPO's dynamic sampling,
     arXiv:2503.14476, eq. 11)."""
     return None if reward_spread(group) > 0.0 else "zero_spread"
 
 
+@entry("filter", "mean_reward")
 def mean_reward(group: Sequence[Rollout], *, lowest: float = -math.inf, highest: float = math.inf) -> str | None:
     """Drops a group whose mean reward is below lowest or above highest: too hard, or too easy, to learn from."""
     found = fmean(member.reward for member in group if member.reward is not None)
@@ -26,6 +29,7 @@ def mean_reward(group: Sequence[Rollout], *, lowest: float = -math.inf, highest:
     return "reward_too_high" if found > highest else None
 
 
+@entry("filter", "length")
 def length(
     group: Sequence[Rollout], *, lowest: float = 0, highest: float = math.inf, truncated: float = 1.0
 ) -> str | None:
@@ -40,6 +44,7 @@ def length(
     return "truncated" if share > truncated else None
 
 
+@entry("filter", "diversity")
 def diversity(group: Sequence[Rollout], *, lowest: float) -> str | None:
     """Drops a group in which fewer than the share `lowest` of responses are different from one another, token by
     token."""

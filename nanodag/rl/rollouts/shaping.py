@@ -10,10 +10,13 @@ OVERLONG = "overlong"  # the component that says how much was taken off
 
 def shaped(rollout: Rollout, config: RLStage) -> Rollout:
     """The rollout with the reward that is trained on."""
-    if not config.overlong_buffer:
+    if not config.rollout.overlong_buffer:
         return rollout
     return with_overlong_penalty(
-        rollout, longest=config.max_new_tokens, buffer=config.overlong_buffer, penalty=config.overlong_penalty
+        rollout,
+        longest=config.rollout.max_new_tokens,
+        buffer=config.rollout.overlong_buffer,
+        penalty=config.rollout.overlong_penalty,
     )
 
 

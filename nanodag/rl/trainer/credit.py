@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
@@ -42,24 +41,26 @@ class Credit:
         device: str,
     ) -> None:
         self._config, self._engine, self._group, self._objective = config, engine, group, objective
-        self._advantage = entries.load("advantage", config.advantage)
+        critic, teacher = config.algorithm.critic, config.algorithm.teacher
         self.critic: Critic | None = None
-        if config.advantage == "gae":
-            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(config.critic.model)
-            folder = Path(own or config.critic.model)
+        if config.algorithm.has_critic:
+            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
+            folder = Path(own or critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device, group=group)
+        else:
+            self._advantage = config.algorithm.advantage.load()
         self._teacher: Reference | TeacherServer | None = None
-        if config.teacher.url != "none":
-            self._teacher = TeacherServer(config.teacher.url, inputs["model"], context=config.sampler.context)
-        elif config.teacher.model != "none":
-            folder = inputs["teacher"] if config.teacher.model == "input" else Path(config.teacher.model)
+        if teacher.url != "none":
+            self._teacher = TeacherServer(teacher.url, inputs["model"], context=config.sampler.context)
+        elif teacher.model != "none":
+            folder = inputs["teacher"] if teacher.model == "input" else Path(teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
-            self._teacher = Reference(folder, temperature=config.temperature, engine=engine, group=group)
+            self._teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:
         """False while a critic warms up."""
-        return self.critic is None or step > self._config.critic.warmup_steps
+        return self.critic is None or step > self._config.algorithm.critic.warmup_steps
 
     def assign(
         self,
@@ -97,7 +98,10 @@ class Credit:
     def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
         """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
         advantages, reverse_kl = distilled(
-            scored.advantages, scored.old_logprobs, teacher_logprobs, coefficient=self._config.teacher.coefficient
+            scored.advantages,
+            scored.old_logprobs,
+            teacher_logprobs,
+            coefficient=self._config.algorithm.teacher.coefficient,
         )
         share = Sums({"teacher_kl": float(reverse_kl[scored.row.mask].double().sum())}, {})
         return replace(scored, advantages=advantages), share
@@ -144,10 +148,10 @@ class Credit:
                     of_tokens = step_rewards(steps, row.mask, row.sequence_ids)
                 else:
                     of_tokens = reward_of_last(own[row.rollouts], row.mask, row.sequence_ids)
-                if self._config.kl_in == "reward":
+                if self._config.algorithm.kl_in == "reward":
                     assert old is not None and reference is not None
                     kl = self._objective.kl(old[number][place], reference[number][place])
-                    of_tokens = of_tokens - self._config.kl_coefficient * kl
+                    of_tokens = of_tokens - self._config.algorithm.kl_coefficient * kl
                 found[-1].append(of_tokens)
         return found
 
@@ -160,7 +164,7 @@ class Credit:
         reference: ByRow | None,
     ) -> list[Tensor]:
         """The rewards without what the KL takes off."""
-        if self._config.kl_in != "reward":
+        if self._config.algorithm.kl_in != "reward":
             return rewards
         assert old is not None and reference is not None
         taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
@@ -173,7 +177,7 @@ class Credit:
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
             found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
         summed = self._engine.summed(*self._group.counted(*found.tolist()))
-        return self._config.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+        return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
 
 
 def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:

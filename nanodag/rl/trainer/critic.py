@@ -59,8 +59,12 @@ class Critic:
     """The critic of one stage on this rank. folder: of the model that it begins as. group: as for the policy."""
 
     def __init__(self, config: RLStage, folder: Path, *, device: str, group: SequenceGroup) -> None:
-        self._own, self._group = config.critic, group
-        decoder = load(folder, compiled=config.compile, activation_checkpointing=config.activation_checkpointing)
+        self._own, self._group = config.algorithm.critic, group
+        decoder = load(
+            folder,
+            compiled=config.optimizer.compile,
+            activation_checkpointing=config.optimizer.activation_checkpointing,
+        )
         model = ValueModel(decoder, group)
         self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)
 

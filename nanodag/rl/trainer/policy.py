@@ -87,17 +87,20 @@ def load_policy(
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
     """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
-    assert config.precision != "auto"  # derived
+    assert config.optimizer.precision != "auto"  # derived
     return TrainEngine(
         model,
         optimizer=OptimizerConfig(
-            name="adamw", learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            name="adamw",
+            learning_rate=learning_rate,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
         ),
-        zero_stage=config.zero_stage,
-        precision=config.precision,
-        gradient_clipping=config.gradient_clipping,
-        gradient_limit=config.gradient_limit or math.inf,
-        skips_bad_gradients=config.bad_gradient == "skip",
+        zero_stage=config.optimizer.zero_stage,
+        precision=config.optimizer.precision,
+        gradient_clipping=config.optimizer.gradient_clipping,
+        gradient_limit=config.optimizer.gradient_limit or math.inf,
+        skips_bad_gradients=config.optimizer.bad_gradient == "skip",
         device=device,
         leaf_modules=(Layer,),
         offload=config.resources,

@@ -66,21 +66,21 @@ class Trainer:
         self.config = config
         self.model_path = model_path
         self._objective = PolicyObjective(config)
-        self._group = join(config.sequence_parallel, device)
+        self._group = join(config.optimizer.sequence_parallel, device)
         policy = load_policy(
             model_path,
-            temperature=config.temperature,
-            compiled=config.compile,
-            checkpointing=config.activation_checkpointing,
+            temperature=config.rollout.temperature,
+            compiled=config.optimizer.compile,
+            checkpointing=config.optimizer.activation_checkpointing,
             group=self._group,
         )
-        if config.lora_rank:
-            add_lora(policy, rank=config.lora_rank, alpha=config.lora_alpha, seed=int(config.seed))
-        self.engine = engine_of(policy, config, learning_rate=config.learning_rate, device=device)
+        if config.optimizer.lora_rank:
+            add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
+        self.engine = engine_of(policy, config, learning_rate=config.optimizer.learning_rate, device=device)
         self._reference: Reference | None = None
-        if config.kl_coefficient > 0:
+        if config.algorithm.kl_coefficient > 0:
             self._reference = Reference(
-                model_path, temperature=config.temperature, engine=self.engine, group=self._group
+                model_path, temperature=config.rollout.temperature, engine=self.engine, group=self._group
             )
         self._credit = Credit(
             config,
@@ -94,8 +94,8 @@ class Trainer:
             self.engine.shares,
             rank=self.engine.rank,
             prefix=PREFIX,
-            bucket_bytes=config.sync_bucket_bytes,
-            timeout_s=config.sync_timeout_s,
+            bucket_bytes=config.weights.sync_bucket_bytes,
+            timeout_s=config.weights.sync_timeout_s,
         )
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -107,12 +107,12 @@ class Trainer:
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
         groups = list(groups_of(rollouts).values())
-        num_parts = min(self.config.updates_per_step, len(groups))
+        num_parts = min(self.config.optimizer.updates_per_step, len(groups))
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        passes = [number for _ in range(self.config.epochs_per_step) for number in range(num_parts)]
-        is_old_needed = len(passes) > 1 or self.config.kl_in == "reward"
+        passes = [number for _ in range(self.config.optimizer.epochs_per_step) for number in range(num_parts)]
+        is_old_needed = len(passes) > 1 or self.config.algorithm.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
         teacher = self._credit.teacher_logprobs(parts, rows)
@@ -157,7 +157,7 @@ class Trainer:
             "gradient_norm": max(norms, default=0.0),
             "learning_rate": self._learning_rate() if is_trained else 0.0,
             "peak_flops": self._peak_flops,
-            "computed_tokens": self.config.epochs_per_step
+            "computed_tokens": self.config.optimizer.epochs_per_step
             * sum(row.token_ids.numel() for part in rows for row in part),
         }
 
@@ -190,7 +190,7 @@ class Trainer:
         self.engine.save(folder)
         if self._credit.critic is not None:
             self._credit.critic.save(folder)
-        if self._reference is not None and self.config.reference_every:
+        if self._reference is not None and self.config.algorithm.reference_every:
             self._reference.save(folder)
 
     def load(self, folder: Path) -> None:
@@ -198,7 +198,7 @@ class Trainer:
         self.engine.load(folder)
         if self._credit.critic is not None:
             self._credit.critic.load(folder)
-        if self._reference is not None and self.config.reference_every:
+        if self._reference is not None and self.config.algorithm.reference_every:
             self._reference.load(folder)
 
     def _fingerprints(self) -> Fingerprints:
@@ -214,9 +214,9 @@ class Trainer:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
-        if not self.config.lora_rank:
+        if not self.config.optimizer.lora_rank:
             return self.engine.weights()
-        return merged(self.engine.weights(), scale=self.config.lora_alpha / self.config.lora_rank)
+        return merged(self.engine.weights(), scale=self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank)
 
     def _update(self, step: int, loss: float) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
@@ -236,23 +236,26 @@ class Trainer:
 
     def _refresh_reference(self, updates_before: int) -> None:
         """After every `reference_every` updates, at the end of the step in which they were done."""
-        every = self.config.reference_every
+        every = self.config.algorithm.reference_every
         if self._reference is not None and every and self.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())
 
     def _learning_rate(self) -> float:
-        warmup = self.config.warmup_steps * self.config.updates_per_step * self.config.epochs_per_step
-        return self.config.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
+        chosen = self.config.optimizer
+        warmup = chosen.warmup_steps * chosen.updates_per_step * chosen.epochs_per_step
+        return chosen.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group = self._group
-        groups = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=group.num_groups)
+        groups = pack(part, budget_tokens=self.config.optimizer.micro_batch_tokens, num_ranks=group.num_groups)
         return [to_row(batch, self.engine.device) for batch in groups[group.number]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
         trained = [num_trained(rollout) for rollout in part]
         return Totals(
-            num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained), max_tokens=self.config.max_new_tokens
+            num_tokens=sum(trained),
+            num_sequences=sum(n > 0 for n in trained),
+            max_tokens=self.config.rollout.max_new_tokens,
         )
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable
 from fractions import Fraction
 
+from nanodag.registry import entry
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.tools import with_tool
 
@@ -20,6 +21,7 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 }
 
 
+@entry("generate", "calculator")
 async def calculator(sampler: TurnSampler, sample: Sample, *, max_calls: int = 8) -> Sample:
     """Calls such as `48/2` are answered `24`, and what is no sum `error`: as in nanodag's GSM8K conversations with
     tools (`nanodag.data.adapter_entries`), on which a policy learns to call it."""

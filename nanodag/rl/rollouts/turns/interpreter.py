@@ -3,6 +3,7 @@
 import threading
 
 from nanodag.host.processor import usable_cores
+from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.tools import with_tool
@@ -11,6 +12,7 @@ from nanodag.rl.rollouts.turns.tools import with_tool
 _RUNNING = threading.BoundedSemaphore(usable_cores())
 
 
+@entry("generate", "python", needs_sandbox=True)
 async def interpreter(
     sampler: TurnSampler, sample: Sample, *, max_calls: int = 4, seconds: float = 5.0, max_result_tokens: int = 256
 ) -> Sample:

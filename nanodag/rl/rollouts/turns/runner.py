@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -44,10 +43,10 @@ class Turns:
     def __init__(
         self, config: RLStage, encoding: Encoding, renderer: ChatRenderer, *, context: int, vocabulary: int
     ) -> None:
-        self._config = config.generate
-        self._longest = config.max_new_tokens
-        self._function = entries.load_generate(self._config.name, self._config.options)
-        if self._config.name in entries.names("generate") and not isinstance(renderer, NativeRenderer):
+        self._config = config.rollout.generate
+        self._longest = config.rollout.max_new_tokens
+        self._function = self._config.load()
+        if self._config.traits is not None and not isinstance(renderer, NativeRenderer):
             raise ConfigError(
                 f"generate {self._config.name} writes tool calls in nanodag's chat format; this model's chat template "
                 "is another. Name a function of your own that knows it, as package.module:function."

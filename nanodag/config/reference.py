@@ -1,0 +1,228 @@
+"""What may be said of a setting: words, type, range and default, from its class. `python -m nanodag.config.reference`
+prints all of them as docs/reference/config.md has them."""
+
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from nanodag import registry
+from nanodag.config.kinds import known
+from nanodag.config.pipeline import AnyStage, Pipeline, full_path
+from nanodag.config.resolve import Resolved
+from nanodag.config.rl_entries import EntryConfig
+from nanodag.config.stage_base import StageBase
+from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.errors import ConfigError
+from nanodag.errors.words import listed, nearest
+
+_PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "nothing"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "pattern": "of the form"}
+_LINK = re.compile(r"\[(\w+)\]\(#\w+\)")
+COMMAND = "python -m nanodag.config.reference > docs/reference/config.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting of a resolved pipeline. origin: where its value came from; empty for a table, whose settings are in
+    `holds`. choices: the shipped functions that it may name."""
+
+    name: str
+    words: str
+    type: str
+    default: str
+    value: Any
+    origin: str
+    holds: tuple[str, ...]
+    choices: tuple[str, ...]
+
+
+def setting(resolved: Resolved, name: str) -> Setting:
+    """What a name means in a pipeline, `rl.clip_high` being short for `rl.algorithm.clip_high`.
+
+    Raises ConfigError with the nearest name.
+    """
+    stages = resolved.pipeline.stages
+    full = full_path(stages, name)
+    first, _, rest = full.partition(".")
+    owner: Any = resolved.pipeline
+    parts = full.split(".")
+    if first in stages:
+        owner, parts = stages[first], rest.split(".") if rest else []
+    if not parts:
+        fields = listed(type(owner).model_fields)
+        raise ConfigError(f"{name} is a stage of kind {owner.kind}; name a setting of it: {fields}.")
+    field: FieldInfo | None = None
+    for part in parts:
+        field = type(owner).model_fields.get(part, field) if isinstance(owner, BaseModel) else field
+        owner = _inner(owner, part)
+        if field is None or owner is _NOTHING:
+            names = [key for key in resolved.origins if key.startswith(f"{first}.")] or list(resolved.origins)
+            near = nearest(name.rpartition(".")[2], names) or " `nanodag config` prints all."
+            raise ConfigError(f"There is no setting {name!r:.100}.{near}")
+    assert field is not None
+    is_table = isinstance(owner, BaseModel)
+    return Setting(
+        name=full,
+        words=words_of(field),
+        type=_LINK.sub(r"\1", type_of(field)),
+        default=default_of(field),
+        value=owner,
+        origin=resolved.origins.get(full, resolved.origins.get(f"{full}.name", "")),
+        holds=tuple(type(owner).model_fields) if is_table and not isinstance(owner, EntryConfig) else (),
+        choices=registry.names(owner.kind) if isinstance(owner, EntryConfig) else (),
+    )
+
+
+_NOTHING = object()
+
+
+def _inner(owner: Any, part: str) -> Any:
+    if isinstance(owner, BaseModel):
+        return getattr(owner, part) if part in type(owner).model_fields else _NOTHING
+    if isinstance(owner, Mapping):
+        return owner.get(part, _NOTHING)
+    if isinstance(owner, tuple) and part.isdecimal() and int(part) < len(owner):
+        return owner[int(part)]
+    return _NOTHING
+
+
+def words_of(field: FieldInfo) -> str:
+    """The words under a field, in one line."""
+    return " ".join((field.description or "").split())
+
+
+def type_of(field: FieldInfo) -> str:
+    """Type and range, in words."""
+    return _typed(field.annotation, field.metadata)
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as a pipeline file would say it; empty for a table."""
+    if field.default is PydanticUndefined:
+        return "required"
+    return _written(field.default)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, EntryConfig):
+        return value.name
+    if isinstance(value, BaseModel) or value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(_written(one) for one in value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _typed(annotation: Any, metadata: Any = ()) -> str:
+    pairs = [(words, getattr(one, key, None)) for one in metadata for key, words in _BOUNDS.items()]
+    bounds = [
+        f"{words} {f'`{bound}`' if isinstance(bound, str) else bound}" for words, bound in pairs if bound is not None
+    ]
+    bounds += ["not empty" for one in metadata if getattr(one, "min_length", None)]
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if annotation == AnyStage:
+        text = "stages, each of a kind below"
+    elif origin is Annotated:
+        fields = [one.metadata if isinstance(one, FieldInfo) else [one] for one in inner[1:]]
+        text = _typed(inner[0], [one for of_field in fields for one in of_field])
+    elif origin is Literal:
+        text = ", ".join(f"`{one}`" for one in inner)
+    elif set(inner) == {bool, int, float, str}:
+        text = "plain values"
+    elif origin in (Union, types.UnionType):
+        text = " or ".join(_typed(one) for one in inner if one is not type(None))
+    elif origin is tuple:
+        is_open = inner[-1] is Ellipsis
+        text = f"list of {_typed(inner[0])}" if is_open else f"list of {len(inner)}: {_typed(inner[0])}"
+    elif origin is dict:
+        text = f"table of {_typed(inner[1])}"
+    else:
+        text = _PLAIN.get(annotation) or f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return ", ".join([text, *bounds])
+
+
+def reference() -> str:
+    """docs/reference/config.md: a table for each class of the config, and the named entries."""
+    lines = [
+        "# Every setting of a pipeline",
+        "",
+        f"Generated by `{COMMAND}`.",
+        "",
+        "A setting may be named without its section: `rl.clip_high` is `rl.algorithm.clip_high`.",
+        "`nanodag config --explain rl.clip_high` says what a setting is in your pipeline.",
+    ]
+    stages = {name: kind.config for name, kind in known().items()}
+    shown: list[type[BaseModel]] = []
+    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig]
+    for model in [*bases, *stages.values()]:
+        lines += _class_lines(model, shown)
+    for kind in registry.KINDS:
+        lines += [
+            "",
+            f"## Shipped: {kind.replace('_', ' ')}",
+            "",
+            "| name | what it does | options | traits |",
+            "|-|-|-|-|",
+        ]
+        lines += [_row(*_entry_cells(kind, name, one)) for name, one in registry.entries_of(kind).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _class_lines(model: type[BaseModel], shown: list[type[BaseModel]]) -> Iterator[str]:
+    """A class's heading, what it is and its own fields; then the classes that its fields hold."""
+    if model in shown:
+        return
+    shown.append(model)
+    own = {
+        name: field for name, field in model.model_fields.items() if name in model.__annotations__ and name != "kind"
+    }
+    kind = next((kind for kind, one in known().items() if one.config is model), "")
+    yield from ("", f"## {model.__name__}", "")
+    yield (f"Kind `{kind}`. " if kind else "") + " ".join((model.__doc__ or "").split())
+    bases = [base for base in model.__mro__[1:] if base in shown]
+    if bases and bases[0] is not model:
+        yield f"It has the settings of [{bases[0].__name__}](#{bases[0].__name__.lower()}), too."
+    if own:
+        yield from ("", "| setting | type and range | default | what it is |", "|-|-|-|-|")
+    for name, field in own.items():
+        yield _row(f"`{name}`", type_of(field), default_of(field), words_of(field))
+    for field in own.values():
+        for inner in models_in(field.annotation):
+            if not issubclass(inner, StageBase):
+                yield from _class_lines(inner, shown)
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The classes that a field holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from models_in(inner)
+
+
+def _entry_cells(kind: str, name: str, entry: registry.Entry) -> tuple[str, str, str, str]:
+    settings = next((model.settings for model in EntryConfig.__subclasses__() if model.kind == kind), {})
+    options = [
+        f"`{key}`: the setting `{settings[key]}`" if key in settings else f"`{key}`: {one.type}, {one.default}"
+        for key, one in entry.options.items()
+    ]
+    flags = ("compares_groups", "takes_steps", "scores_steps", "needs_critic", "needs_sandbox")
+    traits = [flag.replace("_", " ") for flag in flags if getattr(entry, flag)]
+    shown = f"`{name}:` and a {entry.argument}" if entry.argument else f"`{name}`"
+    return shown, entry.words, "; ".join(options), ", ".join(traits)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

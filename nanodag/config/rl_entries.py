@@ -1,0 +1,148 @@
+"""Functions that an RL stage names: an entry of nanodag.registry or the user's own, with options."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from nanodag import registry
+from nanodag.config.section import Section, found_in
+
+
+class EntryConfig(Section):
+    """A function with its options. A bare name means no options.
+
+    kind: of the entry. special: a name that stands for no function. settings: of its options those that are fields of
+    their own, and where they stand in the algorithm section.
+    """
+
+    kind: ClassVar[str]
+    special: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, str]] = {}
+
+    name: str
+    """A name of those that nanodag ships, or a function of the user's own as package.module:function."""
+    options: dict[str, bool | int | float | str] = {}
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> "EntryConfig":
+        if self.name != self.special:
+            registry.check_options(self.kind, self.name, self.options, self.settings)
+        elif self.options:
+            raise ValueError(f"options mean nothing to {self.kind} {self.name}; leave them out, or name a function")
+        return self
+
+    def __str__(self) -> str:
+        """As a message calls it."""
+        return f"{self.name} with {self.options}" if self.options else self.name
+
+    @property
+    def traits(self) -> registry.Entry | None:
+        """What is known of it without importing it; None of a user's own function."""
+        return None if self.name == self.special else registry.find(self.kind, self.name)
+
+    @property
+    def own_function(self) -> str:
+        """`module:function` of the user's own that it names; empty for ours."""
+        return "" if self.name == self.special else registry.own_function(self.kind, self.name)
+
+    def load(self) -> Callable[..., Any]:
+        """The function with its options set."""
+        return registry.load(self.kind, self.name, self.options)
+
+
+class AdvantageConfig(EntryConfig):
+    """The advantage estimator."""
+
+    kind = "advantage"
+    settings = {"gamma": "critic.gamma", "gae_lambda": "critic.gae_lambda"}
+
+
+class PolicyLossConfig(EntryConfig):
+    """The policy loss."""
+
+    kind = "policy_loss"
+    settings = {name: name for name in ("clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative")}
+
+
+class AggregationConfig(EntryConfig):
+    """How token losses become one number."""
+
+    kind = "aggregation"
+
+
+class KLConfig(EntryConfig):
+    """The estimator of a token's KL to the reference model."""
+
+    kind = "kl"
+
+
+class CorrectionConfig(EntryConfig):
+    """Importance correction for rollouts of older weights or of another engine."""
+
+    kind = "correction"
+    settings = {"floor": "correction_floor", "cap": "correction_cap"}
+
+
+class RewardConfig(EntryConfig):
+    """One reward; `auto` is what each prompt names."""
+
+    kind = "reward"
+    special = "auto"
+
+    weight: float = 1.0
+    """Factor of the reward in the sum."""
+
+
+class FilterConfig(EntryConfig):
+    """A filter of groups."""
+
+    kind = "filter"
+
+    options: dict[str, float] = {}  # type: ignore[assignment]
+    """Keyword arguments of the filter, numbers only."""
+
+    @model_validator(mode="after")
+    def _lets_some_pass(self) -> "FilterConfig":
+        if self.options.get("lowest", -math.inf) > self.options.get("highest", math.inf):
+            raise ValueError(
+                f"filter {self.name}: lowest {self.options['lowest']:g} is above highest "
+                f"{self.options['highest']:g}, so every group would be dropped; swap them"
+            )
+        return self
+
+
+class GenerateConfig(EntryConfig):
+    """How a response comes about: `one_turn` of the sampler, or an async function with turns of its own."""
+
+    kind = "generate"
+    special = "one_turn"
+
+    name: str = "one_turn"
+    """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), or an async function as
+    package.module:function."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds that the function may take without asking the sampler."""
+
+    @model_validator(mode="after")
+    def _has_a_function_to_end(self) -> "GenerateConfig":
+        if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
+        return self
+
+    @property
+    def is_one_turn(self) -> bool:
+        """Whether the sampler's answer to the prompt is the response."""
+        return self.name == self.special
+
+
+def entries_in(value: Any) -> Iterator[tuple[str, EntryConfig]]:
+    """Where in a config functions are named, and the functions."""
+    return found_in(value, EntryConfig)

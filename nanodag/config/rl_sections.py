@@ -1,0 +1,285 @@
+"""The sections of an RL stage: what a person would look for together."""
+
+from collections.abc import Callable, Collection
+from functools import reduce
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from nanodag import registry
+from nanodag.config.rl_entries import (
+    AdvantageConfig,
+    AggregationConfig,
+    CorrectionConfig,
+    EntryConfig,
+    FilterConfig,
+    GenerateConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
+from nanodag.config.rl_parts import CriticConfig, TeacherConfig
+from nanodag.config.section import Auto, Precision, Section, Share, StageSection, operational
+from nanodag.data.config import SourceConfig
+from nanodag.errors import ConfigError
+
+
+class RolloutSection(StageSection):
+    """Which responses are generated, which are kept, and what is taken off their rewards."""
+
+    generate: GenerateConfig = GenerateConfig()
+    """How a response is made: one turn of the sampler, or turns and tools."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Groups that train one step."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses of a group."""
+    over_sampling: int = Field(0, ge=0)
+    """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
+    trained. 0 generates just these."""
+    filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
+    """Filters that drop whole groups."""
+    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
+    """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
+    partial_rollout_tokens: int = Field(0, ge=0)
+    """Tokens after which a response pauses; it goes on in the next step when enough groups are done. 0 finishes each
+    response."""
+    partial_rollouts: Literal["mask", "correct"] = "mask"
+    """Tokens that older weights sampled: `mask` leaves them out of the loss, `correct` trains them while max_staleness
+    allows it."""
+    max_staleness: int = Field(0, ge=0)
+    """Steps that rollouts may be generated ahead of the trainer."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Last tokens before max_new_tokens over which the length penalty grows; 0 for no penalty."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """The largest length penalty."""
+    reward_timeout_s: float = Field(10.0, gt=0)
+    """Seconds that a reward may take for one response."""
+    reward_processes: int = operational(1, ge=1)
+    """Processes that compute rewards."""
+    max_failed_rewards: float = operational(0.25, ge=0, le=1)
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
+    Above it the stage stops; below it these samples are left out."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RolloutSection":
+        if self.over_sampling and self.over_sampling < self.prompts_per_step:
+            raise ValueError(
+                f"over_sampling {self.over_sampling} is below prompts_per_step {self.prompts_per_step}; "
+                "raise it, or set it to 0 to generate just what is trained"
+            )
+        if self.curriculum_skip and self.samples_per_prompt == 1:
+            raise ValueError(
+                f"curriculum_skip {self.curriculum_skip} compares a prompt's samples, and samples_per_prompt is 1; "
+                "raise the latter"
+            )
+        is_alone = self.samples_per_prompt == 1 and self.generate.is_one_turn
+        if is_alone and any(one.name == "nonzero_spread" for one in self.filters):
+            raise ValueError(
+                "samples_per_prompt 1: the filter nonzero_spread drops every group of one; set filters to []"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {self.max_new_tokens}; lower it"
+            )
+        if not self.overlong_buffer:
+            refuse_unused(self, ["overlong_penalty"], "overlong_buffer 0")
+        self._check_partial()
+        return self
+
+    def _check_partial(self) -> None:
+        if self.partial_rollout_tokens and not self.over_sampling:
+            raise ValueError(
+                f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
+                f"way at once, more than prompts_per_step {self.prompts_per_step}"
+            )
+        if self.partial_rollout_tokens and not self.generate.is_one_turn:
+            raise ValueError(
+                f"partial_rollout_tokens {self.partial_rollout_tokens} cuts one turn into segments, and generate "
+                f"{self.generate.name} has turns of its own; leave one of them out"
+            )
+        if self.partial_rollouts == "correct" and not (self.partial_rollout_tokens and self.max_staleness):
+            raise ValueError(
+                f"partial_rollouts: correct trains tokens of earlier steps: it needs partial_rollout_tokens (found "
+                f"{self.partial_rollout_tokens}) and max_staleness (found {self.max_staleness}) above 0"
+            )
+
+
+class AlgorithmSection(StageSection):
+    """What is computed from rollouts: advantages and the loss."""
+
+    advantage: AdvantageConfig = AdvantageConfig(name="grpo")
+    """The advantage estimator, by name or as package.module:function."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig(name="ppo_clip")
+    """The policy loss, by name or as package.module:function."""
+    aggregation: AggregationConfig = AggregationConfig(name="token")
+    """The mean over the loss: by `token`, by `sequence`, or divided by a `constant` (Dr. GRPO)."""
+    clip_low: float = Field(0.2, gt=0)
+    """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Upper clip of ppo_clip, gspo and cispo; the bound is 1 + clip_high."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bound of ppo_clip for negative advantages; 0 for none."""
+    sapo_positive: float = Field(1.0, gt=0)
+    """SAPO's temperature for positive advantages."""
+    sapo_negative: float = Field(1.05, gt=0)
+    """SAPO's temperature for negative advantages."""
+    kl_kind: KLConfig = KLConfig(name="low_var")
+    """The estimator of the KL to the reference model."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model; 0 for none, and no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: in the `loss`, or taken off each `reward`."""
+    kl_unbiased: bool = False
+    """Whether the KL in the loss has its unbiased gradient."""
+    reference_every: int = Field(0, ge=0)
+    """Updates after which the current weights become the reference; 0 for never."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    correction: CorrectionConfig = CorrectionConfig(name="none")
+    """Importance correction for rollouts of older weights or of another engine."""
+    correction_cap: float = Field(2.0, gt=0)
+    """Upper bound of the correction's ratio."""
+    correction_floor: float = Field(0.0, ge=0)
+    """Lower bound of the ratio, for icepop and mis."""
+    opsm_limit: float = Field(0.0, ge=0)
+    """Off-policy sequence masking: largest mean of sampler less trainer log-probability, in nats a token, of a response
+    with a negative advantage; 0 for none."""
+    critic: CriticConfig = CriticConfig()
+    """PPO's critic, for the advantage `gae`."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher of on-policy distillation, on top of any advantage."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "AlgorithmSection":
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
+        if self.kl_in == "reward" and not self.kl_coefficient:
+            raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
+        if self.reference_every and not self.kl_coefficient:
+            raise ValueError("reference_every refreshes nothing while kl_coefficient is 0; raise it, or leave it out")
+        if self.kl_in == "reward" and self.kl_unbiased:
+            raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
+        if not self.kl_coefficient:
+            refuse_unused(self, ["kl_kind", "kl_unbiased"], "kl_coefficient 0")
+        for label in ("policy_loss", "correction"):  # what a function of the user's own takes is seen when it is loaded
+            chosen: EntryConfig = getattr(self, label)
+            if (traits := chosen.traits) is not None:
+                unseen = [name for option, name in chosen.settings.items() if option not in traits.options]
+                refuse_unused(self, unseen, f"{label} {chosen.name}")
+        if self.correction_floor >= self.correction_cap:
+            raise ValueError(
+                f"correction_floor {self.correction_floor} is not below correction_cap {self.correction_cap}"
+            )
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage asks a critic."""
+        traits = self.advantage.traits
+        return traits is not None and traits.needs_critic
+
+    def load(self, chosen: EntryConfig) -> Callable[..., Any]:
+        """A function with its options and the settings that it takes. Raises ConfigError for one of the user's own that
+        does not name a setting other than the default."""
+        options = dict(chosen.options)
+        taken = registry.options_taken(chosen.kind, chosen.name)
+        for option, name in sorted(chosen.settings.items()):
+            *parts, last = name.split(".")
+            owner = reduce(getattr, parts, self)
+            value = getattr(owner, last)
+            if taken is None or option in taken:
+                options[option] = value
+            elif value != type(owner).model_fields[last].default:
+                raise ConfigError(f"{chosen.kind} {chosen.name} does not name {option} {value}; leave {name} out.")
+        return registry.load(chosen.kind, chosen.name, options)
+
+
+class OptimizerSection(StageSection):
+    """How the trainer steps, and in what it computes."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    """AdamW's learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.98)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW's decoupled weight decay."""
+    warmup_steps: int = Field(0, ge=0)
+    """Updates over which the learning rate rises from 0."""
+    gradient_clipping: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 for no clipping."""
+    gradient_limit: float = Field(0.0, ge=0)
+    """Gradient norm before clipping above which a gradient counts as bad; 0 for no limit."""
+    bad_gradient: Literal["stop", "skip"] = "stop"
+    """What a bad or non-finite gradient does: `stop` ends the stage, `skip` leaves the update out."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps over one step's rollouts, each on a part of them."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over one step's rollouts."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """LoRA's scale, divided by the rank."""
+    precision: Precision | Auto = "auto"
+    """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """DeepSpeed's ZeRO stage."""
+    micro_batch_tokens: int = Field(9216, ge=16)
+    """Tokens that one rank holds at once, or sequence_parallel ranks together."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share each row (Ulysses)."""
+    activation_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass instead of kept."""
+    compile: bool = operational(False)
+    """Whether torch.compile compiles the layers."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OptimizerSection":
+        if not self.lora_rank:
+            refuse_unused(self, ["lora_alpha"], "lora_rank 0")
+        return self
+
+
+class WeightsSection(StageSection):
+    """How new weights reach the samplers."""
+
+    sync: Literal["disk", "distributed"] = operational("disk")
+    """How weights reach the samplers: `disk`, a folder, in memory where there is room, or `distributed`, a broadcast
+    from rank 0."""
+    sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
+    """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
+    the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
+    sync_bucket_bytes: int = operational(64 << 20, ge=1)
+    """Bytes broadcast at once."""
+    sync_timeout_s: float = operational(60.0, gt=0)
+    """Seconds that one bucket may take."""
+    sync_check_every: int = operational(20, ge=0)
+    """The first sync and every one of that number is verified tensor by tensor; 0 for none."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "WeightsSection":
+        if self.sync == "disk":
+            refuse_unused(self, ["sync_bucket_bytes", "sync_timeout_s"], "sync: disk")
+        return self
+
+
+class EvaluationSection(StageSection):
+    """The policy's own evaluation on held-out prompts, while it trains."""
+
+    validation: tuple[SourceConfig, ...] = ()
+    """Held-out prompts that evaluate the policy."""
+    eval_every: int = Field(20, ge=1)
+    """Steps between evaluations on held-out prompts."""
+    eval_prompts: int = Field(128, ge=0)
+    """Held-out prompts of an evaluation; 0 for none."""
+
+
+def refuse_unused(section: Section, names: Collection[str], why: str) -> None:
+    """Raise ValueError for a setting, other than its default, that nothing would look at."""
+    for name in sorted(names):
+        if (value := getattr(section, name)) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} {value} means nothing with {why}; leave it out, or change the latter")
