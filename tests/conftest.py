@@ -28,8 +28,8 @@ LONG = (
     "train/test_resume.py",
     "rl/test_update.py",
     "flow/test_nightly_eval.py",
-    "flow/test_stage.py",
-    "train/test_engine.py",
+    "flow/test_build_stage.py",
+    "train/test_deepspeed_engine.py",
     # of the slow ones
     "rl/test_stage_kills.py",
     "fault/test_kill_starts.py",

@@ -4,7 +4,7 @@ import pytest
 
 from nanodag.cli.show import explain_setting
 from nanodag.config import resolve
-from nanodag.config.explain import stage_classes
+from nanodag.config.kinds import known
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.reference import COMMAND, models_in, reference, setting, words_of
 from nanodag.config.rl_entries import EntryConfig
@@ -26,7 +26,10 @@ def classes(model=Pipeline, found=None):
 
 
 def test_every_setting_has_words():
-    fields = [(model, name, field) for model in classes() for name, field in model.model_fields.items()]
+    models = classes()
+    for kind in known().values():
+        classes(kind.config, models)
+    fields = [(model, name, field) for model in models for name, field in model.model_fields.items()]
     assert len(fields) > 300
     assert [f"{model.__name__}.{name}" for model, name, field in fields if name != "kind" and not words_of(field)] == []
 
@@ -36,15 +39,15 @@ def test_the_reference_in_docs_is_what_the_classes_say():
     assert found == reference(), f"stale; run: {COMMAND}"
 
 
-@pytest.mark.parametrize("kind", stage_classes())
+@pytest.mark.parametrize("kind", known())
 def test_no_two_settings_of_a_stage_have_one_short_name(kind):
-    stage = stage_classes()[kind]
+    stage = known()[kind].config
     names = [*stage.model_fields, *(name for section in sections_of(stage).values() for name in section.model_fields)]
     assert sorted(set(names)) == sorted(names)
 
 
 def test_options_with_a_setting_of_their_own_name_one_that_exists():
-    fields = stage_classes()["rl"].model_fields["algorithm"].annotation.model_fields
+    fields = known()["rl"].config.model_fields["algorithm"].annotation.model_fields
     for model in EntryConfig.__subclasses__():
         for name in model.settings.values():
             first, _, last = name.partition(".")
@@ -65,7 +68,7 @@ def test_a_short_name_says_what_the_setting_is_and_where_its_value_came_from():
         ("rl.clip_hihg", "no setting 'rl.clip_hihg'. Did you mean 'rl.algorithm.clip_high'"),
         ("rll.clip_high", "Did you mean 'rl.algorithm.clip_high'"),
         ("store.ulr", "Did you mean 'store.url'"),
-        ("rl", "rl is a stage of kind rl; name a setting of it: inputs, seed"),
+        ("rl", "rl is a stage of kind rl; name a setting of it: kind, inputs, seed"),
     ],
 )
 def test_a_name_that_is_no_setting_is_refused_with_the_nearest(name, said):

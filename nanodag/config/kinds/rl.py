@@ -1,6 +1,6 @@
 """Reinforcement learning."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,7 +24,6 @@ from nanodag.errors.words import listed
 class RLStage(StageBase):
     """GRPO and its relatives (input `model`)."""
 
-    kind: Literal["rl"]
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The prompts."""
     reward: tuple[RewardConfig, ...] = (RewardConfig(name="auto"),)
