@@ -1,0 +1,302 @@
+"""What the README and the pages of docs/ name is there: files, links, commands, options, settings, metrics, endpoints.
+And their sentences are short.
+
+How words are counted: code blocks, tables, headings, comments and link targets are left out. A code span counts as one
+word, whatever it holds, and so does any run of characters without a blank that has a letter or digit. A sentence ends
+at `.`, `!` or `?` before a blank, or with its paragraph or list item; a colon, semicolon or dash ends none.
+"""
+
+import ast
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from nanodag.cli.reference import PAGE, commands, reference
+from nanodag.config import resolve
+from nanodag.host.folders import PROJECT
+from nanodag.rl.rollouts.metrics import Sums, critic_metrics, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+
+DOCS = PROJECT / "docs"
+FOLDERS = ("tutorial", "how-to", "reference", "explanation")
+BESIDE = ("GPU.md", "LOG.md", "glossary.md")
+PAGES = [PROJECT / "README.md", *sorted(DOCS.rglob("*.md"))]
+WRITTEN = [page for page in PAGES if page.name != "LOG.md" and "<!-- Generated" not in page.read_text()]
+MOST_WORDS = 25
+# What pages name already and another change brings. test_nothing_that_was_to_come_is_here says when to take it out.
+COMING: frozenset[str] = frozenset({
+    "docs/reference/config.md",
+    "flows/prefect_server.py",
+    "nanodag config --explain",
+    "nanodag/config/kind.py",
+    "nanodag/config/stage_base.py",
+    "nanodag/data/canonical.py",
+    "nanodag/run/build_stage.py",
+    "nanodag/train/deepspeed_engine.py",
+    "tests/train/test_deepspeed_engine.py",
+    "cluster.ssh_command",
+    "rl.max_failed_rewards",
+    "rl.sampler.max_restarts",
+})  # fmt: skip
+
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(PROJECT))
+
+
+def code_of(page: Path, language: str = "") -> list[str]:
+    """The code blocks of a page, of one language where one is given; without one, the code spans too."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [found[3] for found in FENCED.finditer(text) if language in ("", found[2])]
+    return blocks if language else [*blocks, *SPAN.findall(FENCED.sub("", text))]
+
+
+# ---- pages and links
+
+
+def test_every_page_lies_in_one_of_four_folders():
+    lost = [named(page) for page in DOCS.rglob("*.md") if page.parent.name not in FOLDERS]
+    assert sorted(lost) == sorted(f"docs/{name}" for name in BESIDE)
+
+
+def test_the_readme_is_three_screens_long():
+    assert len((PROJECT / "README.md").read_text().splitlines()) <= 120
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if named(target) in COMING:
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_linked_from_the_readme():
+    text = (PROJECT / "README.md").read_text()
+    assert [named(page) for page in PAGES if page.parent != PROJECT and f"({named(page)})" not in text] == []
+
+
+# ---- files, modules, commands, settings
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_files_that_a_page_names_are_there(page):
+    for text in code_of(page):
+        for found in re.findall(r"(?<![\w./-])(?:nanodag|flows|tasks|tests|benchmarks|docs|\.ci)/[\w./*-]*", text):
+            path = found.rstrip(".")
+            assert path in COMING or any(PROJECT.glob(path.rstrip("/"))), path
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_modules_that_a_page_names_are_there(page):
+    for text in code_of(page):
+        for found in re.findall(r"python -m ((?:nanodag|tests|benchmarks)[\w.]*)", text):
+            path = PROJECT / found.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), found
+        for found in re.findall(r"^from (nanodag[\w.]*) import", text, re.MULTILINE):
+            path = PROJECT / found.replace(".", "/")
+            file = named(path.with_suffix(".py"))
+            assert path.is_dir() or (PROJECT / file).exists() or file in COMING, found
+
+
+def test_folders_in_the_tree_of_the_readme_are_there():
+    (block,) = [text for text in code_of(PROJECT / "README.md") if text.startswith("flows/ tasks/")]
+    folders = re.findall(r"(?<!\S)([\w/]+)/(?=\s)", block)
+    assert len(folders) > 20
+    assert [
+        name for name in folders if not any((root / name).is_dir() for root in (PROJECT, PROJECT / "nanodag"))
+    ] == []
+
+
+COMMANDS = {path: command for path, command in commands()}
+
+
+def misnamed(line: str) -> Iterator[str]:
+    """What a command line of ours names that the command does not have."""
+    words = line.partition(" #")[0].split()
+    path: tuple[str, ...] = ()
+    while words and (*path, words[0]) in COMMANDS:
+        path = (*path, words.pop(0))
+    if hasattr(COMMANDS[path], "commands"):  # a group alone, as in `nanodag server`
+        yield from [f"nanodag {' '.join([*path, *words[:1]])}"] if words and words[0].islower() else []
+        return
+    known = {name for one in COMMANDS[path].params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+    for word in words if path != ("test",) else ():  # other arguments are pytest's
+        if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known:
+            yield f"nanodag {' '.join(path)} {word}"
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "glossary.md"], ids=named)
+def test_commands_and_options_that_a_page_names_are_there(page):
+    for text in code_of(page):
+        for line in re.findall(r"(?:^|(?<=bin/)|(?<=\./speedrun\.sh ))nanodag ([a-z].*)", text, re.MULTILINE):
+            assert [found for found in misnamed(line) if found not in COMING] == [], line
+
+
+def test_a_wrong_command_is_seen():
+    assert list(misnamed("chat RUN")) == []
+    assert list(misnamed("server begin")) == ["nanodag server begin"]
+    assert list(misnamed("gc --keep 3  # a comment --with=this")) == ["nanodag gc --keep"]
+
+
+@cache
+def roots() -> Mapping[str, type[BaseModel]]:
+    """The first word of a setting's name -> what it is a part of."""
+    shipped = PROJECT / "pipeline.yaml"
+    pipelines = [resolve(shipped, preset, []).pipeline for preset in ("pocket", "gsm8k-rl")]
+    stages = {name: type(stage) for pipeline in pipelines for name, stage in pipeline.stages.items()}
+    common = {name: type(getattr(pipelines[0], name)) for name in ("store", "server", "cluster", "nightly")}
+    return {**stages, **common}
+
+
+def parts_of(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from parts_of(inner)
+
+
+def has_setting(model: type[BaseModel], names: list[str]) -> bool:
+    """Whether a dotted name means a field; a section between may be left out."""
+    if not names:
+        return True
+    fields = {name: list(parts_of(field.annotation)) for name, field in model.model_fields.items()}
+    if names[0] in fields:
+        inner = fields[names[0]]
+        return len(names) == 1 or not inner or any(has_setting(part, names[1:]) for part in inner)
+    return any(has_setting(part, names) for parts in fields.values() for part in parts)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_settings_that_a_page_names_are_there(page):
+    known = "|".join(sorted(roots(), key=len, reverse=True))
+    for text in code_of(page):
+        text = re.sub(r"--keep-best \S+", "", text)  # of these the second word is a metric
+        for found in re.findall(rf"(?<![\w./:-])((?:{known})(?:\.[a-z_]+)+)(?![\w(.])", text):
+            first, *rest = found.split(".")
+            is_file = rest[-1] in ("md", "html", "py", "svg", "json", "jsonl", "log", "yaml", "sh")
+            assert is_file or found in COMING or has_setting(roots()[first], rest), found
+
+
+def test_a_wrong_setting_is_seen():
+    assert has_setting(roots()["rl"], ["clip_high"]) and has_setting(roots()["rl"], ["sampler", "context"])
+    assert not has_setting(roots()["rl"], ["clip_higher"]) and not has_setting(roots()["rl"], ["sampler", "contexts"])
+
+
+def test_nothing_that_was_to_come_is_here():
+    settings = {name for name in COMING if re.fullmatch(r"[a-z]+(\.[a-z_]+)+", name) and "/" not in name}
+    lines = {name for name in COMING if name.startswith("nanodag ")}
+    here = [name for name in COMING - settings - lines if (PROJECT / name).exists()]
+    here += [name for name in settings if has_setting(roots()[name.split(".")[0]], name.split(".")[1:])]
+    here += [name for name in lines if not list(misnamed(name.removeprefix("nanodag ")))]
+    assert here == [], "take it out of COMING"
+
+
+# ---- what is generated, and what is listed
+
+
+def test_the_reference_of_commands_is_what_the_command_says():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "stale: python -m nanodag.cli.reference"
+
+
+def test_every_metric_of_rl_stands_in_the_reference():
+    page = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    spans = (prompt_span([1]), sampled_span([2, 3], [-0.5, -0.1], 0))
+    whole = {"group_id": "0:0", "prompt_id": "0", "reward": 1.0, "finish_reason": "stop", "spans": spans}
+    rollouts = [Rollout(sample_index=number, **whole) for number in range(2)]
+    trained = (
+        "tokens loss entropy ratio clipped mismatch mismatch_absolute mismatch_kl correction left_out kl teacher_kl"
+    )
+    judged = "tokens value_loss clipped value return error error_squared"
+    found = {
+        **rollout_metrics(rollouts),
+        **trainer_metrics(
+            [Sums(dict.fromkeys(trained.split(), 1.0), {"mismatch_largest": 1.0, "ratio_largest": 1.0})], num_updates=1
+        ),
+        **critic_metrics([Sums({**dict.fromkeys(judged.split(), 1.0), "return_squared": 2.0}, {})], num_updates=1),
+        **speeds(
+            {"sampled_tokens": 1.0, "seconds_generate": 1.0, "computed_tokens": 1.0, "peak_flops": 1.0},
+            {"train": 1.0},
+            num_parameters=1,
+        ),
+    }
+    assert [name for name in found if f"`{name}`" not in page] == []
+
+
+def test_every_endpoint_of_the_sampler_stands_in_the_reference():
+    page = (DOCS / "reference" / "http.md").read_text(encoding="utf-8")
+    text = "".join(path.read_text() for path in (PROJECT / "nanodag" / "sampler").glob("*server.py"))
+    text += (PROJECT / "nanodag" / "sampler" / "weight_endpoints.py").read_text()
+    endpoints = re.findall(r'Route\("(/\w+)"', text)
+    endpoints += [f"/{name}" for name in re.findall(r"async def ([a-z]\w*)\(self, http", text)]
+    assert len(endpoints) > 15
+    own = {"/server_info"}  # also under the name that SGLang gives it
+    assert [name for name in endpoints if f"`{name}`" not in page and name not in own] == []
+
+
+# ---- examples
+
+
+def pipelines() -> Iterator[tuple[str, str]]:
+    for page in WRITTEN:
+        for number, block in enumerate(code_of(page, "yaml")):
+            if "default:" in block:
+                yield f"{named(page)} {number}", block
+
+
+@pytest.mark.parametrize("block", [block for _, block in pipelines()], ids=[name for name, _ in pipelines()])
+def test_a_whole_pipeline_in_a_page_resolves(block, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(block)
+    assert resolve(path, "auto", []).pipeline.stages
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_python_in_a_page_can_be_parsed(page):
+    for block in code_of(page, "python"):
+        ast.parse(block)
+
+
+# ---- sentences
+
+
+def sentences(text: str) -> Iterator[str]:
+    text = FENCED.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    text = re.sub(r"^(\s{4,}\S.*|\|.*|#.*)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", SPAN.sub("code", text))
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", text):
+        yield from re.split(r"(?<=[.!?])[)\"*_\]]*\s+", " ".join(paragraph.split()))
+
+
+def num_words(sentence: str) -> int:
+    return sum(any(c.isalnum() for c in word) for word in sentence.split())
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_no_sentence_has_more_than_25_words(page):
+    assert [s for s in sentences(page.read_text(encoding="utf-8")) if num_words(s) > MOST_WORDS] == []
+
+
+def test_words_of_a_sentence_are_counted():
+    text = (
+        "# A heading\n\nOne two `three is code`: four; five. Six!\n\n| a | table |\n\n- [seven](x.md) eight\n  nine\n"
+    )
+    assert [num_words(s) for s in sentences(text) if s] == [5, 1, 3]
