@@ -37,6 +37,7 @@ COMING: frozenset[str] = frozenset({
     "nanodag/config/stage_base.py",
     "nanodag/data/canonical.py",
     "nanodag/run/build_stage.py",
+    "nanodag/store/run_record.py",
     "nanodag/train/deepspeed_engine.py",
     "tests/train/test_deepspeed_engine.py",
     "cluster.ssh_command",
