@@ -41,6 +41,7 @@ COMING: frozenset[str] = frozenset({
     "nanodag/train/deepspeed_engine.py",
     "tests/train/test_deepspeed_engine.py",
     "cluster.ssh_command",
+    "rl.algorithm.clip_high",
     "rl.max_failed_rewards",
     "rl.sampler.max_restarts",
 })  # fmt: skip
