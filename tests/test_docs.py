@@ -40,6 +40,7 @@ COMING: frozenset[str] = frozenset({
     "nanodag/data/canonical.py",
     "nanodag/model/folder.py",
     "nanodag/run/build_stage.py",
+    "nanodag/run/work.py",
     "nanodag/store/run_record.py",
     "nanodag/train/deepspeed_engine.py",
     "tests/train/test_deepspeed_engine.py",

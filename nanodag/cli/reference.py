@@ -41,7 +41,13 @@ def _section(path: tuple[str, ...], command: Any) -> str:
     parameters = [one for one in command.params if one.name != "help"]
     lines = [f"## nanodag {' '.join(path)}", "", _one_line_a_paragraph(text), ""]
     if examples:
-        lines += ["```sh", *(line.rstrip() for line in examples.strip().splitlines()), "```", ""]
+        # What stands behind a command, apart from it, is said about it.
+        lines += [
+            "```sh",
+            *(re.sub(r"(?<=\S)\s{3,}(?=\w)", "   # ", e) for e in examples.strip().splitlines()),
+            "```",
+            "",
+        ]
     if parameters:
         lines += ["| argument or option | meaning |", "|---|---|", *map(_row, parameters), ""]
     return "\n".join(lines)
