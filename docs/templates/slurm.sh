@@ -12,7 +12,7 @@
 set -euo pipefail
 : "${SERVER:?the address of the Prefect server}" "${LOGIN:?a file with its user:password}"
 # cluster.hostfile: ~/.nanodag-hostfile-$SLURM_JOB_ID, as it stands: variables are filled in where the stage runs.
-# cluster.reach: srun --overlap --nodes=1 --ntasks=1 --nodelist={host}
+# cluster.ssh_command: srun --overlap --nodes=1 --ntasks=1 --nodelist={host}
 hostfile="$HOME/.nanodag-hostfile-$SLURM_JOB_ID"
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/ slots=${SLURM_GPUS_ON_NODE:-8}/" > "$hostfile"
 export PREFECT_API_URL="http://$SERVER:4200/api" PREFECT_API_AUTH_STRING PREFECT_HOME="${TMPDIR:-/tmp}/prefect-$SLURM_JOB_ID"
