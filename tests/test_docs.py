@@ -9,7 +9,7 @@ at `.`, `!` or `?` before a blank, or with its paragraph or list item; a colon, 
 import ast
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -58,11 +58,18 @@ def named(page: Path) -> str:
     return str(page.relative_to(PROJECT))
 
 
+@cache
 def code_of(page: Path, language: str = "") -> list[str]:
     """The code blocks of a page, of one language where one is given; without one, the code spans too."""
     text = page.read_text(encoding="utf-8")
     blocks = [found[3] for found in FENCED.finditer(text) if language in ("", found[2])]
     return blocks if language else [*blocks, *SPAN.findall(FENCED.sub("", text))]
+
+
+def lacking(find: Callable[[str], Iterator[str]]) -> list[str]:
+    """What `find` says is missing of what the code of a page names, with the page."""
+    found = {f"{named(page)}: {what}": what for page in WRITTEN for text in code_of(page) for what in find(text)}
+    return [where for where, what in found.items() if what not in COMING]
 
 
 # ---- pages and links
@@ -82,17 +89,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page):
+def broken_links(page: Path) -> Iterator[str]:
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text(encoding="utf-8"))):
-        if link.startswith(("http://", "https://")):
-            continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if named(target) in COMING:
-            continue
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        if not link.startswith(("http://", "https://")) and not target.exists():
+            yield named(target)
+        elif anchor and target.exists() and anchor not in anchors(target):
+            yield link
+
+
+def test_links_lead_somewhere():
+    broken = {f"{named(page)}: {link}": link for page in PAGES for link in broken_links(page)}
+    assert [where for where, link in broken.items() if link not in COMING] == []
 
 
 def test_every_page_is_linked_from_the_readme():
@@ -103,34 +112,38 @@ def test_every_page_is_linked_from_the_readme():
 # ---- files, modules, commands, settings
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
-def test_files_that_a_page_names_are_there(page):
-    for text in code_of(page):
-        for found in re.findall(r"(?<![\w./-])(?:nanodag|flows|tasks|tests|benchmarks|docs|\.ci)/[\w./*-]*", text):
-            path = found.rstrip(".")
-            assert path in COMING or any(PROJECT.glob(path.rstrip("/"))), path
+def missing_files(text: str) -> Iterator[str]:
+    for found in re.findall(r"(?<![\w./-])(?:nanodag|flows|tasks|tests|benchmarks|docs|\.ci)/[\w./*-]*", text):
+        path = found.rstrip("./")
+        if not any(PROJECT.glob(path)):
+            yield path
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
-def test_modules_that_a_page_names_are_there(page):
-    for text in code_of(page):
-        for found in re.findall(r"python -m ((?:nanodag|tests|benchmarks)[\w.]*)", text):
-            path = PROJECT / found.replace(".", "/")
-            is_module = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-            assert is_module or f"{found.replace('.', '/')}.py" in COMING, found
-        for found in re.findall(r"^from (nanodag[\w.]*) import", text, re.MULTILINE):
-            path = PROJECT / found.replace(".", "/")
-            file = named(path.with_suffix(".py"))
-            assert path.is_dir() or (PROJECT / file).exists() or file in COMING, found
+def missing_modules(text: str) -> Iterator[str]:
+    run = re.findall(r"python -m ((?:nanodag|tests|benchmarks)[\w.]*)", text)
+    for found in [*run, *re.findall(r"^from (nanodag[\w.]*) import", text, re.MULTILINE)]:
+        path = PROJECT / found.replace(".", "/")
+        folder = path / "__main__.py" if found in run else path / "__init__.py"
+        if not folder.exists() and not path.with_suffix(".py").exists():
+            yield named(path.with_suffix(".py"))
+
+
+def test_files_that_a_page_names_are_there():
+    assert lacking(missing_files) == []
+    assert list(missing_files("see `tests/test_docs.py`, nanodag/no.py, docs/*.md.")) == ["nanodag/no.py"]
+
+
+def test_modules_that_a_page_names_are_there():
+    assert lacking(missing_modules) == []
+    assert list(missing_modules("python -m nanodag.rl x\nfrom nanodag.no import a\n")) == ["nanodag/no.py"]
 
 
 def test_folders_in_the_tree_of_the_readme_are_there():
     (block,) = [text for text in code_of(PROJECT / "README.md") if text.startswith("flows/ tasks/")]
     folders = re.findall(r"(?<!\S)([\w/]+)/(?=\s)", block)
     assert len(folders) > 20
-    assert [
-        name for name in folders if not any((root / name).is_dir() for root in (PROJECT, PROJECT / "nanodag"))
-    ] == []
+    bases = (PROJECT, PROJECT / "nanodag")
+    assert [name for name in folders if not any((root / name).is_dir() for root in bases)] == []
 
 
 COMMANDS = {path: command for path, command in commands()}
@@ -151,11 +164,13 @@ def misnamed(line: str) -> Iterator[str]:
             yield f"nanodag {' '.join(path)} {word}"
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "glossary.md"], ids=named)
-def test_commands_and_options_that_a_page_names_are_there(page):
-    for text in code_of(page):
-        for line in re.findall(r"(?:^|(?<=bin/)|(?<=\./speedrun\.sh ))nanodag ([a-z].*)", text, re.MULTILINE):
-            assert [found for found in misnamed(line) if found not in COMING] == [], line
+def missing_commands(text: str) -> Iterator[str]:
+    for line in re.findall(r"(?:^|(?<=bin/))nanodag ([a-z].*)|^\./speedrun\.sh ([a-z].*)", text, re.MULTILINE):
+        yield from misnamed("".join(line))
+
+
+def test_commands_and_options_that_a_page_names_are_there():
+    assert lacking(missing_commands) == []
 
 
 def test_a_wrong_command_is_seen():
@@ -192,15 +207,18 @@ def has_setting(model: type[BaseModel], names: list[str]) -> bool:
     return any(has_setting(part, names) for parts in fields.values() for part in parts)
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
-def test_settings_that_a_page_names_are_there(page):
+def missing_settings(text: str) -> Iterator[str]:
     known = "|".join(sorted(roots(), key=len, reverse=True))
-    for text in code_of(page):
-        text = re.sub(r"--keep-best \S+", "", text)  # of these the second word is a metric
-        for found in re.findall(rf"(?<![\w./:-])((?:{known})(?:\.[a-z_]+)+)(?![\w(.])", text):
-            first, *rest = found.split(".")
-            is_file = rest[-1] in ("md", "html", "py", "svg", "json", "jsonl", "log", "yaml", "sh")
-            assert is_file or found in COMING or has_setting(roots()[first], rest), found
+    text = re.sub(r"--keep-best \S+", "", text)  # of these the second word is a metric
+    for found in re.findall(rf"(?<![\w./:-])((?:{known})(?:\.[a-z_]+)+)(?![\w(.])", text):
+        first, *rest = found.split(".")
+        is_file = rest[-1] in ("md", "html", "py", "svg", "json", "jsonl", "log", "yaml", "sh")
+        if not is_file and not has_setting(roots()[first], rest):
+            yield found
+
+
+def test_settings_that_a_page_names_are_there():
+    assert lacking(missing_settings) == []
 
 
 def test_a_wrong_setting_is_seen():
@@ -276,10 +294,9 @@ def test_a_whole_pipeline_in_a_page_resolves(block, tmp_path):
     assert resolve(path, "auto", []).pipeline.stages
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
-def test_python_in_a_page_can_be_parsed(page):
-    for block in code_of(page, "python"):
-        ast.parse(block)
+def test_python_in_a_page_can_be_parsed():
+    blocks = [block for page in WRITTEN for block in code_of(page, "python")]
+    assert [type(ast.parse(block)) for block in blocks] == [ast.Module] * len(blocks)
 
 
 # ---- sentences
@@ -297,9 +314,9 @@ def num_words(sentence: str) -> int:
     return sum(any(c.isalnum() for c in word) for word in sentence.split())
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
-def test_no_sentence_has_more_than_25_words(page):
-    assert [s for s in sentences(page.read_text(encoding="utf-8")) if num_words(s) > MAX_WORDS] == []
+def test_no_sentence_has_more_than_25_words():
+    found = {f"{named(page)}: {s}": s for page in WRITTEN for s in sentences(page.read_text(encoding="utf-8"))}
+    assert [where for where, sentence in found.items() if num_words(sentence) > MAX_WORDS] == []
 
 
 def test_words_of_a_sentence_are_counted():
