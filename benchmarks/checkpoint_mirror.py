@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from nanodag.host.ports import free_port
+from nanodag.run.build_stage import build_stage
 from nanodag.run.record import open_run
-from nanodag.run.stage import carry_out
 
 STAGE = "pretrain"
 
@@ -56,8 +56,8 @@ def step_seconds(folder: Path, options: argparse.Namespace, *, seed: int, mirror
     ]
     overrides += [f"store.mirror_checkpoints={str(mirrored).lower()}", f"{STAGE}.sample_prompts=[]"]
     run = open_run(f"{'mirrored' if mirrored else 'plain'}-{seed}", file="", preset="pocket", overrides=overrides)
-    tokenizer = carry_out(run, "tokenizer", {})
-    found = carry_out(run, STAGE, {"tokenizer": tokenizer})
+    tokenizer = build_stage(run, "tokenizer", {})
+    found = build_stage(run, STAGE, {"tokenizer": tokenizer})
     records = run.store.records(run.store.attempt(found.key, found.attempt)) / "metrics.jsonl"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}

@@ -30,7 +30,7 @@ Results = dict[str, np.ndarray]
 
 
 class _Inputs:
-    """The arrays as tensors; `trainer` is made anew for each case, with gradient."""
+    """The arrays as tensors; `trainer` is made again for each case, with gradient."""
 
     def __init__(self, path: str) -> None:
         self.arrays = {name: torch.from_numpy(array) for name, array in np.load(path).items()}

@@ -101,7 +101,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     from nanodag.config.kinds.rl import RLStage
     from nanodag.rl.losses.aggregation import Totals
     from nanodag.rl.rollouts.shaping import with_overlong_penalty
-    from nanodag.rl.trainer.update import Objective, Scored
+    from nanodag.rl.trainer.update import PolicyObjective, Scored
 
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
     real, mask = tensors["real"], tensors["mask"]
@@ -121,7 +121,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             advantages=tensors["advantages"][sequence_ids] * (0.0 if "kl_coefficient" in config else 1.0),
             reference_logprobs=flat["reference"] if "kl_coefficient" in config else None,
         )
-        loss, _ = Objective(stage)(scored, totals)
+        loss, _ = PolicyObjective(stage)(scored, totals)
         found[f"{case}/loss"] = loss.detach().numpy()
         found[f"{case}/gradient"] = torch.autograd.grad(loss, trainer)[0].numpy()
     for name in ADVANTAGES:

@@ -43,7 +43,7 @@ def chain(num_stages: int) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def fake_project(num_stages: int) -> Iterator[Path]:
-    """A folder with that pipeline as working directory, its stages carried out by the fake worker."""
+    """A folder with that pipeline as working directory, its stages run by the fake worker."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text("hello\n" * 100)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pocket --seeds 0 1 2 --store /tmp/pocket-store
 
-The control goes on with supervised training from the same SFT checkpoint, on the same data, for as many tokens as cost
+The control continues supervised training from the same SFT checkpoint, on the same data, for as many tokens as cost
 the CPU-seconds that the RL stage spent (by the SFT stage's own CPU-seconds a token; when it turns out cheaper it is
 made again, longer), and keeps its best weights by validation. Differences are paired over the same held-out problems.
 Prints JSON a seed, and writes all to --out.
@@ -25,8 +25,8 @@ import yaml
 from tokenizers import Tokenizer
 
 from nanodag.data.adapters import open_adapter
+from nanodag.data.canonical import held_out_score
 from nanodag.data.config import SourceConfig
-from nanodag.data.records import held_out_score
 from nanodag.data.sources import open_source
 from nanodag.evaluation.ngrams import bigram_bits, count_ngrams, unigram_bits
 from nanodag.evaluation.paired import paired
@@ -69,7 +69,7 @@ def nanodag(store: Path, command: str, *arguments: str) -> float:
 
 
 def with_control(folder: Path) -> Path:
-    """A pipeline file in which pocket goes on with SFT beside RL."""
+    """A pipeline file in which pocket continues with SFT beside RL."""
     document = yaml.safe_load((PROJECT / "pipeline.yaml").read_text())
     stages = document["presets"]["pocket"]["stages"]
     control = {**stages["sft"], "inputs": {"model": "sft"}, "patience": 1_000_000}

@@ -126,7 +126,7 @@ def our_side(options: argparse.Namespace, stage: int) -> Any:
     from nanodag.config.supervised import OptimizerConfig
     from nanodag.model.build import initialise, qwen3_architecture
     from nanodag.model.decoder import Decoder, Layer
-    from nanodag.train.engine import Engine
+    from nanodag.train.deepspeed_engine import TrainEngine
 
     shape = shape_of(options.depth)
     architecture = qwen3_architecture(
@@ -134,7 +134,7 @@ def our_side(options: argparse.Namespace, stage: int) -> Any:
     )
     model = Decoder(architecture, compiled=True)
     initialise(model, 0)
-    engine = Engine(
+    engine = TrainEngine(
         model,
         optimizer=OptimizerConfig(name=options.optimizer),
         zero_stage=stage,

@@ -18,7 +18,7 @@ import psutil
 
 from nanodag.config import resolve
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.server.local_server import FINAL_STATES, Api, Running, server_of
+from nanodag.server.local_server import FINAL_STATES, Api, RunningServer, server_of
 from nanodag.store import Store
 
 STAGE = "pretrain"
@@ -63,7 +63,7 @@ def retried(api: Api, store: Store, run: str) -> float:
     return wait_until(lambda: last_step(store, run) > before)
 
 
-def memory_mb(running: Running) -> dict[str, float]:
+def memory_mb(running: RunningServer) -> dict[str, float]:
     """MB (10^6 bytes, PSS) of the server's processes and of those that serve."""
     found = {}
     for name, process in (("server", running.server), ("serve", running.serve)):

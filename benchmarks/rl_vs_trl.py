@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS = 4096, 256, 768, 6, 4
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 31, 64
 WARM_UP, MEASURED = 3, 8
-MOST_DRAWS = 100_000
+MAX_DRAWS = 100_000
 TICK = os.sysconf("SC_CLK_TCK")
 COLUMNS = ("generation", "training", "rest", "all", "wall", "cold")  # cold: from start to the end of the first step
 
@@ -45,7 +45,7 @@ def prepare(folder: Path, model: Path | None) -> None:
         copy_model(model, folder / "model")
     renderer, words, chosen = load_renderer(folder / "model"), " ".join(text).split(), []
     draw = random.Random(0)
-    for _ in range(MOST_DRAWS):
+    for _ in range(MAX_DRAWS):
         start = draw.randrange(len(words) - 40)
         question = " ".join(words[start : start + draw.randrange(3, 28)])
         if len(renderer.prompt([{"role": "user", "content": question}])) == PROMPT_TOKENS:
@@ -53,7 +53,7 @@ def prepare(folder: Path, model: Path | None) -> None:
         if len(chosen) == 64:
             break
     else:
-        raise SystemExit(f"{len(chosen)} of 64 prompts came to {PROMPT_TOKENS} tokens in {MOST_DRAWS} draws")
+        raise SystemExit(f"{len(chosen)} of 64 prompts came to {PROMPT_TOKENS} tokens in {MAX_DRAWS} draws")
     rows = [{"prompt": question, "answer": "", "prompt_id": str(n)} for n, question in enumerate(chosen)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "hash_reward.py").write_text(

@@ -41,7 +41,7 @@ LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Side:
-    """One stage that was carried out."""
+    """One stage that was run."""
 
     wall_s: float
     cpu_s: float
@@ -122,7 +122,7 @@ def kill_every(seconds: float, process: "subprocess.Popen[bytes]", stop: threadi
         kills.append(victim)
 
 
-def carry_out(job: Job, *, kill_every_s: float) -> Side:
+def run_side(job: Job, *, kill_every_s: float) -> Side:
     """Run the stage to its end. kill_every_s: 0 for an undisturbed one."""
     environment = worker_environment(1)
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -175,7 +175,7 @@ def main() -> None:
             sides = []
             for side, every in (("undisturbed", 0.0), ("killed", asked.every)):
                 sides.append(
-                    carry_out(make_job(Path(name) / f"{side}-{number}", model, asked.steps), kill_every_s=every)
+                    run_side(make_job(Path(name) / f"{side}-{number}", model, asked.steps), kill_every_s=every)
                 )
                 print(f"{side:12} {sides[-1].wall_s:6.1f} s wall, {sides[-1].cpu_s:6.1f} CPU-s", flush=True)
             quiet, killed = sides

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.host.folders import PROJECT
+from nanodag.run.build_stage import key_of
 from nanodag.run.record import Run, StageResult, result_of
-from nanodag.run.stage import key_of
-from nanodag.sweep.run import begin_sweep, find_built
+from nanodag.sweep.begin import begin_sweep, find_built
 
 FACTS: dict[str, Any] = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
 

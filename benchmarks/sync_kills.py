@@ -1,7 +1,7 @@
 """What becomes of samplers killed while they take weights: `python -m benchmarks.sync_kills`.
 
 Two servers of a tiny model, and the code of a stage that gives them weights: Samplers, DiskSync or DistributedSync, the
-trainer's Broadcaster. First one sync of each way is carried out undisturbed and its steps are written down: each
+trainer's Broadcaster. First one sync of each way is run undisturbed and its steps are written down: each
 request to each server (about to be sent, under way, answered), and each thing that the trainer is asked for (about to
 begin, at each bucket, done). Then each run gives new weights and kills (SIGKILL) the server at one step; runs are
 spread evenly over all steps, both ways, with and without requests under way, and, with --router, with sglang-router
@@ -39,7 +39,7 @@ from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.watch import Server
+from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.export import write_model
@@ -217,7 +217,7 @@ class Bench:
             await asyncio.sleep(0.05)
         await sync.publish(folder, self.version)
         if case.is_busy:
-            async with samplers.standing():
+            async with samplers.paused():
                 await sync.load(folder, self.version)
         else:
             await sync.load(folder, self.version)
@@ -254,9 +254,9 @@ class Bench:
 
         return Client(url)
 
-    def _launch(self, number: int, model: Path, version: int) -> Server:
+    def _launch(self, number: int, model: Path, version: int) -> ChildServer:
         common: dict[str, Any] = {"log_path": self.folder / f"log-{number}", "weight_version": version, "max_batch": 8}
-        server: Server
+        server: ChildServer
         if self.engine == "embedded":
             server = SamplerProcess.start(model, context_length=CONTEXT, start_timeout_s=START_S, **common)
         else:
@@ -273,7 +273,7 @@ class Bench:
         self._numbers[server.url] = number
         return server
 
-    def _launch_router(self) -> Server:
+    def _launch_router(self) -> ChildServer:
         return RouterProcess.start(
             find_python("auto", "cpu"), log_path=self.folder / "router.log", request_timeout_s=300
         )
@@ -310,7 +310,7 @@ def spread(steps: dict[Case, list[Step]], num_runs: int) -> Iterator[tuple[Case,
         yield every[number * len(every) // num_runs % len(every)]
 
 
-async def carry_out(folder: Path, engine: Engine, *, has_router: bool, num_runs: int, cases: list[Case]) -> int:
+async def run_cases(folder: Path, engine: Engine, *, has_router: bool, num_runs: int, cases: list[Case]) -> int:
     """The runs; how many failed. One that fails ends them: the servers after it are in no known state."""
     async with Bench(folder, engine, has_router=has_router) as bench:
         steps: dict[Case, list[Step]] = {}
@@ -343,7 +343,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as name:
-        work = carry_out(Path(name), asked.engine, has_router=asked.router, num_runs=asked.runs, cases=CASES)
+        work = run_cases(Path(name), asked.engine, has_router=asked.router, num_runs=asked.runs, cases=CASES)
         with suppress(KeyboardInterrupt):
             sys.exit(asyncio.run(work))
 

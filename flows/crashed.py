@@ -22,7 +22,7 @@ def register(client: SyncPrefectClient) -> None:
     """Have the server watch over every flow run, once, however often it is asked to.
 
     What is there already is left alone: the server forgets whom it has heard of when an automation changes, and this is
-    called anew just when a run's process may have gone together with what serves the flows.
+    called again just when a run's process may have gone together with what serves the flows.
     """
     automation = AutomationCore(
         name=NAME,

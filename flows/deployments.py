@@ -22,7 +22,7 @@ NAMES = {
     "nightly_eval": "run-nightly-evals",
 }
 FORMER = "local"  # what all of them were called once
-MOST_OFFERED = 200
+MAX_OFFERED = 200
 
 
 def find(client: SyncPrefectClient, flow: str) -> DeploymentResponse | None:
@@ -36,7 +36,7 @@ def find(client: SyncPrefectClient, flow: str) -> DeploymentResponse | None:
 
 
 def remove_former(client: SyncPrefectClient) -> None:
-    """Remove what an older nanodag left in this server's database: nobody would carry out what it is asked for."""
+    """Remove what an older nanodag left in this server's database: nobody would do what it is asked for."""
     for flow in NAMES:
         try:
             client.delete_deployment(client.read_deployment_by_name(f"{flow}/{FORMER}").id)
@@ -66,7 +66,7 @@ def with_choices(schema: dict[str, Any], store: Store) -> dict[str, Any]:
     """The schema of run_stage's parameters with this store's runs, the newest first, and their stages."""
     records = {n: r for n, r in store.records_of_runs().items() if not {"sweep", "nightly"} & set(r)}
     stages = dict.fromkeys([*stage_names(), *(stage for record in records.values() for stage in record["order"])])
-    choices = {"name": list(reversed(records))[:MOST_OFFERED], "stage": list(stages)}
+    choices = {"name": list(reversed(records))[:MAX_OFFERED], "stage": list(stages)}
     properties = {
         name: {**field, "enum": choices[name]} if choices.get(name) else field
         for name, field in schema.get("properties", {}).items()

@@ -19,12 +19,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import find
 from nanodag.config import resolve
-from nanodag.nightly.findings import Findings
+from nanodag.nightly.findings import NightFindings
 from nanodag.nightly.nights import Skipped, begin_night
 from nanodag.nightly.switch import cron_of
 from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend, webhook
-from tasks.stage import ending, outcome, own_flow_run
+from tasks.stage_task import ending, outcome, own_flow_run
 
 
 def _flow_run_name() -> str:
@@ -60,7 +60,7 @@ def nightly_eval(
         ends = [outcome(night.stages, futures)]  # waits for them
         page = trend(night, evaluated(night, futures), return_state=True)
         if page.is_completed():
-            found: Findings = page.result()
+            found: NightFindings = page.result()
             verdict = nothing_got_worse(found, return_state=True)
             ends.append(verdict)
             if not verdict.is_completed() and night.settings.nightly.webhook != "none":

@@ -1,4 +1,4 @@
-"""One stage of a run that a flow elsewhere carries out: what a worker of a work pool runs (tasks/pool.py sends it)."""
+"""One stage of a run whose flow is elsewhere: what a worker of a work pool runs (tasks/pool.py sends it)."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nanodag.run.record import Run, StageResult, join_run
 from nanodag.store import Store
 from tasks import TASKS
-from tasks.stage import outcome, own_flow_run
+from tasks.stage_task import outcome, own_flow_run
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def pool_stage(
     parent: str,
     force: bool = False,
 ) -> State[Any]:
-    """Carry out a stage of a run on what the run's flow gives it.
+    """Run a stage of a run on what the run's flow gives it.
 
     Args:
         run: the run's name

@@ -5,13 +5,13 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks import TASKS
-from tasks.stage import begin_again, ending, inputs_of, outcome
-from tasks.summary import concluded
+from tasks.run_summary import concluded
+from tasks.stage_task import begin_again, ending, inputs_of, outcome
 
 
 @flow(name="run_stage", flow_run_name="{name}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
 def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: bool = False) -> State:
-    """Carry out one stage of a run whose inputs are there already.
+    """Run one stage of a run whose inputs are there already.
 
     Args:
         name: the run, as nanodag status lists it

@@ -15,8 +15,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
 from tasks import TASKS
-from tasks.stage import begin, begin_again, ending, inputs_of, outcome
-from tasks.summary import concluded
+from tasks.run_summary import concluded
+from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome
 
 
 @flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
@@ -29,10 +29,10 @@ def speedrun(
     stale: Literal["keep", "build", "only"] = "keep",
     force: bool = False,
 ) -> State:
-    """Carry out a pipeline, or what of it the store does not have yet.
+    """Run a pipeline, or what of it the store does not have yet.
 
     Args:
-        name: the run's name; the name of a run that was stopped or failed goes on with that run
+        name: the run's name; the name of a run that was stopped or failed resumes that run
         preset: a preset of the pipeline file; auto chooses by hardware
         overrides: dotted.name=value, as in rl.learning_rate=2e-6
         file: the pipeline file; empty for the one that nanodag comes with

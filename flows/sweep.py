@@ -10,9 +10,9 @@ from prefect import flow
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from nanodag.sweep.run import begin_sweep, find_built
-from tasks.stage import ending, outcome, own_flow_run
-from tasks.sweep import carry_out_missing, comparison
+from nanodag.sweep.begin import begin_sweep, find_built
+from tasks.stage_task import ending, outcome, own_flow_run
+from tasks.sweep import build_missing, comparison
 
 
 @flow(name="sweep", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
@@ -26,10 +26,10 @@ def sweep(
     overrides: tuple[str, ...] = (),
     file: str = "",
 ) -> State[Any]:
-    """Carry out a stage with many settings, sharing what comes before it, and compare.
+    """Run a stage with many settings, sharing what comes before it, and compare.
 
     Args:
-        name: the sweep's name; the name of one that was stopped or failed goes on with it
+        name: the sweep's name; the name of one that was stopped or failed resumes it
         grid: an option and its values each, as in sft.num_epochs=[1,2]; every combination is a point
         points: lists of dotted.name=value; with a grid, every combination of both
         stage: what is compared; empty for the last stage that a point sets an option of
@@ -51,7 +51,7 @@ def sweep(
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]
-        futures = carry_out_missing(run, at_once)
+        futures = build_missing(run, at_once)
         stages = outcome(run.to_do, futures)
         results |= {s: future.result() for s, future in futures.items() if future.state.is_completed()}
         compared = comparison(made, run, results, return_state=True)

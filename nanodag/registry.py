@@ -75,9 +75,9 @@ ENTRIES: dict[str, dict[str, str]] = {
 WITH_ARGUMENT: dict[str, dict[str, str]] = {
     "reward": {
         "remote": "nanodag.rewards.remote:Remote",
-        "model": "nanodag.rewards.model:Model",
-        "group": "nanodag.rewards.group:Group",
-        "process": "nanodag.rewards.steps:Steps",
+        "model": "nanodag.rewards.reward_model:RewardModel",
+        "group": "nanodag.rewards.group_reward:GroupReward",
+        "process": "nanodag.rewards.step_reward:Steps",
     },
 }
 

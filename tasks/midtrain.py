@@ -4,7 +4,7 @@ from prefect import task
 from prefect.states import State
 
 from nanodag.run.record import Run, StageResult
-from tasks.stage import OPTIONS, stage_task
+from tasks.stage_task import OPTIONS, stage_task
 
 
 @task(name="midtrain", **OPTIONS)

@@ -11,11 +11,11 @@ from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed, State
 from prefect.tasks import exponential_backoff
 
-from nanodag.nightly.findings import Findings, conclude, post
+from nanodag.nightly.findings import NightFindings, conclude, post
 from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
 from tasks import TASKS
-from tasks.stage import may_pass
+from tasks.stage_task import may_pass
 
 EVENT = "nanodag.nightly.worse"
 _OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
@@ -42,7 +42,7 @@ def evaluated(night: Night, futures: Mapping[str, PrefectFuture[StageResult]]) -
 
 
 @task(name="trend", **_OPTIONS)
-def trend(night: Night, results: Mapping[str, StageResult]) -> Findings:
+def trend(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     """Compare with earlier nights; publish the page, and show its tables in Prefect's UI."""
     found = conclude(night, results)
     if found.num_scores:
@@ -52,7 +52,7 @@ def trend(night: Night, results: Mapping[str, StageResult]) -> Findings:
 
 
 @task(name="nothing got worse", **_OPTIONS)
-def nothing_got_worse(found: Findings) -> State[Any]:
+def nothing_got_worse(found: NightFindings) -> State[Any]:
     """Fails, with an event, when a score is worse than last night's or the best by more than noise."""
     if not found.worse:
         return Completed(message=f"none of {found.num_scores} scores is worse by more than noise")
@@ -69,6 +69,6 @@ def nothing_got_worse(found: Findings) -> State[Any]:
     retry_condition_fn=may_pass,
     **_OPTIONS,
 )
-def webhook(address: str, found: Findings) -> None:
+def webhook(address: str, found: NightFindings) -> None:
     """Post what got worse to the address in the config."""
     post(address, found.as_json())

@@ -1,4 +1,4 @@
-"""A stage that a work pool's worker carries out: sent there, waited for. What it made is found in the store.
+"""A stage that a work pool's worker builds: sent there, waited for. What it made is found in the store.
 
 The worker runs flows/pool_stage.py, on this machine or another one; it needs the same nanodag, the same store and the
 address of this Prefect server. Cancel and a failure pass in both directions.
@@ -29,8 +29,8 @@ PENDING_TIMEOUT_S = 600.0  # a pod may wait that long for its image
 CANCEL_TIMEOUT_S = 90.0
 
 
-def carry_out_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> None:
-    """Have a worker of the stage's pool carry it out, and wait for that.
+def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> None:
+    """Have a worker of the stage's pool build it, and wait for that.
 
     Raises ConfigError when there is no such pool, StageStopped when the run was told to stop, StageInterrupted when the
     worker was lost, StageFailed with the reason when the stage failed.
@@ -64,7 +64,7 @@ def carry_out_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *,
 
 
 def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
-    """The deployment that sends a stage to a pool, made anew: it costs one call, and a stale one would cost a run."""
+    """The deployment that sends a stage to a pool, made again: it costs one call, and a stale one would cost a run."""
     try:
         client.read_work_pool(pool)
     except ObjectNotFound as error:

@@ -5,7 +5,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import State
 
 from nanodag.run.record import Run, StageResult
-from tasks.stage import OPTIONS, stage_task
+from tasks.stage_task import OPTIONS, stage_task
 
 
 @task(name="report", **OPTIONS)

@@ -9,15 +9,15 @@ from prefect.futures import PrefectFuture
 
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult
-from nanodag.sweep.findings import Findings, conclude
+from nanodag.sweep.conclude import SweepFindings, conclude
 from nanodag.sweep.points import Sweep
 from tasks import TASKS
-from tasks.stage import inputs_of
+from tasks.stage_task import inputs_of
 
 Futures = dict[str, PrefectFuture[StageResult]]
 
 
-def carry_out_missing(run: Run, at_once: int) -> Futures:
+def build_missing(run: Run, at_once: int) -> Futures:
     """Submit the run's stages: at most at_once that train at a time, an eval as soon as its model is there."""
     run.at_once = at_once
     futures: Futures = {}
@@ -52,7 +52,7 @@ def _submit(run: Run, stage: str, futures: Futures) -> bool:
 
 
 @task(name="comparison", cache_policy=NO_CACHE, persist_result=False)
-def comparison(sweep: Sweep, run: Run, results: dict[str, StageResult]) -> Findings:
+def comparison(sweep: Sweep, run: Run, results: dict[str, StageResult]) -> SweepFindings:
     """Compare the points; publish the page, and show its table in Prefect's UI."""
     found = conclude(sweep, run, results)
     key = re.sub(r"[^a-z0-9]+", "-", f"sweep-{run.name}".lower()).strip("-")

@@ -24,7 +24,7 @@ def imported_by(statement, names):
         *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),
         *("nanodag.cli", "nanodag.cli.run", "nanodag.cli.show", "nanodag.cli.use"),
         *("nanodag.config", "nanodag.store", "nanodag.worker.launch", "nanodag.worker.job"),
-        *("nanodag.run.stage", "nanodag.server.local_server"),
+        *("nanodag.run.build_stage", "nanodag.server.local_server"),
         *("nanodag.data.sources", "nanodag.model.import_model", "nanodag.errors", "nanodag.run.preflight_checks"),
         *("nanodag.rl.control.controller", "nanodag.inference.client"),
     ],
@@ -34,7 +34,7 @@ def test_the_control_plane_loads_no_heavy_package(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["nanodag.cli", "nanodag.cli.run", "nanodag.run.stage", "nanodag.server.local_server"]
+    "module", ["nanodag.cli", "nanodag.cli.run", "nanodag.run.build_stage", "nanodag.server.local_server"]
 )
 def test_the_library_loads_no_prefect(module):
     assert imported_by(f"import {module}", ("prefect",)) == []

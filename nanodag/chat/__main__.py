@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanodag.chat.chat import chat
+from nanodag.chat.conversation import chat
 from nanodag.errors import NanodagError
 
 

@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-server_app = typer.Typer(help="Prefect's server: the UI, and what carries runs out.", no_args_is_help=True)
+server_app = typer.Typer(help="Prefect's server: the UI, and what executes runs.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
@@ -35,20 +35,20 @@ def run(
     name: Annotated[
         str,
         typer.Option(
-            "--name", "-n", metavar="RUN", help="A new run's, or one to go on with. Default: preset and time."
+            "--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time."
         ),
     ] = "",
     stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
     detach: Detach = False,
 ) -> None:
-    """Carry out a pipeline: what the store does not have yet.
+    """Run a pipeline: what the store does not have yet.
 
     Ctrl-C stops it; what is finished is kept, and a stage under way goes on from its checkpoint.
 
     \b
     nanodag run
     nanodag run --preset small rl.learning_rate=2e-6
-    nanodag run --name RUN            go on with a run that was stopped
+    nanodag run --name RUN            resume a run that was stopped
     """
     from nanodag.cli.run import run_pipeline
 
@@ -66,7 +66,7 @@ def rerun(
     file: File = "",
     detach: Detach = False,
 ) -> None:
-    """Carry out a stage again, all from one on, or what is stale.
+    """Run a stage again, all from one on, or what is stale.
 
     Give --stage, --from or --stale. What comes before is taken as the run left it. Without other values and without
     --force, what is finished is found in the store, and what failed goes on from its newest checkpoint.
@@ -76,10 +76,10 @@ def rerun(
     nanodag rerun RUN --from sft --force
     nanodag rerun RUN --stale
     """
-    from nanodag.cli.rerun import rerun as carry_out_again
+    from nanodag.cli.rerun import rerun as run_again
 
     which = {"stage": stage, "begin_at": begin_at, "stale": stale}
-    raise typer.Exit(carry_out_again(overrides or [], run=run, **which, force=force, file=file, detach=detach))
+    raise typer.Exit(run_again(overrides or [], run=run, **which, force=force, file=file, detach=detach))
 
 
 @app.command()
@@ -109,17 +109,17 @@ def sweep(
     name: Annotated[
         str,
         typer.Option(
-            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to go on with. Default: preset and time."
+            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."
         ),
     ] = "",
     detach: Detach = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and list the points, and carry out nothing.")
+        bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")
     ] = False,
 ) -> None:
-    """Carry out a stage with many settings, and compare them.
+    """Run a stage with many settings, and compare them.
 
-    What the points have in common is carried out once. Every combination of the grid's values is a point.
+    What the points have in common is run once. Every combination of the grid's values is a point.
 
     \b
     nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
@@ -257,9 +257,9 @@ def server_start(file: File = "", preset: Preset = "auto") -> None:
 
 @server_app.command("stop")
 def server_stop(file: File = "", preset: Preset = "auto") -> None:
-    """End the server, and the runs that it carries out.
+    """End the server, and the runs that it executes.
 
-    The store keeps what is resumable: go on with nanodag run --name RUN.
+    The store keeps what is resumable: resume with nanodag run --name RUN.
 
     \b
     nanodag server stop

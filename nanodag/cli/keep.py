@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nanodag.cli.watch import make_console
+from nanodag.cli.live_table import make_console
 from nanodag.config import resolve
 from nanodag.errors import StoreBusy
 from nanodag.errors.words import size
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.run.retention import Policy, best_of, free, plan
+from nanodag.run.retention import RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.check import Finding, check, targets
 
@@ -76,7 +76,7 @@ def _set_aside(console: Console, store: Store, finding: Finding) -> None:
 def collect(*, keep_runs: int, keep_days: float, keep_best: Sequence[str], yes: bool, file: str) -> None:
     """Print what can go, and with `yes` let it go."""
     console, store = make_console(), open_store(file)
-    policy = Policy(keep_runs=keep_runs, keep_days=keep_days, best=tuple(best_of(text) for text in keep_best))
+    policy = RetentionPolicy(keep_runs=keep_runs, keep_days=keep_days, best=tuple(best_of(text) for text in keep_best))
     found = plan(store, policy)
     for note in found.notes:
         console.print(note, style="yellow", soft_wrap=True)

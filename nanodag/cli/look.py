@@ -12,14 +12,14 @@ from rich.text import Text
 from rich.tree import Tree
 
 from nanodag.cli.keep import open_store
+from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
-from nanodag.cli.watch import make_console
 from nanodag.errors import StoreError
 from nanodag.errors.words import duration, size
 from nanodag.report.ancestry import Origin, origin_of, picture_of
-from nanodag.run.diff import SECTIONS, Row, compare
-from nanodag.store.export import export
-from nanodag.store.files import write_bytes
+from nanodag.run.diff import SECTIONS, DiffLine, compare
+from nanodag.store.artifact_export import export
+from nanodag.store.atomic import write_bytes
 
 WIDEST = 60
 
@@ -76,7 +76,7 @@ def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
             console.print(_side_by_side(shown, before["run"], after["run"], section in ("metrics", "cost")))
 
 
-def _side_by_side(rows: Sequence[Row], first: str, second: str, is_numbers: bool) -> Table:
+def _side_by_side(rows: Sequence[DiffLine], first: str, second: str, is_numbers: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
     side = "right" if is_numbers else "left"
     table.add_column("")
@@ -116,7 +116,7 @@ def reproduce_artifact(key: str, *, file: str) -> int:
 
     console, store = make_console(), open_store(file)
     artifact = store.get(key)
-    console.print(f"Carrying out {artifact.stage} ({artifact.kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
+    console.print(f"Building {artifact.stage} ({artifact.kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
     found = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
     for name, (then, now) in found.environment.items():
         console.print(f"{name} was {_shown(then)}, is {_shown(now)}", style="yellow", markup=False, soft_wrap=True)

@@ -25,8 +25,8 @@ def run_night(
     """
     import time
 
+    from nanodag.cli.live_table import make_console
     from nanodag.cli.said import command
-    from nanodag.cli.watch import make_console
     from nanodag.nightly.nights import PREFIX
     from nanodag.run.python_path import note_python_path
 
@@ -52,7 +52,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     \b
     nanodag nightly on --preset small
     """
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.config import resolve
     from nanodag.nightly.switch import cron_of, turn
     from nanodag.run.record import pipeline_file
@@ -71,7 +71,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     \b
     nanodag nightly off
     """
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.nightly.switch import turn
 
     _, running, _ = asked([], preset=preset, file=file)
@@ -93,7 +93,7 @@ def show_night(
     """
     from rich.markdown import Markdown
 
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.config import resolve
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
@@ -114,10 +114,10 @@ def show_night(
 def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, dict[str, Any]]:
     """The store, its running server, and a flow run's parameters: the flow's process has another environment and
     working directory, so it is told all that came from these."""
-    from nanodag.cli.watch import make_console
+    from nanodag.cli.live_table import make_console
     from nanodag.config import resolve
     from nanodag.config.resolve import portable
-    from nanodag.run.record import pipeline_file, places_of, store_of
+    from nanodag.run.record import locations_of, pipeline_file, store_of
     from nanodag.server.local_server import server_of
 
     console = make_console()
@@ -125,7 +125,7 @@ def asked(overrides: list[str], *, preset: str, file: str) -> tuple[Any, Any, di
     pipeline = resolve(path, preset, overrides).pipeline
     store = store_of(pipeline)
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    told = [*portable(overrides), *places_of(pipeline, store)]
+    told = [*portable(overrides), *locations_of(pipeline, store)]
     return store, running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
 
 
@@ -133,7 +133,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     """Show a run until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
     import time
 
-    from nanodag.cli.watch import Watch, make_console
+    from nanodag.cli.live_table import LiveTable, make_console
     from nanodag.errors import ArtifactNotFound
     from nanodag.server.local_server import FINAL_STATES
 
@@ -145,7 +145,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
         except ArtifactNotFound:  # the flow's process has not begun it yet
             return {}
 
-    with Watch(console, store) as watch:
+    with LiveTable(console, store) as watch:
         while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
             watch.show(record(), state)
             time.sleep(0.3)

@@ -3,9 +3,9 @@ wanted."""
 
 from collections.abc import Sequence
 
+from nanodag.cli.live_table import make_console
 from nanodag.cli.run import bury_the_dead, follow, take_over
 from nanodag.cli.show import find_run
-from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
@@ -26,7 +26,7 @@ def rerun(
     file: str,
     detach: bool,
 ) -> int:
-    """Carry out a stage of a run, one and what follows it, or what is stale, and return the command's exit code.
+    """Run a stage of a run, one and what follows it, or what is stale, and return the command's exit code.
 
     stage, begin_at or stale: exactly one of them. What comes before is taken as the run's record says.
 

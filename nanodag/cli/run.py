@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
 from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
-from nanodag.cli.watch import STYLES, StageTable, Watch, make_console
 from nanodag.config import Pipeline, resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ArtifactNotFound, ServerError, StoreBusy
@@ -19,9 +19,9 @@ from nanodag.errors.words import counted, duration
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import is_alive, merged, pipeline_file, places_of, refuse_composed, store_of
+from nanodag.run.record import is_alive, locations_of, merged, pipeline_file, refuse_composed, store_of
 from nanodag.run.stale import left_alone
-from nanodag.server.local_server import FINAL_STATES, Api, Running, Server, server_of
+from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
 from nanodag.store import Store
 
 STOP_TIMEOUT_S = 90.0
@@ -32,12 +32,12 @@ STOPPED_EXIT_CODE = 130
 def run_pipeline(
     overrides: Sequence[str], *, preset: str, file: str, name: str, detach: bool, stale: bool = False
 ) -> int:
-    """Carry out a pipeline and return the command's exit code: 0 only when the run completed. stale: of a run that is
-    gone on with, build again what is stale, without asking."""
+    """Run a pipeline and return the command's exit code: 0 only when the run completed. stale: of a run that is
+    resumed, build again what is stale, without asking."""
     began = time.monotonic()
     console = make_console()
     known = store_of(resolve(pipeline_file(file), overrides=_of_store(overrides)).pipeline) if name else None
-    if known is not None and _record(known, name):  # go on with that run: what it was told before, and is told now
+    if known is not None and _record(known, name):  # resume that run: what it was told before, and is told now
         before = known.own_run(name)
         refuse_composed(name, before)
         file, preset = file or before["file"], before["preset"] if preset == "auto" else preset
@@ -60,7 +60,7 @@ def run_pipeline(
         "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
-        "overrides": merged([*portable(overrides), *places_of(pipeline, store)]),
+        "overrides": merged([*portable(overrides), *locations_of(pipeline, store)]),
         "file": str(path),
         "stale": kept,
     }
@@ -73,22 +73,22 @@ def _of_store(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if text.startswith("store")]
 
 
-def take_over(store: Store, name: str, server: Server, console: Console) -> None:
-    """Return when nobody carries out that run; one that is about to end, as after Ctrl-C, is waited for.
+def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:
+    """Return when no process executes that run; one that is about to end, as after Ctrl-C, is waited for.
 
-    Raises StoreBusy when a process that is alive carries it out.
+    Raises StoreBusy when a process that is alive runs it.
     """
     deadline, has_said = time.monotonic() + STOP_TIMEOUT_S, False
     while is_alive(before := _record(store, name)):
         if time.monotonic() > deadline or not _is_ending(server, before):
-            raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+            raise StoreBusy(f"Run {name} is under way in process {before['pid']}; wait for it, or stop it.")
         if not has_said:
             console.print(f"Run {name} is still being stopped; waiting for that ...", style="dim")
             has_said = True
         time.sleep(0.2)
 
 
-def _is_ending(server: Server, record: Mapping[str, Any]) -> bool:
+def _is_ending(server: LocalServer, record: Mapping[str, Any]) -> bool:
     """True when the flow run of a record was cancelled, or has ended, and only its process is still there."""
     running = server.running()
     if running is None or not record["flow_run"]:
@@ -97,7 +97,7 @@ def _is_ending(server: Server, record: Mapping[str, Any]) -> bool:
 
 
 def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
-    """`build` or `keep`: what becomes of the stale stages of a run that is gone on with (nanodag.run.stale). Says which
+    """`build` or `keep`: what becomes of the stale stages of a run that is resumed (nanodag.run.stale). Says which
     these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
 
     record: the run's, empty for a new one. build: that was asked for already.
@@ -121,7 +121,14 @@ def choose_stale(console: Console, record: Mapping[str, Any], pipeline: Pipeline
 
 
 def follow(
-    console: Console, store: Store, running: Running, name: str, flow_run: str, *, detach: bool, began: float = 0.0
+    console: Console,
+    store: Store,
+    running: RunningServer,
+    name: str,
+    flow_run: str,
+    *,
+    detach: bool,
+    began: float = 0.0,
 ) -> int:
     """Show a flow run of a run until it ends, unless detached; returns the command's exit code."""
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
@@ -138,14 +145,16 @@ def follow(
 class _Attended:
     """A flow run that somebody watches."""
 
-    def __init__(self, console: Console, store: Store, api: Api, running: Running, name: str, flow_run: str) -> None:
+    def __init__(
+        self, console: Console, store: Store, api: Api, running: RunningServer, name: str, flow_run: str
+    ) -> None:
         self._console, self._store, self._api, self._running = console, store, api, running
         self._name, self._flow_run = name, flow_run
         self._missing_since = 0.0
 
     def wait(self) -> int:
         """Show the run until it ends, or stop it when asked to; returns the command's exit code."""
-        watch = Watch(self._console, self._store)
+        watch = LiveTable(self._console, self._store)
         handler = signal.signal(signal.SIGTERM, _as_interrupt)
         try:
             with watch:
@@ -155,13 +164,13 @@ class _Attended:
             return STOPPED_EXIT_CODE
         except ServerError as error:
             self._console.print(f"[red]{error}[/]")
-            self._tell_how_to_go_on()
+            self._tell_how_to_resume()
             return 1
         finally:
             signal.signal(signal.SIGTERM, handler)
         return self._tell_end(state)
 
-    def _follow(self, watch: Watch) -> dict[str, str]:
+    def _follow(self, watch: LiveTable) -> dict[str, str]:
         while True:
             state = self._state()
             watch.show(self._record(), state)
@@ -204,7 +213,7 @@ class _Attended:
             self._console.print("Left; it is still being stopped.")
         if record := self._record():
             self._console.print(StageTable(progress_of(self._store, record)))
-        self._tell_how_to_go_on()
+        self._tell_how_to_resume()
 
     def _tell_end(self, state: dict[str, str]) -> int:
         record = self._record()
@@ -218,12 +227,12 @@ class _Attended:
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)
         self._console.print(state["message"], highlight=False, markup=False)
-        self._tell_how_to_go_on()
+        self._tell_how_to_resume()
         return 1
 
-    def _tell_how_to_go_on(self) -> None:
-        go_on = command(f"run --name {self._name}")
-        self._console.print(f"What is finished is in the store. Go on with: {go_on}")
+    def _tell_how_to_resume(self) -> None:
+        resume = command(f"run --name {self._name}")
+        self._console.print(f"What is finished is in the store. Resume it with: {resume}")
 
     def _record(self) -> dict:
         record = _record(self._store, self._name)

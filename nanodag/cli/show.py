@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
-from nanodag.cli.watch import STYLES, make_console
 from nanodag.config import resolve
 from nanodag.config.derive import facts
 from nanodag.config.kinds.pretrain import PretrainStage

@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.live import Live
 from rich.text import Text
 
-from nanodag.cli.watch import LINE_EVERY_S, make_console
+from nanodag.cli.live_table import LINE_EVERY_S, make_console
 
 
 class Shown:

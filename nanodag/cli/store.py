@@ -118,7 +118,7 @@ def export(
 
 
 def reproduce(key: Key, file: File = "") -> None:
-    """Carry out an artifact's stage again, and compare the bytes.
+    """Run an artifact's stage again, and compare the bytes.
 
     It takes the recorded config, inputs and data. Exit code 0 when the bytes are the same, 1 when not. Nothing is
     published; what came out otherwise is left to look at.

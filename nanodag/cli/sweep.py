@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from nanodag.cli.live_table import make_console
 from nanodag.cli.nightly import asked, follow
-from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
@@ -26,7 +26,7 @@ def start_sweep(
     detach: bool,
     dry_run: bool,
 ) -> int:
-    """Check every point, then carry the sweep out; returns the command's exit code. points: overrides of one point
+    """Check every point, then run the sweep; returns the command's exit code. points: overrides of one point
     each, separated by spaces."""
     console = make_console()
     listed = [text.split() for text in points]

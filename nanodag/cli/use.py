@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from nanodag.cli import said
+from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
-from nanodag.cli.watch import make_console
 from nanodag.config import resolve
 from nanodag.errors import ArtifactNotFound, MissingTool
 from nanodag.errors.words import listed, nearest
 from nanodag.host.folders import PROJECT
 from nanodag.host.processor import usable_cores
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.server.local_server import Server, server_of
+from nanodag.server.local_server import LocalServer, server_of
 from nanodag.store import Store
 from nanodag.worker.launch import worker_environment
 
@@ -96,7 +96,7 @@ def run_tests(*, slow: bool, arguments: Sequence[str]) -> int:
     return subprocess.run(command, cwd=PROJECT, env=environment, check=False).returncode
 
 
-def _server(file: str, preset: str) -> Server:
+def _server(file: str, preset: str) -> LocalServer:
     path = pipeline_file(file)
     pipeline = resolve(path, preset).pipeline
     return server_of(pipeline, store_of(pipeline), path)
@@ -110,7 +110,7 @@ def start_server(*, file: str, preset: str) -> None:
 
 
 def stop_server(*, file: str, preset: str) -> None:
-    """End the server and what it carries out."""
+    """End the server and what it runs."""
     was_up = _server(file, preset).stop()
     make_console().print("The Prefect server has ended." if was_up else "No Prefect server was up.")
 

@@ -10,13 +10,13 @@ from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.rl_parts import SamplerConfig
-from nanodag.config.stage import Resources, StageBase
+from nanodag.config.stage_base import Resources, StageBase
 from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.processor import multiplies_bf16_fast, usable_cores
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
-MOST_REPLICAS = 4
+MAX_REPLICAS = 4
 
 
 def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
@@ -31,7 +31,7 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
         updates["resources"] = _resources(name, stage, device, origins)
         stage = _precision(name, stage.model_copy(update=updates), origins)
-        if _begins_anew(stage):
+        if _is_from_scratch(stage):
             stage = _pretrain(name, stage, pipeline, origins)
         if isinstance(stage, SupervisedStage):
             stage = _supervised(name, stage, pipeline, origins)
@@ -84,7 +84,7 @@ def replicas_of(sampler: SamplerConfig, threads: int) -> int:
     and several of them share the cores; another one has all threads."""
     if sampler.replicas != "auto":
         return int(sampler.replicas)
-    return min(threads, MOST_REPLICAS) if sampler.deterministic else 1
+    return min(threads, MAX_REPLICAS) if sampler.deterministic else 1
 
 
 def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
@@ -104,10 +104,10 @@ def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
-    return stage if _begins_anew(stage) else None
+    return stage if _is_from_scratch(stage) else None
 
 
-def _begins_anew(stage: StageBase) -> TypeGuard[PretrainStage]:
+def _is_from_scratch(stage: StageBase) -> TypeGuard[PretrainStage]:
     return isinstance(stage, PretrainStage) and not stage.continues
 
 
@@ -180,7 +180,7 @@ def _supervised(name: str, stage: SupervisedStage, pipeline: Pipeline, origins: 
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
     if source is not None:
-        begins = _begins_anew(stage)
+        begins = _is_from_scratch(stage)
         if not begins:  # the source's own `auto` may come later in the table
             source = _pretrain(stage.inputs["model"], source, pipeline, {})
         shape = shape_from(stage.shape if begins else source.shape)
@@ -255,7 +255,7 @@ def _micro(batch: int, ranks: int, sequence_length: int, limit: int) -> int:
 def facts(pipeline: Pipeline, name: str) -> dict[str, int]:
     """Parameters and FLOPs a token of a pretraining stage, for `nanodag config` and the report."""
     stage = pipeline.stages[name]
-    assert _begins_anew(stage)
+    assert _is_from_scratch(stage)
     shape, vocabulary = shape_from(stage.shape), vocabulary_of(pipeline, stage)
     return {
         **num_parameters(shape, vocabulary),

@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Hyperparameters:
     """horizon_tokens and batch_tokens in tokens; learning rates as optimizers take them."""
 
     horizon_tokens: int
@@ -96,7 +96,7 @@ def schedule_of(
     tokens_per_parameter: float,
     horizon_tokens: int | None = None,
     batch_tokens: int | None = None,
-) -> Schedule:
+) -> Hyperparameters:
     """Horizon, batch and learning rates for a shape; what the config already fixed is taken as given."""
 
     def horizon(of: Shape) -> int:
@@ -108,7 +108,7 @@ def schedule_of(
         ratio = horizon_tokens / horizon(shape_of(REFERENCE_DEPTH))
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH_TOKENS * ratio**0.383))
     scale = math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
-    return Schedule(
+    return Hyperparameters(
         horizon_tokens=horizon_tokens,
         batch_tokens=batch_tokens,
         matrix_lr=round(0.02 * scale, 6),

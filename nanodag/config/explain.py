@@ -11,8 +11,8 @@ from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
 _BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function-", "dict[", "tuple[", "nullable")
-MOST_LINES = 8
-MOST_NAMES = 20
+MAX_LINES = 8
+MAX_NAMES = 20
 _BY_TYPE = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
@@ -63,8 +63,8 @@ def explain(error: ValidationError, file: Path, preset: str) -> str:
     head = f"{file}, preset {preset!r}"
     if len(texts) == 1:
         return f"{head}: {texts[0]}"
-    more = [f"  and {counted(len(texts) - MOST_LINES, 'more fault')}"] if len(texts) > MOST_LINES else []
-    return "\n".join([f"{head}, cannot be used:", *(f"  {text}" for text in texts[:MOST_LINES]), *more])
+    more = [f"  and {counted(len(texts) - MAX_LINES, 'more fault')}"] if len(texts) > MAX_LINES else []
+    return "\n".join([f"{head}, cannot be used:", *(f"  {text}" for text in texts[:MAX_LINES]), *more])
 
 
 def _owner(problem: Mapping[str, Any]) -> Sequence[int | str]:
@@ -130,7 +130,7 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         names = _names_in(_model_at(found[0]["loc"]))
         for problem, key in zip(found, keys, strict=True):
             own = [name for name in names if "." not in name]
-            all_of_them = f" Allowed: {listed(own)}." if len(own) <= MOST_NAMES else " `nanodag config` prints all."
+            all_of_them = f" Allowed: {listed(own)}." if len(own) <= MAX_NAMES else " `nanodag config` prints all."
             out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
     return out
 

@@ -57,15 +57,15 @@ TRAINING_KINDS = ("pretrain", "midtrain", "sft", "rl")
 
 class ClusterConfig(Section):
     """Other machines, for stages with resources.nodes above 1. hostfile: DeepSpeed's, with lines as `worker-2 slots=8`;
-    one of them is this machine. reach: the command that runs another one on {host}, without asking for a password."""
+    one of them is this machine. ssh_command: runs a command on {host}, without asking for a password."""
 
     hostfile: str = "none"
-    reach: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
+    ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
 
     @model_validator(mode="after")
     def _names_the_host(self) -> "ClusterConfig":
-        if "{host}" not in self.reach:
-            raise ValueError(f"reach {self.reach!r} does not say where {{host}} stands, as in: ssh {{host}}")
+        if "{host}" not in self.ssh_command:
+            raise ValueError(f"ssh_command {self.ssh_command!r} has no {{host}}; write it as in: ssh {{host}}")
         return self
 
 

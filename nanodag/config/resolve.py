@@ -22,8 +22,8 @@ from nanodag.errors.words import nearest, said
 KeyPath = tuple[str, ...]
 
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
-FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "reach"), ("cluster", "hostfile"))
-MOST_PARTS = 12  # of a dotted name
+FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile"))
+MAX_PARTS = 12  # of a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def _merge(
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:
     name, equals, _ = text.partition("=")
     parts = name.strip().split(".")
-    if not equals or not all(parts) or len(parts) > MOST_PARTS:
+    if not equals or not all(parts) or len(parts) > MAX_PARTS:
         raise ConfigError(f"Override {text!r:.80} is not of the form name=value, as in rl.learning_rate=2e-6.")
     value = value_of(text)
     stages = tree.get("stages", {})

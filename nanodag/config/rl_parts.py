@@ -14,7 +14,7 @@ class SamplerConfig(Section):
     """The servers that rollouts come from. max_batch: requests decoded at once, by all of them together. context:
     longest prompt plus answer. replicas: how many servers; `auto` for one, or as many as there are threads (4 at most)
     when they are deterministic. start_timeout_s: how long one may start without a sign of progress. health_timeout_s:
-    one that does not answer for so long is killed and started again; most_losses: how often in a row one may be lost.
+    one that does not answer for so long is killed and started again; max_restarts: how often in a row one may be lost.
 
     engine: `embedded`, or `sglang`, which is never deterministic and lives in an environment of its own. For sglang
     alone: python: its interpreter, `auto` for what `nanodag sampler install` made; tensor_parallel: GPUs a server;
@@ -31,7 +31,7 @@ class SamplerConfig(Section):
     start_timeout_s: float = operational(120.0, gt=0)
     request_timeout_s: float = operational(600.0, gt=0)
     health_timeout_s: float = operational(60.0, gt=0)
-    most_losses: int = operational(3, ge=0)
+    max_restarts: int = operational(3, ge=0)
     python: str = operational("auto", min_length=1)
     tensor_parallel: int = operational(1, ge=1)
     memory_fraction: float = operational(0.3, gt=0, lt=1)

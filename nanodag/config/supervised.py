@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 

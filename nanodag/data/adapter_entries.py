@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanodag.data.records import Kind
+from nanodag.data.canonical import Kind
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}

@@ -196,7 +196,7 @@ class TextFile(RowFile):
 
     def _records(self, stream: IO[bytes], line: int, offset: int) -> Iterator[Record]:
         least_bytes = {"jsonl": 0, "line": 0, "paragraph": 1, "document": _DOCUMENT_BYTES}[self._by]
-        most_bytes = 0 if least_bytes == 0 else _LONGEST_BYTES
+        max_bytes = 0 if least_bytes == 0 else _LONGEST_BYTES
         pieces: list[bytes] = []
         held_bytes, first_line, first_offset = 0, line, offset
         for raw in _lines(self.path, stream):
@@ -206,7 +206,7 @@ class TextFile(RowFile):
                     first_line, first_offset = line, offset
                 pieces.append(raw)
                 held_bytes += len(raw)
-                if held_bytes > most_bytes or (blank and held_bytes >= least_bytes):
+                if held_bytes > max_bytes or (blank and held_bytes >= least_bytes):
                     yield first_line, first_offset, b"".join(pieces)
                     pieces, held_bytes = [], 0
             line += 1

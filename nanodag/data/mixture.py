@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.data.adapters import kind_of, open_adapter
+from nanodag.data.canonical import Wanted, held_out_score, record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.records import Wanted, held_out_score, record_bytes
 from nanodag.data.shuffle import RowOrder
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.core import run_core
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import BenchmarkResult, run_benchmark
 from nanodag.model.headers import matrix_parameters
-from nanodag.store.files import write_bytes, write_json
+from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger("nanodag.evaluation")
@@ -43,7 +43,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     config = job.config
     folder = job.inputs["model"]
     progress = _Progress(metrics_log, len(config.benchmarks))
-    checkpoint = Checkpoint(
+    checkpoint = EvaluatedModel(
         folder,
         precision=config.precision,
         device=config.resources.device,
@@ -74,7 +74,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
 
 
 def _run_one(
-    job: Job, checkpoint: Checkpoint, benchmark: BenchmarkConfig, forms: Path, samples_folder: Path, done_path: Path
+    job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path, samples_folder: Path, done_path: Path
 ) -> None:
     began = time.monotonic()
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
@@ -101,7 +101,7 @@ def summary(result: BenchmarkResult) -> str:
     )
 
 
-def _samples(checkpoint: Checkpoint, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
+def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
     """What the model makes of the config's sample prompts, greedily."""
     if not prompts:
         return []

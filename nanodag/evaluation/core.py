@@ -23,7 +23,7 @@ from typing import Any, Literal
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
-from nanodag.evaluation.checkpoint import Checkpoint
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import BenchmarkResult
 from nanodag.evaluation.intervals import Z95, Score, score_of
 from nanodag.evaluation.scoring import AnswerScore, Question
@@ -73,7 +73,7 @@ TASKS = (
 Item = Mapping[str, Any]
 
 
-def run_core(checkpoint: Checkpoint, config: BenchmarkConfig) -> BenchmarkResult:
+def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkResult:
     """CORE, with the accuracy of each task beside it.
 
     Raises SourceError naming the files of tasks that the source lacks: a mean over fewer tasks is another number.
@@ -132,7 +132,7 @@ def read_items(path: Path, limit: int) -> list[Item]:
     return items[:limit] if limit else items
 
 
-def score_task(checkpoint: Checkpoint, task: Task, data: Sequence[Item]) -> list[bool]:
+def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[bool]:
     """Whether each item is answered rightly."""
     is_right: list[bool] = []
     for start in range(0, len(data), CHUNK_ITEMS):
@@ -147,7 +147,7 @@ def score_task(checkpoint: Checkpoint, task: Task, data: Sequence[Item]) -> list
     return is_right
 
 
-def _questions(checkpoint: Checkpoint, task: Task, data: Sequence[Item], number: int) -> list[Question]:
+def _questions(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item], number: int) -> list[Question]:
     """What is scored for one item: one question with all choices, or one for each context, or one answer."""
     tokens = [tuple(checkpoint.document(prompt)) for prompt in prompts_of(task, data, number)]
     if task.kind == "schema":

@@ -20,7 +20,7 @@ from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.checkpoint import Checkpoint
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.intervals import Score, score_of
 
@@ -56,7 +56,7 @@ class BenchmarkResult:
 
 
 def run_benchmark(
-    checkpoint: Checkpoint, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, folder: Path
+    checkpoint: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, folder: Path
 ) -> BenchmarkResult:
     """Evaluate one benchmark. folder: where its YAML file is written. mirror: a path, empty for the hub.
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanodag.data.adapters import open_adapter
+from nanodag.data.canonical import Kind, held_out_score, message_text
 from nanodag.data.config import SourceConfig
-from nanodag.data.records import Kind, held_out_score, message_text
 from nanodag.data.sources import Row, open_source
 from nanodag.errors import SourceError
 

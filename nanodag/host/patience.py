@@ -13,11 +13,11 @@ import psutil
 
 LOOK_EVERY_S = 1.0
 LEAST_CPU_S = 0.05  # what counts as getting on
-MOST_TIMES = 10.0  # a process that is up and idle uses some processor time for ever
+MAX_TIMES = 10.0  # a process that is up and idle uses some processor time for ever
 
 
 class Patience:
-    """Runs out once none of these processes, nor their children, got on for `silence_s`; at last after MOST_TIMES of
+    """Runs out once none of these processes, nor their children, got on for `silence_s`; at last after MAX_TIMES of
     that. logs: what they write to."""
 
     def __init__(self, pids: Iterable[int], logs: Sequence[Path], silence_s: float) -> None:
@@ -33,7 +33,7 @@ class Patience:
             cpu_s, logged = self._now()
             if abs(cpu_s - self._cpu_s) >= LEAST_CPU_S or logged != self._logged:  # less, when a child has ended
                 self._cpu_s, self._logged, self._got_on = cpu_s, logged, now
-        return now - self._got_on > self._silence_s or now - self._began > MOST_TIMES * self._silence_s
+        return now - self._got_on > self._silence_s or now - self._began > MAX_TIMES * self._silence_s
 
     def __str__(self) -> str:
         """For how long, and why no longer: part of an error's message."""

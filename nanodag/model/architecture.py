@@ -58,7 +58,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class ModelFolder:
     """A Hugging Face folder as its JSON files describe it; tensors are read later."""
 
     path: Path
@@ -68,7 +68,7 @@ class Checkpoint:
     class_names: tuple[str, ...]
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> ModelFolder:
     """The architecture, stored dtype and end-of-sequence ids of the Hugging Face folder at ``path``.
 
     End-of-sequence ids come from generation_config.json where it names some, else from config.json.
@@ -93,7 +93,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token) is int for token in eos_ids):
         raise BadRequest(f"eos_token_id in {path} is {str(eos)[:80]}, which is neither a token id nor a list of them")
-    return Checkpoint(
+    return ModelFolder(
         path=path,
         architecture=architecture,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),

@@ -14,7 +14,7 @@ from nanodag.config.dial import Shape
 from nanodag.errors import ConfigError
 from nanodag.model.architecture import Architecture, Rope, read_checkpoint
 from nanodag.model.decoder import Decoder
-from nanodag.store.files import write_json
+from nanodag.store.atomic import write_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",

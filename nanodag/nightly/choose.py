@@ -14,7 +14,7 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.stage import Resources
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import ENDED_WELL, advice, stale_stages

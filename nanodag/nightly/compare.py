@@ -24,7 +24,7 @@ Score = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class NightComparison:
     """A night's score against an earlier one. against: `last night` or `best`; night, run: of the earlier one.
 
     found: None where nothing was tested, and why says so. candidates: how many earlier models the other was chosen
@@ -65,13 +65,13 @@ class Comparison:
 
 def compare(
     store: Store, scores: Sequence[Score], earlier: Sequence[Mapping[str, Any]], *, false_alarms: float
-) -> list[Comparison]:
+) -> list[NightComparison]:
     """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
 
     scores: of nanodag.nightly.scores. earlier: records of earlier nights, oldest first. A score whose model and items
     are the last night's is not tested again.
     """
-    made: list[Comparison] = []
+    made: list[NightComparison] = []
     for score in scores:
         made += _of_one(store, score, earlier)
     tested = [i for i, comparison in enumerate(made) if comparison.found is not None]
@@ -80,7 +80,7 @@ def compare(
     return made
 
 
-def _of_one(store: Store, score: Score, earlier: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+def _of_one(store: Store, score: Score, earlier: Sequence[Mapping[str, Any]]) -> list[NightComparison]:
     """A score against last night's, and against the best where that is another artifact."""
     series = [(night["run"], old) for night in earlier for old in night["nightly"]["scores"] if _same(old, score)]
     if not series:
@@ -101,7 +101,7 @@ def _same(old: Score, new: Score) -> bool:
     return all(old[field] == new[field] for field in SAME)
 
 
-def _tested(store: Store, score: Score, against: str, night: str, old: Score, candidates: int) -> Comparison:
+def _tested(store: Store, score: Score, against: str, night: str, old: Score, candidates: int) -> NightComparison:
     try:
         name = f"samples/{score['benchmark']}.jsonl"
         paths = [store.materialize(store.attempt(s["key"], s["attempt"])) / name for s in (old, score)]
@@ -111,10 +111,10 @@ def _tested(store: Store, score: Score, against: str, night: str, old: Score, ca
     is_lower = (found.difference < 0) == bool(score["higher_is_better"]) and found.difference != 0
     # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
     p_worse = min(1.0, candidates * found.p_value / 2) if is_lower else 1.0
-    return Comparison(
+    return NightComparison(
         score=score, against=against, night=night, run=old["run"], found=found, candidates=candidates, p_worse=p_worse
     )
 
 
-def _untested(score: Score, against: str, night: str, old: Score, why: str) -> Comparison:
-    return Comparison(score=score, against=against, night=night, run=old["run"], found=None, why=why)
+def _untested(score: Score, against: str, night: str, old: Score, why: str) -> NightComparison:
+    return NightComparison(score=score, against=against, night=night, run=old["run"], found=None, why=why)

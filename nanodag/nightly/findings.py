@@ -20,7 +20,7 @@ WEBHOOK_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class NightFindings:
     """What a night found. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
     its tables."""
 
@@ -38,7 +38,7 @@ class Findings:
         return {"night": self.night, "num_scores": self.num_scores, "worse": list(self.worse), "text": text}
 
 
-def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
+def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     """Compare a night with those before it and publish its page. results: of its eval stages that succeeded.
 
     A night concluded again, after a Retry, has its scores replaced and its page added as another attempt.
@@ -51,7 +51,7 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
     record = store.change_run(night.run.name, lambda record: record["nightly"].update(found))
     worse = tuple(str(comparison) for comparison in comparisons if comparison.is_worse)
     if not scores:  # every eval failed: there is nothing to draw
-        return Findings(night=night.run.name, num_scores=0, worse=(), page=Path(), markdown="")
+        return NightFindings(night=night.run.name, num_scores=0, worse=(), page=Path(), markdown="")
 
     from nanodag.nightly.trend import trend_report  # it draws; nothing else here needs what that takes
     from nanodag.report.page import to_html, to_markdown
@@ -65,7 +65,7 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> Findings:
     artifact = publish_page(night.run, PAGE_STAGE, {"night": night.run.name}, results, files, metrics)
     note_page(night.run, PAGE_STAGE, artifact)
     page = store.materialize(artifact) / "trend.html"
-    return Findings(night=night.run.name, num_scores=len(scores), worse=worse, page=page, markdown=markdown)
+    return NightFindings(night=night.run.name, num_scores=len(scores), worse=worse, page=page, markdown=markdown)
 
 
 def post(webhook: str, body: Mapping[str, Any]) -> None:

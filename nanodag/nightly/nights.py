@@ -1,4 +1,4 @@
-"""Nights as runs of the store: which one is due, who carries it out, what earlier ones found."""
+"""Nights as runs of the store: which one is due, who runs it, what earlier ones found."""
 
 import itertools
 import os
@@ -15,15 +15,15 @@ from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.composed import open_composed
 from nanodag.run.record import Run, is_alive, pipeline_file, store_of
 from nanodag.store import Store
-from nanodag.store.files import locked
+from nanodag.store.atomic import locked
 
 PREFIX = "nightly-"
 
 
 class Night:
-    """A night that this process carries out. Not a dataclass, so that what carries it about does not look inside.
+    """A night that this process runs. Not a dataclass, so that what carries it about does not look inside.
 
-    settings: the pipeline whose `nightly` section asked for it. stages: what is carried out, the pinned models first.
+    settings: the pipeline whose `nightly` section asked for it. stages: what is run, the pinned models first.
     """
 
     def __init__(self, run: Run, settings: Pipeline, choice: Choice) -> None:
@@ -43,10 +43,10 @@ class Skipped:
 def begin_night(
     *, name: str, file: str, preset: str, overrides: Sequence[str], by_schedule: bool, flow_run: str
 ) -> Night | Skipped:
-    """Begin a night, or go on with the one that this flow run had begun.
+    """Begin a night, or resume the one that this flow run had begun.
 
     name: of a night that was asked for; empty for one named by time. by_schedule: it is the night that the schedule was
-    last due; however many of its flow runs come late, one carries it out.
+    last due; however many of its flow runs come late, one runs it.
 
     Raises ConfigError, StoreBusy when another process is at it, or ArtifactNotFound when there is nothing to evaluate.
     """
@@ -63,7 +63,7 @@ def begin_night(
         choice = choose(store, resolved.pipeline)
         about = {"by_schedule": by_schedule, "due": due.timestamp()}
         about |= {"missing": list(choice.missing), "stale": list(choice.stale)}
-        # Only what is carried out is in the record's stages: the models of runs are those runs' own, and how long they
+        # Only what is run is in the record's stages: the models of runs are those runs' own, and how long they
         # are kept is not a night's business.
         run = open_composed(
             decision,
@@ -78,7 +78,7 @@ def begin_night(
 
 
 def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) -> str | Skipped:
-    """The name of the scheduled night that this flow run carries out, or why it leaves it alone.
+    """The name of the scheduled night of this flow run, or why it leaves it alone.
 
     nights: records. due: when the schedule was last due. Flow runs of nights before that are late runs of this one: the
     first to come takes it. One that a killed process left is taken over; one that ended, well or not, stays.
@@ -91,7 +91,7 @@ def decide(nights: Sequence[Mapping[str, Any]], due: datetime, flow_run: str) ->
         if not night["nightly"]["by_schedule"] or night["nightly"]["due"] < due.timestamp():
             continue
         if night["state"] == "running" and is_alive(night):
-            return Skipped(reason=f"Night {night['run']} is under way: flow run {night['flow_run']} carries it out.")
+            return Skipped(reason=f"Night {night['run']} is under way: flow run {night['flow_run']} runs it.")
         if night["state"] not in ("running", "interrupted"):
             return Skipped(
                 reason=f"Night {night['run']} is {night['state']} already; earlier ones are not made up for."
@@ -111,7 +111,7 @@ def _asked(nights: Sequence[Mapping[str, Any]], name: str, now: datetime, flow_r
 def _not_busy(nights: Sequence[Mapping[str, Any]], name: str) -> str:
     for night in nights:
         if night["run"] == name and is_alive(night) and night["pid"] != os.getpid():
-            raise StoreBusy(f"Night {name} is being carried out by process {night['pid']}; wait for it, or stop it.")
+            raise StoreBusy(f"Night {name} is under way in process {night['pid']}; wait for it, or stop it.")
     return name
 
 
@@ -120,7 +120,7 @@ def _of_flow_run(nights: Sequence[Mapping[str, Any]], flow_run: str) -> str:
 
 
 def stages_of(choice: Choice) -> list[str]:
-    """The stages that a night carries out: the models that are not in the store yet, then the evals."""
+    """The stages that a night runs: the models that are not in the store yet, then the evals."""
     pinned = [subject.input_name for subject in choice.subjects if subject.model is None]
     return [*pinned, *(stage for subject in choice.subjects for stage in subject.evals)]
 

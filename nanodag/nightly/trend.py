@@ -5,9 +5,9 @@ from datetime import datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from nanodag.nightly.compare import SAME_ANSWERS, Comparison
+from nanodag.nightly.compare import SAME_ANSWERS, NightComparison
 from nanodag.report import words
-from nanodag.report.page import Part, Report, Section
+from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import Panel, panels_svg
 from nanodag.report.tables import Cell, Table
 
@@ -17,7 +17,7 @@ Score = Mapping[str, Any]
 
 
 def trend_report(
-    nights: Sequence[Mapping[str, Any]], comparisons: Sequence[Comparison], *, false_alarms: float, zone: str
+    nights: Sequence[Mapping[str, Any]], comparisons: Sequence[NightComparison], *, false_alarms: float, zone: str
 ) -> Report:
     """The page of the last of these nights. nights: records with scores, oldest first; comparisons: of the last one."""
     tonight = nights[-1]
@@ -29,13 +29,14 @@ def trend_report(
         f"night and for the choice of the best: the chance of any false “worse” in a night is below {false_alarms:g}. "
         "“Not worse” may hide a small change."
     )
-    sections = [Section(title="Tonight", note=note, parts=[Part(table=_tonight_table(scores, comparisons))])]
+    sections = [PageSection(title="Tonight", note=note, parts=[Part(table=_tonight_table(scores, comparisons))])]
     if missing:
         rows = [[Cell(text=text)] for text in missing]
-        sections.append(Section(title="Not evaluated", parts=[Part(table=Table(headers=["what, and why"], rows=rows))]))
+        table = Table(headers=["what, and why"], rows=rows)
+        sections.append(PageSection(title="Not evaluated", parts=[Part(table=table)]))
     if stale := tonight["nightly"].get("stale", []):
         rows = [[Cell(text=text, tone="bad")] for text in stale]
-        sections.append(Section(title="Stale", parts=[Part(table=Table(headers=["model, and why"], rows=rows))]))
+        sections.append(PageSection(title="Stale", parts=[Part(table=Table(headers=["model, and why"], rows=rows))]))
     for number, (label, stage) in enumerate(dict.fromkeys((score["label"], score["stage"]) for score in scores)):
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [
@@ -51,7 +52,7 @@ def trend_report(
     )
 
 
-def _tonight_table(scores: Sequence[Score], comparisons: Sequence[Comparison]) -> Table:
+def _tonight_table(scores: Sequence[Score], comparisons: Sequence[NightComparison]) -> Table:
     rows = []
     for score in scores:
         metric = score["metric"]
@@ -80,7 +81,7 @@ def line_name(score: Score) -> str:
     return "/".join(part for part in (score["label"], score["stage"]) if part)
 
 
-def _difference(comparison: Comparison | None, metric: str) -> Cell:
+def _difference(comparison: NightComparison | None, metric: str) -> Cell:
     if comparison is None or comparison.found is None:
         return Cell(text="", detail="" if comparison is None or _is_unchanged(comparison) else comparison.why)
     found = comparison.found
@@ -89,12 +90,12 @@ def _difference(comparison: Comparison | None, metric: str) -> Cell:
     return Cell(text=words.signed(found.difference, metric), detail=f"{low} to {high}", tone=tone)
 
 
-def _smallest_p(comparisons: Sequence[Comparison]) -> str:
+def _smallest_p(comparisons: Sequence[NightComparison]) -> str:
     tested = [comparison.adjusted for comparison in comparisons if comparison.found is not None]
     return words.probability(min(tested)) if tested else ""
 
 
-def _verdict(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
     if worse := [comparison.against for comparison in comparisons if comparison.is_worse]:
         return f"worse than {' and '.join(worse)}", "bad"
     if not comparisons:
@@ -104,11 +105,11 @@ def _verdict(comparisons: Sequence[Comparison]) -> tuple[str, str]:
     return "not worse", ""
 
 
-def _is_unchanged(comparison: Comparison) -> bool:
+def _is_unchanged(comparison: NightComparison) -> bool:
     return comparison.why == SAME_ANSWERS
 
 
-def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, *, name: str, zone: str) -> Section:
+def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, *, name: str, zone: str) -> PageSection:
     """A model's panels, one a benchmark, and its scores night by night as a table."""
     series: dict[tuple[str, str], list[tuple[int, Score]]] = {}
     for place, night in enumerate(nights):
@@ -124,7 +125,7 @@ def _trend_section(nights: Sequence[Mapping[str, Any]], label: str, stage: str, 
     title = "/".join(part for part in (label, stage) if part)
     table = _nights_table(series, nights, zone)
     parts = [Part(svg=panels_svg(panels, name=name)), Part(heading="Night by night", table=table, folded=True)]
-    return Section(title=title, parts=parts)
+    return PageSection(title=title, parts=parts)
 
 
 def _panel(points: Sequence[tuple[int, Score]], benchmark: str, dates: Sequence[str]) -> Panel:

@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from types import CodeType
 
-MOST_SAID = 500
+MAX_SAID = 500
 OURS = str(Path(__file__).parents[1]) + os.sep  # a checkout may lie in a folder of that name, with all libraries
 _NOT_THEIRS = (OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
@@ -22,8 +22,8 @@ def place(file: str, line: int | str, function: str) -> str:
 
 def with_place(error: BaseException, function: CodeType | None = None) -> str:
     """`Class: message`, and the deepest line of the user's own that it passed through, where there is one; else where a
-    function of the user's own begins. The message is cut at MOST_SAID characters."""
-    text = f"{type(error).__name__}: {error}"[:MOST_SAID]
+    function of the user's own begins. The message is cut at MAX_SAID characters."""
+    text = f"{type(error).__name__}: {error}"[:MAX_SAID]
     found = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     if function is not None:
         found.insert(0, (function.co_filename, function.co_firstlineno, function.co_name))

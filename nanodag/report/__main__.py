@@ -3,10 +3,10 @@
 import time
 from typing import Any
 
-from nanodag.report.contamination import contamination_table
+from nanodag.report.contamination_table import contamination_table
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.tables import Table
-from nanodag.store.files import write_bytes
+from nanodag.store.atomic import write_bytes
 from nanodag.worker.job import Job, MetricsLog, finish, load_job
 
 

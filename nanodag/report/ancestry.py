@@ -44,10 +44,10 @@ def origin_of(store: Store, artifact: Artifact) -> Origin:
 
 def picture_of(origin: Origin) -> str:
     """The lineage as an SVG: what the store has of it."""
-    from nanodag.report.gather import Stage
+    from nanodag.report.gather import ReportedStage
     from nanodag.report.lineage import lineage_svg
 
-    stages: dict[str, Stage] = {}
+    stages: dict[str, ReportedStage] = {}
 
     def add(found: Origin) -> None:
         for source in found.inputs.values():
@@ -57,7 +57,7 @@ def picture_of(origin: Origin) -> str:
             return
         name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
         nowhere = Path()
-        stages[name] = Stage(
+        stages[name] = ReportedStage(
             name=name,
             files=nowhere,
             records=nowhere,

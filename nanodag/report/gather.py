@@ -15,7 +15,7 @@ LABELS = {"import": "START", "pretrain": "BASE", "midtrain": "MID", "sft": "SFT"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ReportedStage:
     """One finished stage. Fields as in the context (nanodag.report); files and records: local folders."""
 
     name: str
@@ -55,8 +55,8 @@ class Column:
     """An evaluated model: a column of the table of scores. evals: its eval stages."""
 
     label: str
-    stage: Stage
-    evals: tuple[Stage, ...]
+    stage: ReportedStage
+    evals: tuple[ReportedStage, ...]
 
     def benchmark(self, name: str) -> Mapping[str, Any] | None:
         """The scores of one benchmark, None where this model was not asked."""
@@ -99,12 +99,12 @@ class Comparison:
         return self.found.difference if self.higher_is_better else -self.found.difference
 
 
-def stages_of(context: Mapping[str, Any]) -> dict[str, Stage]:
+def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
     """The stages of a run by name: inputs before what was made of them, whatever order they were given in."""
-    found: dict[str, Stage] = {}
+    found: dict[str, ReportedStage] = {}
     for name, raw in context["stages"].items():
         fields = {key: raw[key] for key in ("kind", "key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
-        found[name] = Stage(
+        found[name] = ReportedStage(
             name=name,
             environment=raw.get("environment", {}),
             files=Path(raw["files"]),
@@ -113,7 +113,7 @@ def stages_of(context: Mapping[str, Any]) -> dict[str, Stage]:
         )
     depth: dict[str, int] = {}
 
-    def depth_of(stage: Stage) -> int:
+    def depth_of(stage: ReportedStage) -> int:
         if stage.name not in depth:
             sources = [stage_behind(found, source) for source in stage.lineage.values()]
             depth[stage.name] = 1 + max((depth_of(source) for source in sources if source is not None), default=0)
@@ -123,15 +123,15 @@ def stages_of(context: Mapping[str, Any]) -> dict[str, Stage]:
     return {stage.name: stage for stage in ordered}
 
 
-def stage_behind(stages: Mapping[str, Stage], source: Mapping[str, Any]) -> Stage | None:
+def stage_behind(stages: Mapping[str, ReportedStage], source: Mapping[str, Any]) -> ReportedStage | None:
     """The stage that a line of lineage names, by key and digest: an earlier run may have called it otherwise. None when
     it is not part of this report."""
     return next((s for s in stages.values() if s.key == source["key"] and s.digest == source["digest"]), None)
 
 
-def columns_of(stages: Mapping[str, Stage]) -> list[Column]:
+def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
     """The evaluated models in the DAG's order, named BASE, MID, SFT, RL, or by stage where a kind is there twice."""
-    evals: dict[str, list[Stage]] = {}
+    evals: dict[str, list[ReportedStage]] = {}
     for stage in stages.values():
         if stage.kind == "eval" and (model := stage_behind(stages, stage.lineage["model"])):
             evals.setdefault(model.name, []).append(stage)
@@ -153,7 +153,7 @@ def benchmarks_of(columns: Sequence[Column]) -> list[str]:
     return list(dict.fromkeys(benchmark["name"] for stage in evals for benchmark in stage.config["benchmarks"]))
 
 
-def comparisons_of(columns: Sequence[Column], stages: Mapping[str, Stage]) -> list[Comparison]:
+def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> list[Comparison]:
     """Each model against the nearest evaluated one that it was trained from, and against others trained from that one.
 
     The latter is what tells RL from a control that spent the same on more SFT. p-values are corrected over all of them.
@@ -186,9 +186,9 @@ def _compared(name: str, before: Column, after: Column, *, is_parent: bool) -> C
     )
 
 
-def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mapping[str, Stage]) -> Column | None:
+def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> Column | None:
     by_name = {c.stage.name: c for c in columns}
-    stage: Stage | None = column.stage
+    stage: ReportedStage | None = column.stage
     while stage is not None and "model" in stage.lineage:
         stage = stage_behind(stages, stage.lineage["model"])
         if stage is not None and stage.name in by_name:
@@ -196,7 +196,7 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
     return None
 
 
-def warnings_of(stages: Mapping[str, Stage], stale: Mapping[str, str]) -> list[str]:
+def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
     """What the reader of scores must know: what is stale, and that RL learned nothing. stale: stage -> why."""
     said = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
-from nanodag.report.gather import Stage, stage_behind
+from nanodag.report.gather import ReportedStage, stage_behind
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
 # Class and colour of a box. In a page its style sheet goes before the colours, which are for an SVG that stands alone.
@@ -13,7 +13,7 @@ LOOKS = {"eval": ("beside", "#f3f4f6"), "report": ("beside", "#f3f4f6"), "rl": (
 CHAIN = ("chain", "#eef3fd")
 
 
-def lineage_svg(stages: Mapping[str, Stage]) -> str:
+def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
     """An SVG of stages with their kind and key, and an arrow for every input."""
     places = _places(stages)
     width = (max(x for x, _ in places.values()) + 1) * (BOX_WIDTH + GAP_X) - GAP_X + 4
@@ -31,12 +31,12 @@ def lineage_svg(stages: Mapping[str, Stage]) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def sources_of(stages: Mapping[str, Stage], stage: Stage) -> list[Stage]:
+def sources_of(stages: Mapping[str, ReportedStage], stage: ReportedStage) -> list[ReportedStage]:
     """The stages that a stage's inputs come from."""
     return [found for source in stage.lineage.values() if (found := stage_behind(stages, source)) is not None]
 
 
-def _places(stages: Mapping[str, Stage]) -> dict[str, tuple[int, int]]:
+def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
     """Column and row of every stage: the column is its longest way from the start, the row the first that is free.
 
     Evaluations hang below the chain of models.
@@ -58,7 +58,7 @@ def _corner(x: int, y: int) -> tuple[int, int]:
     return 2 + x * (BOX_WIDTH + GAP_X), 2 + y * (BOX_HEIGHT + GAP_Y)
 
 
-def _box(stage: Stage, x: int, y: int) -> str:
+def _box(stage: ReportedStage, x: int, y: int) -> str:
     left, top = _corner(x, y)
     name, fill = LOOKS.get(stage.kind, CHAIN)
     middle = left + BOX_WIDTH // 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
-from nanodag.report.gather import Column, Comparison, Stage, columns_of, comparisons_of, stages_of, warnings_of
+from nanodag.report.gather import Column, Comparison, ReportedStage, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.tables import Cell, Example, Table
 
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class PageSection:
     """in_markdown: whether the Markdown page has it too; plots, lineage pictures and configs are in the HTML only."""
 
     title: str
@@ -55,7 +55,7 @@ class Report:
     subtitle: str
     cards: Sequence[Cell]
     warnings: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=list)
+    sections: Sequence[PageSection] = field(default_factory=list)
 
 
 def build_report(
@@ -136,7 +136,7 @@ def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
     return cards
 
 
-def _cost_cards(stages: Mapping[str, Stage]) -> list[Cell]:
+def _cost_cards(stages: Mapping[str, ReportedStage]) -> list[Cell]:
     def total(name: str) -> float:
         return sum(tables.number(stage.cost, name) for stage in stages.values())
 
@@ -148,7 +148,7 @@ def _cost_cards(stages: Mapping[str, Stage]) -> list[Cell]:
     return cards
 
 
-def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Section | None:
+def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
     if not columns:
         return None
     parts = [Part(svg=plots.scores_svg(columns, name="scores")), Part(table=tables.scores_table(columns))]
@@ -168,10 +168,10 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Sec
             )
         )
     note = "Score ± standard error, 95 % interval below. Shares in percent."
-    return Section(title="Scores", note=note, parts=parts)
+    return PageSection(title="Scores", note=note, parts=parts)
 
 
-def _curves(stages: Mapping[str, Stage]) -> Section | None:
+def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
     parts = []
     for stage in stages.values():
         panels = plots.rl_panels(stage) if stage.kind == "rl" else []
@@ -180,10 +180,10 @@ def _curves(stages: Mapping[str, Stage]) -> Section | None:
             parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
     if reached := tables.reached_table(stages):
         parts.append(Part(heading="What each stage reached", table=reached))
-    return Section(title="Training", parts=parts) if parts else None
+    return PageSection(title="Training", parts=parts) if parts else None
 
 
-def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Section | None:
+def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
     parts = []
     if found := tables.samples_table(columns):
         parts.append(Part(heading="The same prompts", table=found, style="samples"))
@@ -195,10 +195,10 @@ def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Se
                 before, after = comparison.before.label, comparison.after.label
                 heading = f"{comparison.benchmark}: {before} {other}, {after} {turned}"
                 parts.append(Part(heading=heading, examples=examples, before=before, after=after))
-    return Section(title="Samples", parts=parts) if parts else None
+    return PageSection(title="Samples", parts=parts) if parts else None
 
 
-def _stages(stages: Mapping[str, Stage], price_per_hour: float) -> Section:
+def _stages(stages: Mapping[str, ReportedStage], price_per_hour: float) -> PageSection:
     note = (
         "Time is what the stage's processes took, over all tries, CPU time is summed over them, memory is the largest "
         "process. A stage that was found in the store shows what it cost when it was built. Trained tokens went "
@@ -207,31 +207,31 @@ def _stages(stages: Mapping[str, Stage], price_per_hour: float) -> Section:
         "without attention, and without RL's scoring by old, reference and critic weights; MFU has attention too."
     )
     table = tables.stages_table(stages, price_per_hour)
-    return Section(title="Time, tokens and cost", note=note, parts=[Part(table=table, style="compact total")])
+    return PageSection(title="Time, tokens and cost", note=note, parts=[Part(table=table, style="compact total")])
 
 
-def _lineage(stages: Mapping[str, Stage]) -> Section:
+def _lineage(stages: Mapping[str, ReportedStage]) -> PageSection:
     parts = [Part(drawing=lineage_svg(stages)), Part(table=tables.lineage_table(stages))]
     if environment := tables.environment_table(stages):
         parts.append(Part(heading="Made with", table=environment, folded=True))
-    return Section(title="Lineage", parts=parts)
+    return PageSection(title="Lineage", parts=parts)
 
 
-def _contamination(found: Table | None) -> Section | None:
+def _contamination(found: Table | None) -> PageSection | None:
     if found is None:
         return None
     note = (
         "Benchmark items that share at least one run of 13 words with a training source. An item found there may have "
         "been learnt by heart."
     )
-    return Section(title="Contamination", note=note, parts=[Part(table=found)])
+    return PageSection(title="Contamination", note=note, parts=[Part(table=found)])
 
 
-def _config(stages: Mapping[str, Stage], origins: Mapping[str, str]) -> Section:
+def _config(stages: Mapping[str, ReportedStage], origins: Mapping[str, str]) -> PageSection:
     parts = []
     for stage in stages.values():
         table = tables.config_table(stage, origins)
         chosen = sum(row[2].text != "default" for row in table.rows)
         note = f"{chosen} of {len(table.rows)} values chosen or derived"
         parts.append(Part(heading=stage.name, note=note, table=table, folded=True))
-    return Section(title="Config", note="Every value, and where it comes from.", parts=parts, in_markdown=False)
+    return PageSection(title="Config", note="Every value, and where it comes from.", parts=parts, in_markdown=False)

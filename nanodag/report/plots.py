@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from nanodag.report.gather import Column, Stage, benchmarks_of
+from nanodag.report.gather import Column, ReportedStage, benchmarks_of
 from nanodag.report.words import is_share, shortened
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
     return f'<div class="panels small">{"".join(pictures)}</div>'
 
 
-def supervised_panels(stage: Stage) -> list[Panel]:
+def supervised_panels(stage: ReportedStage) -> list[Panel]:
     """Loss, validation and speed of a pretrain, midtrain or sft stage; what was not recorded is left out."""
     return _panels(
         stage,
@@ -97,7 +97,7 @@ def supervised_panels(stage: Stage) -> list[Panel]:
     )
 
 
-def rl_panels(stage: Stage) -> list[Panel]:
+def rl_panels(stage: ReportedStage) -> list[Panel]:
     """Reward, length, how far the policy moved, and speed; what was not recorded is left out."""
     shares = {"clipped_share": "tokens clipped", "zero_spread_share": "groups all alike", "truncated_share": "cut off"}
     speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
@@ -114,12 +114,12 @@ def rl_panels(stage: Stage) -> list[Panel]:
     )
 
 
-def _panels(stage: Stage, *drawn: tuple[str, dict[str, str], dict[str, Any]]) -> list[Panel]:
+def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, Any]]) -> list[Panel]:
     panels = [Panel(title=t, x_label="step", lines=_lines(stage, names), **how) for t, names, how in drawn]
     return [panel for panel in panels if panel.lines]
 
 
-def _lines(stage: Stage, names: Mapping[str, str]) -> dict[str, tuple[list[float], list[float]]]:
+def _lines(stage: ReportedStage, names: Mapping[str, str]) -> dict[str, tuple[list[float], list[float]]]:
     found = {label: stage.curve(name) for name, label in names.items()}
     return {label: curve for label, curve in found.items() if curve[0]}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanodag.report import tables, words
 from nanodag.report.gather import KIND_ORDER, Comparison, columns_of, comparisons_of, stages_of, warnings_of
-from nanodag.report.page import Part, Report, Section
+from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import stale_stages
@@ -67,7 +67,7 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
     sections = []
     if summary.scores is not None:
         note = "Score, 95 % interval. Shares in percent."
-        sections.append(Section(title="Scores", note=note, parts=[Part(table=summary.scores)]))
+        sections.append(PageSection(title="Scores", note=note, parts=[Part(table=summary.scores)]))
     if summary.num_compared:
         changes = [(line, tone) for lines, tone in ((summary.better, "good"), (summary.worse, "bad")) for line in lines]
         rows = [
@@ -75,7 +75,7 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
         ]
         note = f"Of {summary.num_compared} comparisons of a model with the one it comes from, {len(rows)} beyond noise."
         parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
-        sections.append(Section(title="Better and worse", note=note, parts=parts))
+        sections.append(PageSection(title="Better and worse", note=note, parts=parts))
     stale = stale_stages(record)
     rows = [
         [
@@ -88,7 +88,7 @@ def summary_report(record: Mapping[str, Any], summary: Summary) -> Report:
         for name, entry in ((name, record["stages"][name]) for name in record["order"])
     ]
     table = Table(headers=["stage", "kind", "state", "key", "took"], rows=rows, numeric=(4,))
-    sections.append(Section(title="Stages", parts=[Part(table=table)]))
+    sections.append(PageSection(title="Stages", parts=[Part(table=table)]))
     return Report(
         title=f"Run {record['run']}",
         subtitle=f"preset {record['preset']}",

@@ -7,7 +7,7 @@ from typing import Any
 from nanodag.config.resolve import leaves
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
-from nanodag.report.gather import Column, Comparison, Stage, benchmarks_of
+from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
 from nanodag.report.lineage import sources_of
 
 
@@ -107,7 +107,7 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     return Table(headers=headers, rows=rows, numeric=(2, 3, 4, 5))
 
 
-def stages_table(stages: Mapping[str, Stage], price_per_hour: float) -> Table:
+def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> Table:
     """Time, tokens, FLOPs and cost a stage; what a stage does not have is left empty."""
     rows = [_stage_row(stage, price_per_hour) for stage in stages.values()]
     totals = {name: sum(number(s.cost, name) for s in stages.values()) for name in ("seconds", "cpu_seconds", "flops")}
@@ -129,7 +129,7 @@ def stages_table(stages: Mapping[str, Stage], price_per_hour: float) -> Table:
     return Table(headers=headers, rows=[*rows, last], numeric=tuple(range(1, len(headers))))
 
 
-def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
+def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
     cost = stage.cost
     seconds, tokens = number(cost, "seconds"), trained_tokens(stage)
     speed = number(cost, "tokens_per_second") or (tokens / seconds if seconds and tokens else 0.0)
@@ -151,25 +151,25 @@ def _stage_row(stage: Stage, price_per_hour: float) -> list[Cell]:
     return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
 
 
-def _documents(stage: Stage) -> str:
+def _documents(stage: ReportedStage) -> str:
     share = number(stage.metrics, "document_share")
     return f"{100 * share:.0f} % documents" if share else ""
 
 
-def _price(stage: Stage, price_per_hour: float) -> float:
+def _price(stage: ReportedStage, price_per_hour: float) -> float:
     return number(stage.cost, "seconds") / 3600 * _num_ranks(stage) * price_per_hour
 
 
-def _num_ranks(stage: Stage) -> int:
+def _num_ranks(stage: ReportedStage) -> int:
     return int(stage.config.get("resources", {}).get("num_ranks", 1))
 
 
-def trained_tokens(stage: Stage) -> float:
+def trained_tokens(stage: ReportedStage) -> float:
     """Tokens that a stage put through the model forward and backward."""
     return 0.0 if stage.kind == "eval" else number(stage.cost, "tokens")
 
 
-def read_tokens(stage: Stage) -> float:
+def read_tokens(stage: ReportedStage) -> float:
     """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
     before = "tokens" if stage.kind == "eval" else "sampled_tokens"  # as artifacts had it before
     return number(stage.cost, "forward_tokens") or number(stage.cost, before)
@@ -191,7 +191,7 @@ def number(table: Mapping[str, Any], name: str) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-def reached_table(stages: Mapping[str, Stage]) -> Table | None:
+def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
     """The metrics that training stages ended with; None when there are none."""
     rows = []
     for stage in stages.values():
@@ -245,7 +245,7 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
     return found[:limit]
 
 
-def lineage_table(stages: Mapping[str, Stage]) -> Table:
+def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:
     """Which bytes were made of which."""
     rows = [
         [
@@ -262,7 +262,7 @@ def lineage_table(stages: Mapping[str, Stage]) -> Table:
     return Table(headers=headers, rows=rows, numeric=(3,))
 
 
-def config_table(stage: Stage, origins: Mapping[str, str]) -> Table:
+def config_table(stage: ReportedStage, origins: Mapping[str, str]) -> Table:
     """Every value of a stage's resolved config, what was chosen or derived before what was left at its default."""
     values = list(leaves(dict(stage.config), stage.name))
     rows = []
@@ -278,7 +278,7 @@ def config_table(stage: Stage, origins: Mapping[str, str]) -> Table:
     return Table(headers=["field", "value", "from"], rows=cells)
 
 
-def environment_table(stages: Mapping[str, Stage]) -> Table | None:
+def environment_table(stages: Mapping[str, ReportedStage]) -> Table | None:
     """Where the stages ran, one row for each setting that they share or differ in; None when nothing was recorded."""
     found: dict[tuple[str, str], list[str]] = {}
     for stage in stages.values():

@@ -22,7 +22,7 @@ END_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Cgroup:
     """One cgroup. procs: its `cgroup.procs`, open: who opened it decides what is allowed, not who writes."""
 
     path: Path
@@ -34,7 +34,7 @@ class Group:
 
 
 @contextmanager
-def group(*, max_bytes: int, max_processes: int) -> Iterator[Group | None]:
+def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
     """A group with these bounds, ended and removed in the end; None where none can be made."""
     above = parent()
     if above is None:
@@ -49,7 +49,7 @@ def group(*, max_bytes: int, max_processes: int) -> Iterator[Group | None]:
             (path / "memory.swap.max").write_text("0")
         procs = os.open(path / "cgroup.procs", os.O_WRONLY)
         try:
-            yield Group(path, procs)
+            yield Cgroup(path, procs)
         finally:
             os.close(procs)
     finally:

@@ -14,7 +14,7 @@ MAX_NUMBER_CHARACTERS = 64
 @dataclass(frozen=True, slots=True)
 class Reward:
     """value: what is trained on. components: named parts, each logged by itself. steps: of a process reward
-    (nanodag.rewards.steps): the end of each step, in characters of the completion, and its score."""
+    (nanodag.rewards.step_reward): the end of each step, in characters of the completion, and its score."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)

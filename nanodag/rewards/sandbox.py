@@ -37,7 +37,7 @@ MAX_BYTES = 512 << 20  # the address space of a process
 MAX_TOGETHER = 2  # times that: the memory of all processes of a program
 MAX_OUTPUT_BYTES = 1 << 20
 TMP_BYTES = 64 << 20
-MOST_PROCESSES = 16  # threads count, too, and the first process of the sandbox
+MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 OPT_OUT = "NANODAG_SANDBOX"
@@ -160,8 +160,8 @@ def _run(
             rules = stack.enter_context(seccomp.filter_path().open("rb"))  # there is one: _why_not
             command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
             files, path = [source.fileno(), rules.fileno()], _PROGRAM
-        group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MOST_PROCESSES))
-        limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MOST_PROCESSES if behind else 1]
+        group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
+        limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MAX_PROCESSES if behind else 1]
         # -S: no installed packages; -P: nothing of the working directory is imported first.
         python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
         becomes = None if behind is None else behind.becomes

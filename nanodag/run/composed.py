@@ -25,9 +25,9 @@ def open_composed(
     flow_run: str,
     about: Mapping[str, Any],
 ) -> Run:
-    """Begin such a run, or go on with it: what its record said before of the same stages stays known.
+    """Begin such a run, or resume it: what its record said before of the same stages stays known.
 
-    to_do: the stages that are carried out, inputs first; those alone are in the record. about: what else the record
+    to_do: the stages that are run, inputs first; those alone are in the record. about: what else the record
     says; its first name is what kind of run this is, `sweep` or `nightly`.
     """
     take_python_path(store.local, name)

@@ -10,12 +10,12 @@ from nanodag.store import Artifact, Store, canonical_json
 
 SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
 _COST = ("seconds", "cpu_seconds", "tokens", "flops", "peak_bytes", "device")
-# Where a run was carried out, not what it is.
+# Where a run took place, not what it is.
 _ELSEWHERE = ("store.", "server.", "nightly.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DiffLine:
     """One line of the comparison. before, after: None where a run has nothing of that name."""
 
     section: str
@@ -35,14 +35,14 @@ class Row:
         return None
 
 
-def compare(store: Store, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Row]:
+def compare(store: Store, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[DiffLine]:
     """Every line of both runs, section by section. first, second: their records."""
     sides = [_side(store, record) for record in (first, second)]
     rows = []
     for section in SECTIONS:
         before, after = sides[0][section], sides[1][section]
         for name in list(dict.fromkeys([*before, *after])):
-            rows.append(Row(section=section, name=name, before=before.get(name), after=after.get(name)))
+            rows.append(DiffLine(section=section, name=name, before=before.get(name), after=after.get(name)))
     return rows
 
 

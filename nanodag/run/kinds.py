@@ -1,4 +1,4 @@
-"""The kinds of stages: which worker carries one out, and what its result depends on beside config and inputs."""
+"""The kinds of stages: which worker runs one, and what its result depends on beside config and inputs."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Kind:
     module: what `python -m` runs. code_version: raised by hand when the kind's code changes what it makes, so that
     older artifacts no longer count. is_beside: runs beside the next stage, at low priority, and nothing but the report
     waits for it. has_ranks: the launcher starts resources.num_ranks processes of it; otherwise the worker starts what
-    it needs. takes_what_exists: is carried out although some of its inputs failed, on the others.
+    it needs. takes_what_exists: is run although some of its inputs failed, on the others.
     """
 
     module: str

@@ -18,17 +18,17 @@ from nanodag.config import Pipeline
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.store import write_json
-from nanodag.store.files import writing
+from nanodag.store.atomic import writing
 from nanodag.store.provenance import code_digest
 
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
-MOST_FAULTS = 10
+MAX_FAULTS = 10
 
 
 def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stages: Collection[str] = ()) -> None:
     """Raise ConfigError with a line for each thing that a stage would fail for.
 
-    remembered: a folder for what has passed. stages: those that are to be carried out; all unless given.
+    remembered: a folder for what has passed. stages: those that are to be run; all unless given.
     """
     asked = {
         "pipeline": pipeline.model_dump(mode="json"),
@@ -41,10 +41,10 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
         return
     found = _look(asked)
     if faults := found["faults"]:
-        more = [f"and {counted(len(faults) - MOST_FAULTS, 'more fault')}"] if len(faults) > MOST_FAULTS else []
-        lines = [*faults[:MOST_FAULTS], *more]
+        more = [f"and {counted(len(faults) - MAX_FAULTS, 'more fault')}"] if len(faults) > MAX_FAULTS else []
+        lines = [*faults[:MAX_FAULTS], *more]
         head = f"{file}, preset {pipeline.preset!r}"
-        text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be carried out:", *lines])
+        text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be run:", *lines])
         raise ConfigError(text)
     with writing(f"Writing {mark}"):
         remembered.mkdir(parents=True, exist_ok=True)

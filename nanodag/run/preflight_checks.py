@@ -22,9 +22,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.ranges import check_lora
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of, open_adapter
+from nanodag.data.canonical import Kind, Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.files import FileSource
-from nanodag.data.records import Kind, Wanted
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError
@@ -293,7 +293,7 @@ _KIND_OF_READER: dict[str, Kind] = {
 }
 
 
-MOST_INCLUDES = 20
+MAX_INCLUDES = 20
 
 
 class FormLoader(yaml.SafeLoader):
@@ -312,8 +312,8 @@ def _form(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(own, dict):
         raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
     above = own.get("include")
-    if isinstance(above, str) and len(below) > MOST_INCLUDES:
-        raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MOST_INCLUDES} others")
+    if isinstance(above, str) and len(below) > MAX_INCLUDES:
+        raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
     return {**_form(path.parent / above, (*below, path)), **own} if isinstance(above, str) else own
 
 

@@ -1,15 +1,15 @@
-"""The PYTHONPATH of whoever called a run, for the processes that carry it out."""
+"""The PYTHONPATH of whoever called a run, for its processes."""
 
 import hashlib
 import os
 import sys
 from pathlib import Path
 
-from nanodag.store.files import write_bytes, writing
+from nanodag.store.atomic import write_bytes, writing
 
 
 def note_python_path(local: Path, run: str) -> None:
-    """Keep this process's PYTHONPATH for the processes that are going to carry out a run. In a file and not in what the
+    """Keep this process's PYTHONPATH for the processes that are going to execute a run. In a file and not in what the
     flow run is told: whoever reaches Prefect's server could say where code comes from.
 
     local: the store's folder on this machine.

@@ -53,14 +53,14 @@ class Run:
         self.store = store
         self.stop = threading.Event()
         self.to_do = self.order
-        self.is_joined = False  # another process opened it and closes it; this one carries out a stage of it
+        self.is_joined = False  # another process opened it and closes it; this one runs a stage of it
         self.composed = ""  # `sweep` or `nightly` for a run that nanodag.run.composed opened
         self.restarts: Counter[str] = Counter()  # by stage: how often it was begun in this process
         self.at_once = 1  # stages that train side by side where there is no GPU
 
     @property
     def order(self) -> list[str]:
-        """Stage names, inputs first. to_do: those of them that are carried out this time."""
+        """Stage names, inputs first. to_do: those of them that are run this time."""
         return order_of(self.pipeline)
 
     def note(self, stage: str, **fields: Any) -> None:
@@ -128,14 +128,14 @@ def open_run(
     keeps_stale: bool = False,
     flow_run: str = "",
 ) -> Run:
-    """Resolve the config and begin, or go on with, the run of that name.
+    """Resolve the config and begin, or resume, the run of that name.
 
-    only: stages that are carried out this time; what the record says of the others stays. keeps_stale: so stay finished
-    ones that are stale, unless they must be carried out for another reason (nanodag.run.stale.left_alone). flow_run:
+    only: stages that are run this time; what the record says of the others stays. keeps_stale: so stay finished
+    ones that are stale, unless they must be run for another reason (nanodag.run.stale.left_alone). flow_run:
     Prefect's id.
 
     Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
-    carries out that run.
+    executes that run.
     """
     check_owner(pipeline_file(file))
     resolved = resolve(pipeline_file(file), preset, overrides)
@@ -152,7 +152,7 @@ def open_run(
         only = [stage for stage in run.order if stage not in kept_stale]
     run.to_do = [stage for stage in run.order if not only or stage in only]
     if is_alive(before) and before["pid"] != os.getpid():
-        raise StoreBusy(f"Run {name} is being carried out by process {before['pid']}; wait for it, or stop it.")
+        raise StoreBusy(f"Run {name} is under way in process {before['pid']}; wait for it, or stop it.")
     kept = before.get("stages", {}) if only else {}
     stages = {
         stage: {**kept[stage], "config": config_digest(config)}
@@ -191,7 +191,7 @@ def open_run(
 
 
 def join_run(name: str, store: Store) -> Run:
-    """A run that another process carries out, for one stage of it here: as its record says, nothing resolved anew."""
+    """A run of another process, for one stage of it here: as its record says, nothing resolved again."""
     record = store.read_run(name)
     resolved = Resolved(pipeline=Pipeline.model_validate(record["pipeline"]), origins=record["origins"])
     check_trust(resolved.pipeline, Path(record["file"]))
@@ -203,7 +203,7 @@ def join_run(name: str, store: Store) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What it takes to open a run again. stages: those that are to be carried out."""
+    """What it takes to open a run again. stages: those that are to be run."""
 
     file: str
     preset: str
@@ -245,15 +245,15 @@ def recorded_run(
 
 
 def refuse_composed(name: str, record: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a sweep or a night: carried out as a run, it would lose its record to a plain preset's."""
+    """Raise ConfigError for a sweep or a night: executed as a run, it would lose its record to a plain preset's."""
     if "sweep" in record:
         raise ConfigError(
-            f"{name} is a sweep: go on with it by Retry in the UI, or by nanodag sweep --name {name} and what it was "
+            f"{name} is a sweep: resume it by Retry in the UI, or by nanodag sweep --name {name} and what it was "
             "started with. For a run of its own choose another name."
         )
     if "nightly" in record:
         raise ConfigError(
-            f"{name} is a night: go on with it by Retry in the UI, or evaluate anew with: nanodag nightly run. For a "
+            f"{name} is a night: resume it by Retry in the UI, or evaluate again with: nanodag nightly run. For a "
             "run of its own choose another name."
         )
 
@@ -322,7 +322,7 @@ def store_of(pipeline: Pipeline) -> Store:
     return Store(pipeline.store.url, local=local)
 
 
-def places_of(pipeline: Pipeline, store: Store) -> list[str]:
+def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
     """Store and mirror as overrides, for a process with another environment and working directory. Quoted: a path may
     hold what means something in YAML."""
     values = {"store.url": store.url, "mirror": pipeline.mirror}
@@ -330,7 +330,7 @@ def places_of(pipeline: Pipeline, store: Store) -> list[str]:
 
 
 def is_alive(record: Mapping[str, Any]) -> bool:
-    """True when the process that carries out a run, as its record says, is there."""
+    """True when the process of a run, as its record says, is there."""
     if record.get("state") != "running":
         return False
     try:

@@ -11,13 +11,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanodag.config import AnyStage, resolve
 from nanodag.errors import ArtifactNotFound, StageFailed, StoreError
+from nanodag.run.build_stage import cluster_context, key_of
 from nanodag.run.kinds import KINDS
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
-from nanodag.run.stage import cluster_context, key_of
 from nanodag.store import Artifact, Store, content_digest
-from nanodag.store.files import files_below, sha256_of
+from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
-from nanodag.worker.devices import STEP_BACK_S, hold, named_gpus, num_gpus_of, places_folder, places_for
+from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
 from nanodag.worker.job import Job
 from nanodag.worker.launch import Result, run_worker
 
@@ -41,9 +41,9 @@ class Reproduction:
 def reproduce(
     store: Store, artifact: Artifact, *, file: str, on_line: Callable[[str], None] = lambda line: None
 ) -> Reproduction:
-    """Carry the artifact's stage out once more. Nothing is published, and nothing that the store has is touched.
+    """Run the artifact's stage once more. Nothing is published, and nothing that the store has is touched.
 
-    It waits for a place on this machine as any stage does, and `gc` leaves its folder alone meanwhile.
+    It waits for a device of this machine as any stage does, and `gc` leaves its folder alone meanwhile.
 
     Raises ArtifactNotFound when an input is gone, StoreError when another user wrote the artifact, or when the recipe
     cannot be the same any more: data have changed, or the kind's code version; StageFailed when the worker fails.
@@ -60,7 +60,7 @@ def reproduce(
         context |= cluster_context(run.pipeline, stage)
         workspace = store.workspace(name)
         job = Job(name=artifact.stage, run=run.name, config=stage, inputs=above, workspace=workspace, context=context)
-        result = _carry_out(store, job, lock, on_line)
+        result = _run_worker(store, job, lock, on_line)
         hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
         files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
         is_same = all(state == "same" for state in files.values())
@@ -75,13 +75,13 @@ def reproduce(
     )
 
 
-def _carry_out(store: Store, job: Job, lock: int, on_line: Callable[[str], None]) -> Result:
-    """Run the job's worker on a place of this machine."""
+def _run_worker(store: Store, job: Job, lock: int, on_line: Callable[[str], None]) -> Result:
+    """Run the job's worker on a device of this machine."""
     stage, kind = job.config, KINDS[job.config.kind]
     device = str(stage.resources.device)
-    places = places_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
+    devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside)
     step_back_s = STEP_BACK_S if device == "cuda" else 0.0
-    with hold(places_folder(store), places, step_back_s=step_back_s) as held:
+    with hold(devices_folder(store), devices, step_back_s=step_back_s) as held:
         result = run_worker(
             kind.module,
             job,
@@ -135,7 +135,7 @@ def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
             return found
     raise ArtifactNotFound(
         f"The input {source['stage']} (key {key[:12]}, content {str(source['digest'])[:12]}) is not in {store.url} any "
-        "more. Carry out that stage first, from the run that this artifact is of."
+        "more. Build that stage first, from the run that this artifact is of."
     )
 
 

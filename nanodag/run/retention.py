@@ -17,8 +17,8 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
 from nanodag.run.stale import ENDED_WELL
 from nanodag.store import Artifact, Store
+from nanodag.store.atomic import sizes_below
 from nanodag.store.check import targets
-from nanodag.store.files import sizes_below
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class RetentionPolicy:
     """Which records of runs stay: the newest keep_runs, those that completed before others; those begun within
     keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
     refers to. best: kept whatever refers to it, with what it was made from."""
@@ -53,7 +53,7 @@ class Policy:
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words.
-    started: when a run was begun, or gone on with, last."""
+    started: when a run was begun, or resumed, last."""
 
     what: str
     name: str
@@ -63,7 +63,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RemovalPlan:
     """items: what can go. num_kept, kept_bytes: attempts that stay. notes: what should be known. attempts: all of
     them, with what they were made from."""
 
@@ -86,7 +86,7 @@ def best_of(text: str) -> Best:
     return Best(stage=found["stage"], metric=found["metric"], is_lowest=found["side"] == "min")
 
 
-def plan(store: Store, policy: Policy) -> Plan:
+def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
     """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
     if damaged := store.damaged_runs():
         raise StoreError(
@@ -113,7 +113,7 @@ def plan(store: Store, policy: Policy) -> Plan:
     items += _copies(store, attempts, kept)
     unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
     items += [
-        Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run goes on with these checkpoints")
+        Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run resumes these checkpoints")
         for key in store.mirrored()
         if key not in unfinished
     ]
@@ -122,7 +122,7 @@ def plan(store: Store, policy: Policy) -> Plan:
         for name, size in store.leftovers().items()
     ]
     staying_attempts = [a for reference, a in attempts.items() if _is_in(reference, kept) or a == "newer"]
-    return Plan(
+    return RemovalPlan(
         items=tuple(items),
         num_kept=len(staying_attempts),
         kept_bytes=sum(_bytes(a) for a in staying_attempts),
@@ -131,7 +131,7 @@ def plan(store: Store, policy: Policy) -> Plan:
     )
 
 
-def free(store: Store, found: Plan, *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
+def free(store: Store, found: RemovalPlan, *, settle_s: float = SETTLE_S) -> tuple[int, list[str]]:
     """Let go of what a plan lists; returns the bytes freed and, in words, what stayed after all."""
     stayed: list[str] = []
     freed = 0
@@ -144,7 +144,7 @@ def free(store: Store, found: Plan, *, settle_s: float = SETTLE_S) -> tuple[int,
     return freed + _free_attempts(store, found, settle_s, stayed), stayed
 
 
-def _free_attempts(store: Store, found: Plan, settle_s: float, stayed: list[str]) -> int:
+def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: list[str]) -> int:
     """Take them out of sight, and look who needs them now: those come back first, then the others are removed."""
     hidden: dict[Reference, tuple[str, int]] = {}
     freed = 0
@@ -182,20 +182,20 @@ def _bring_back(store: Store, reference: Reference, token: str, stayed: list[str
         attempt = store.bring_back(*reference, token)
     except (OSError, StoreError) as error:
         log.warning("%s could not be brought back: %s", name, error)
-        stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it anew")
+        stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it again")
         return
     moved = "" if attempt == reference[1] else f"; it is attempt {attempt} now"
     stayed.append(f"{name}: {why}{moved}")
 
 
 def _remove_run(store: Store, item: Item, stayed: list[str]) -> None:
-    """Remove a run's record, unless somebody has begun to go on with that run since the plan was made."""
+    """Remove a run's record, unless somebody has begun to resume that run since the plan was made."""
 
-    def is_gone_on_with(record: Mapping[str, Any]) -> bool:
+    def is_resumed(record: Mapping[str, Any]) -> bool:
         return record.get("state") == "running" or record.get("started", 0.0) != item.started
 
-    if not store.remove_run(item.name, unless=is_gone_on_with):
-        stayed.append(f"{item.name}: that run has been gone on with")
+    if not store.remove_run(item.name, unless=is_resumed):
+        stayed.append(f"{item.name}: that run has been resumed")
 
 
 def _is_wanted(store: Store, key: str, attempt: str = ANY) -> bool:
@@ -239,7 +239,7 @@ def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> i
     return freed
 
 
-def _retired(records: Mapping[str, Mapping[str, Any]], policy: Policy) -> list[str]:
+def _retired(records: Mapping[str, Mapping[str, Any]], policy: RetentionPolicy) -> list[str]:
     """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone. A run that
     completed is worth more than a newer one that did not."""
     if not policy.keep_runs and not policy.keep_days:
@@ -339,21 +339,21 @@ def _metric(values: Mapping[str, Any], name: str) -> Any:
     return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
 
 
-def _young(attempts: Mapping[Reference, Any], policy: Policy) -> set[Reference]:
+def _young(attempts: Mapping[Reference, Any], policy: RetentionPolicy) -> set[Reference]:
     limit = time.time() - policy.keep_days * 86400.0
     found = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
     return found if policy.keep_days else set()
 
 
 def _workspaces(store: Store, staying: Mapping[str, Mapping[str, Any]]) -> list[Item]:
-    """Workspaces of stages that no run is going to go on with."""
+    """Workspaces of stages that no run is going to resume."""
     unfinished = {key for key, attempt in _references(staying) if attempt == ANY}
     folder = store.local / "work"
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in unfinished:
             size = sum(n for n in sizes_below(path).values() if n > 0)
-            found.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run goes on with it"))
+            found.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run resumes it"))
     return found
 
 

@@ -45,9 +45,9 @@ def _why(record: Record, entry: Record, stale: Mapping[str, str]) -> str:
 
 
 def left_alone(record: Record, pipeline: Pipeline) -> dict[str, str]:
-    """What a run that is gone on with leaves as it is, unless it is told otherwise: its stale stages, with why.
+    """What a run that is resumed leaves as it is, unless it is told otherwise: its stale stages, with why.
 
-    Not among them is what must be carried out in any case: a stage that is not finished, or has another config in this
+    Not among them is what must be run in any case: a stage that is not finished, or has another config in this
     pipeline than it was built with, and all that follows it.
     """
     stale = stale_stages(record)

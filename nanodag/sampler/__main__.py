@@ -94,8 +94,8 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     import torch
 
     from nanodag.sampler.engine import Engine
-    from nanodag.sampler.loop import EngineLoop
-    from nanodag.sampler.server import SamplerServer
+    from nanodag.sampler.engine_loop import EngineLoop
+    from nanodag.sampler.generation_server import SamplerServer
 
     torch.set_num_threads(args.threads)
     engine = Engine(

@@ -46,7 +46,7 @@ def uniforms(keys: np.ndarray, counts: np.ndarray, attempt: int = 0) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
-    """How each of R rows is drawn, as arrays (R,); made anew when a row changes hands, not at every token.
+    """How each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every token.
 
     ``temperature`` is 1 and the others are off (top_k 0, top_p 1) where greedy.
     """

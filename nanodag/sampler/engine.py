@@ -26,9 +26,9 @@ from nanodag.inference.protocol import Completion, FinishReason, Request, check_
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
-from nanodag.sampler.model import Model
+from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, row_sizes
-from nanodag.sampler.slots import Listener, Running, Sample, SlotTable, completion
+from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, build_weights, load_weights
@@ -81,7 +81,7 @@ class Engine:
         num_slots, self.context_length = plan_cache(
             self.checkpoint.architecture, max_batch, context_length, cache_bytes
         )
-        self.model = Model(
+        self.model = SamplerModel(
             self.checkpoint.architecture,
             self.load(Path(model_path)),
             num_slots=num_slots,
@@ -97,7 +97,7 @@ class Engine:
         self.table = SlotTable(self.num_slots, self.context_length)
         kernel = self.model.kernel
         self.steps = TorchSteps(self.model, self.table) if kernel is None else CompiledSteps(kernel, self.table)
-        self.waiting: deque[Sample] = deque()
+        self.waiting: deque[ActiveSample] = deque()
         self.weight_version = weight_version
         self.num_generated_tokens = 0
         self._seed = seed
@@ -113,7 +113,7 @@ class Engine:
         if request.params.stop and self.text is None:
             raise BadRequest(f"stop strings need a tokenizer, and there is none in {self.checkpoint.path}")
 
-    def submit(self, request: Request, listener: Listener, *, stream: bool = False) -> Running:
+    def submit(self, request: Request, listener: Listener, *, stream: bool = False) -> ActiveRequest:
         """Queue a request; ``listener`` is called from ``step`` when a sample ends, and at every token if streaming.
 
         A prompt that is to be scored is scored here and now, and the listener of a request for nothing else is called.
@@ -124,7 +124,7 @@ class Engine:
         number, params = next(self._request_numbers), request.params
         room = self.context_length - len(request.input_ids)
         stop_ids = () if params.ignore_eos else {*params.stop_token_ids, *self.checkpoint.eos_token_ids}
-        running = Running(
+        running = ActiveRequest(
             request=request,
             rid=request.rid if request.rid is not None else f"request-{number}",
             prompt=np.array(request.input_ids, dtype=np.int64),
@@ -136,7 +136,7 @@ class Engine:
         )
         if running.is_scored:
             running.prompt_logprobs = self.model.prompt_logprobs(running.prompt)
-        samples = [Sample(running=running, index=index) for index in range(params.n)]
+        samples = [ActiveSample(running=running, index=index) for index in range(params.n)]
         if np.isnan(running.prompt_logprobs).any():
             for sample in samples:
                 self._end(sample, self._not_finite())
@@ -173,7 +173,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.waiting) or bool(self.table.num_rows)
 
-    def abort(self, is_aborted: Callable[[Running], bool], message: str) -> int:
+    def abort(self, is_aborted: Callable[[ActiveRequest], bool], message: str) -> int:
         """End the requests for which the predicate holds, with what they have; returns the number of samples."""
         reason = FinishReason(type="abort", message=message)
         waiting = [sample for sample in self.waiting if is_aborted(sample.running)]
@@ -185,7 +185,7 @@ class Engine:
         return len(waiting) + len(rows)
 
     def retract(self) -> None:
-        """Put all running samples back at the head of the queue; what is in the cache for them is computed anew."""
+        """Put all running samples back at the head of the queue; what is in the cache for them is computed again."""
         rows = self.table.active_rows
         self.waiting.extendleft(reversed([self.table.empty(int(row)) for row in rows]))
         self.forget_prompts()
@@ -218,7 +218,7 @@ class Engine:
 
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:
-        """Sample every token from here on with ``weights``. Running samples go on with the cache they have."""
+        """Sample every token from here on with ``weights``. Running samples continue with the cache they have."""
         self.model.use(weights)
         self.checkpoint = replace(self.checkpoint, path=path)
         self.forget_prompts()
@@ -310,7 +310,7 @@ class Engine:
         if key is not None:
             del self._prompt_rows[key]
 
-    def _note_version(self, sample: Sample, count: int) -> None:
+    def _note_version(self, sample: ActiveSample, count: int) -> None:
         """From token number ``count`` on, the sample is drawn with the present weights."""
         if not sample.spans or sample.spans[-1][0] != self.weight_version:
             sample.spans.append((self.weight_version, count))
@@ -340,7 +340,7 @@ class Engine:
         stopped = last in table.stop_ids[row]
         self._end(table.empty(row), FinishReason(type="stop", matched=last) if stopped else FinishReason(type="length"))
 
-    def _end(self, sample: Sample, reason: FinishReason, text: str | None = None) -> None:
+    def _end(self, sample: ActiveSample, reason: FinishReason, text: str | None = None) -> None:
         if text is None:
             text = self._text_of(sample, reason)
         sample.running.listener(sample.index, completion(sample, reason, self.weight_version, text))
@@ -359,7 +359,7 @@ class Engine:
             status_code=500,
         )
 
-    def _text_of(self, sample: Sample, reason: FinishReason | None) -> str | None:
+    def _text_of(self, sample: ActiveSample, reason: FinishReason | None) -> str | None:
         if self.text is None:
             return None
         has_stop_token = reason is not None and reason.type == "stop"

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from nanodag.errors import SamplerError
-from nanodag.sampler.model import Model
+from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 
 log = logging.getLogger(__name__)
 
 
-def invariant_row_sizes(model: Model) -> tuple[int, ...]:
+def invariant_row_sizes(model: SamplerModel) -> tuple[int, ...]:
     """Sizes, ascending, at which every row has the same bits, and the same at every size and every length read.
 
     The largest is what decides: a smaller size that differs from it is left out, and if rows differ among themselves
@@ -46,7 +46,7 @@ def invariant_row_sizes(model: Model) -> tuple[int, ...]:
 
 
 @contextmanager
-def _random_weights(model: Model) -> Iterator[None]:
+def _random_weights(model: SamplerModel) -> Iterator[None]:
     """Try with dense random weights: a freshly initialised model has zero matrices, which hide how sums are ordered."""
     generator = torch.Generator(device=model.device).manual_seed(0)
     kept = [tensor.clone() for tensor in model.weights.tensors()]
@@ -59,7 +59,7 @@ def _random_weights(model: Model) -> Iterator[None]:
             tensor.copy_(original)
 
 
-def _bits(model: Model, rows: int) -> list[torch.Tensor] | None:
+def _bits(model: SamplerModel, rows: int) -> list[torch.Tensor] | None:
     """What every row came to; None if rows differ, or differ with the length read."""
     prompt = np.random.default_rng(0).integers(0, model.architecture.vocab_size, size=min(24, model.capacity - 1))
     tokens, positions = np.full(rows, int(prompt[0])), np.full(rows, len(prompt))

@@ -36,7 +36,7 @@ LOGIT_ROWS = 256  # scored at once: the whole prompt's logits would be large
 NUM_CACHED_VIEWS = 128
 
 
-class Model:
+class SamplerModel:
     """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it.
 
     Only large matrices are ever bfloat16. Attention and the cache are float32 in any case: with one query per head

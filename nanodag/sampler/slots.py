@@ -18,7 +18,7 @@ Listener = Callable[[int, Completion], None]
 
 
 @dataclass(eq=False, kw_only=True)
-class Running:
+class ActiveRequest:
     """A request inside the engine."""
 
     request: Request
@@ -38,10 +38,10 @@ class Running:
 
 
 @dataclass(eq=False, kw_only=True)
-class Sample:
+class ActiveSample:
     """One of a request's n samples. What it already has is here while it waits, and in the table while it runs."""
 
-    running: Running
+    running: ActiveRequest
     index: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int, capacity: int) -> None:
         self.num_slots = num_slots
-        self.samples: list[Sample | None] = [None] * num_slots
+        self.samples: list[ActiveSample | None] = [None] * num_slots
         self.active = np.zeros(num_slots, dtype=bool)
         self.tokens = np.zeros(num_slots, dtype=np.int64)  # last drawn, not yet in the cache
         self.positions = np.zeros(num_slots, dtype=np.int64)  # tokens in the cache
@@ -83,7 +83,7 @@ class SlotTable:
         self.num_rows = int(self.active_rows[-1]) + 1 if len(self.active_rows) else 0
         """Rows up to the last active one."""
 
-    def sample_at(self, row: int) -> Sample:
+    def sample_at(self, row: int) -> ActiveSample:
         """The sample of an active row."""
         sample = self.samples[row]
         assert sample is not None, row
@@ -92,7 +92,7 @@ class SlotTable:
     def free_rows(self) -> np.ndarray:
         return np.flatnonzero(~self.active)
 
-    def fill(self, row: int, sample: Sample, prefix_length: int) -> None:
+    def fill(self, row: int, sample: ActiveSample, prefix_length: int) -> None:
         """Start or resume ``sample`` in a free row whose cache holds its prefix."""
         assert not self.active[row], row
         running, params = sample.running, sample.running.request.params
@@ -120,7 +120,7 @@ class SlotTable:
             self.watched.add(row)
         self._changed()
 
-    def empty(self, row: int) -> Sample:
+    def empty(self, row: int) -> ActiveSample:
         """Free a row and give its sample back with all it has drawn."""
         assert self.active[row], row
         sample = self.sample_at(row)
@@ -179,7 +179,7 @@ class SlotTable:
 
 
 def completion(
-    sample: Sample, reason: FinishReason | None, version: str, text: str | None, num_tokens: int | None = None
+    sample: ActiveSample, reason: FinishReason | None, version: str, text: str | None, num_tokens: int | None = None
 ) -> Completion:
     """What there is of a sample, for its listener."""
     count = len(sample.output_ids) if num_tokens is None else num_tokens

@@ -11,7 +11,7 @@ import torch
 
 from nanodag.sampler.drawing import draw
 from nanodag.sampler.kernel import Kernel
-from nanodag.sampler.model import Model
+from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import read_length
 from nanodag.sampler.slots import SlotTable
 
@@ -22,7 +22,7 @@ _ENDED, _BROKEN = 1, 2
 class TorchSteps:
     """Steps for every device and dtype."""
 
-    def __init__(self, model: Model, table: SlotTable) -> None:
+    def __init__(self, model: SamplerModel, table: SlotTable) -> None:
         self._model, self._table = model, table
 
     def decode(self, rows: int) -> None:

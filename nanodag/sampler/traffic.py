@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Body, parse_body
-from nanodag.sampler.loop import EngineLoop
+from nanodag.sampler.engine_loop import EngineLoop
 
 Result = TypeVar("Result")
 
@@ -49,13 +49,13 @@ class Traffic:
             self._changed.notify_all()
 
     async def look_again(self) -> None:
-        """Have `standing` see that the engine was paused."""
+        """Have `paused` see that the engine was paused."""
         async with self._changed:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def standing(self) -> AsyncIterator[None]:
-        """Nothing is under way inside, or all that is stands still; what comes meanwhile waits outside."""
+    async def paused(self) -> AsyncIterator[None]:
+        """Inside, no request is in flight, or all are paused; what comes meanwhile waits outside."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_closed)
             self._is_closed = True

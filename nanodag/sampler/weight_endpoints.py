@@ -187,7 +187,7 @@ class WeightEndpoints:
         return weights, weights.sums()
 
     async def _change(self, weights: Weights, path: Path, version: str | None, received: _Received | None) -> None:
-        async with self.traffic.standing():
+        async with self.traffic.paused():
             await self.traffic.in_loop(lambda: self.engine.update_weights(weights, path, version))
             self._received = received
 

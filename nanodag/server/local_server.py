@@ -3,7 +3,7 @@
 Both belong to one store and keep everything below <store's local folder>/prefect: a Prefect that the user has elsewhere
 is neither read nor changed. They listen on loopback unless told otherwise, and send nothing out. They outlive the
 command that started them; `server.json` says which processes they are. That command may be killed at any step: what it
-had recorded is gone on with by the next one, what it had not is found by its working directory, and ended.
+had recorded is taken over by the next one, what it had not is found by its working directory, and ended.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port
 from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
-from nanodag.store.files import locked, writing
+from nanodag.store.atomic import locked, writing
 from nanodag.store.provenance import code_digest, is_process, process_started
 
 HOST = "127.0.0.1"
@@ -42,7 +42,7 @@ _MAY_BE_UNDER_WAY = (
     "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
     "checkpoints when run again: nanodag server stop"
 )
-_PROGRAMS = ("flows.server", "nanodag.worker.respawn")
+_PROGRAMS = ("flows.prefect_server", "nanodag.worker.respawn")
 FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -62,8 +62,8 @@ class ProcessId:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
-    """What server.json says. serve: the keeper of the process that serves. deployments: flow name -> deployment id,
+class RunningServer:
+    """What server.json says. serve: the supervisor of the process that serves. deployments: flow name -> deployment id,
     none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
 
     port: int
@@ -84,7 +84,7 @@ class Running:
         return Api(self.url, login=read_login(self.password_file))
 
 
-class Server:
+class LocalServer:
     """The Prefect server and serve process of one store.
 
     home: their folder. store_url: what is served. file: the pipeline file whose stages the form offers.
@@ -99,14 +99,14 @@ class Server:
         self._proxy_names = settings.proxy_names
         self._start_timeout_s = settings.start_timeout_s
 
-    def running(self) -> Running | None:
+    def running(self) -> RunningServer | None:
         """The server that is up and answering, with its serve process; None otherwise."""
         found = self._recorded()
         if found is None or not found.server.is_alive() or not found.serve.is_alive():
             return None
         return found if self._answers(found) else None
 
-    def ensure(self, say: Callable[[str], None]) -> Running:
+    def ensure(self, say: Callable[[str], None]) -> RunningServer:
         """The running server. It is started first when it is not up; its serve process, when what it serves has
         changed and nothing is under way. A serve process that is there is never ended before the server was asked
         whether anything is.
@@ -121,7 +121,7 @@ class Server:
                 raise ServerError(
                     f"Prefect's server at {found.url} was started with another server.host, database or password_file "
                     f"than the config has now, or by an older nanodag ({found.settings}; now {self._settings()}). End "
-                    "it, and what it carries out: nanodag server stop"
+                    "it, and what it runs: nanodag server stop"
                 )
             server, port = self._server_or_start(say)
             if found is not None and found.serve.is_alive():
@@ -139,7 +139,7 @@ class Server:
             return self._serve(server, port, say)
 
     def stop(self) -> bool:
-        """End both processes and every flow run they carry out; False when none was up."""
+        """End both processes and every flow run of theirs; False when none was up."""
         found = self._recorded()
         was_up = found is not None and (found.serve.is_alive() or found.server.is_alive())
         if found is not None:
@@ -164,15 +164,15 @@ class Server:
         """What a change of makes another serve process necessary: the form offers the pipeline file's stages."""
         return f"code {code_digest()}, {self._file} {hashlib.sha256(self._file.read_bytes()).hexdigest()[:8]}"
 
-    def _recorded(self) -> Running | None:
+    def _recorded(self) -> RunningServer | None:
         try:
             raw = json.loads((self.home / "server.json").read_text())
             raw.update(server=ProcessId(**raw["server"]), serve=ProcessId(**raw["serve"]))
-            return Running(**raw)
+            return RunningServer(**raw)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
-    def _answers(self, found: Running) -> bool:
+    def _answers(self, found: RunningServer) -> bool:
         """True once the server answers; False when its process ends or is silent for too long: where other work takes
         the whole machine, one answer may well be late."""
         if found.api().is_healthy():
@@ -185,7 +185,7 @@ class Server:
             time.sleep(0.2)
         return True
 
-    def _patience(self, running: Running) -> Patience:
+    def _patience(self, running: RunningServer) -> Patience:
         logs = [self.home / "server.log", self.home / "serve.log"]
         return Patience([running.server.pid, running.serve.pid], logs, self._start_timeout_s)
 
@@ -207,9 +207,9 @@ class Server:
         if port != wanted:
             say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
-        command = [sys.executable, "-m", "flows.server", "start", "--host", self._host, "--port", str(port)]
+        command = [sys.executable, "-m", "flows.prefect_server", "start", "--host", self._host, "--port", str(port)]
         own: dict[str, str] = {
-            # A page's scripts must not create flow runs (flows/server.py). The UI asks the address it came from.
+            # A page's scripts must not create flow runs (flows.prefect_server). The UI asks the address it came from.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{self._host}:{port}",
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_UI_API_URL": "/api",
@@ -222,7 +222,7 @@ class Server:
             own["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
         return self._start(command, "server.log", self._environment(port) | own), port
 
-    def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> Running:
+    def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> RunningServer:
         """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
         self._end_strays(server)
         ready = self.home / "serve.json"
@@ -230,7 +230,7 @@ class Server:
         command = [sys.executable, "-m", "nanodag.worker.respawn", sys.executable, "-m", "flows.serve", str(ready)]
         # The database's password is none of its business.
         environment = {k: v for k, v in self._environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
-        running = Running(
+        running = RunningServer(
             port=port,
             server=server,
             serve=self._start(command, "serve.log", environment),
@@ -245,7 +245,7 @@ class Server:
         say(f"Prefect UI: {running.url}")
         return running
 
-    def _ready(self, running: Running) -> Running:
+    def _ready(self, running: RunningServer) -> RunningServer:
         """The same with its deployments, once it has made them: whoever started it may have been killed meanwhile."""
         if running.deployments:
             return running
@@ -255,7 +255,7 @@ class Server:
         write_json(self.home / "server.json", asdict(running))
         return running
 
-    def _wait_for(self, running: Running, is_up: Callable[[], bool]) -> None:
+    def _wait_for(self, running: RunningServer, is_up: Callable[[], bool]) -> None:
         if is_up():
             return
         patience = self._patience(running)
@@ -272,7 +272,7 @@ class Server:
 
     def _end_strays(self, *known: ProcessId) -> bool:
         """End what was started here and never recorded, as its command was killed in between: two processes that serve
-        would each carry out a run. True when there was one."""
+        would each execute a run. True when there was one."""
         num_ended = 0
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -344,12 +344,12 @@ class _Ended(ServerError):
     """A process ended while it started."""
 
 
-def server_of(pipeline: Pipeline, store: Store, file: Path) -> Server:
+def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
     """The Prefect server that belongs to a store."""
     home = store.local / "prefect"
     with writing(f"Making {home}"):
         home.mkdir(parents=True, exist_ok=True)
-    return Server(home, store_url=store.url, file=file, settings=pipeline.server)
+    return LocalServer(home, store_url=store.url, file=file, settings=pipeline.server)
 
 
 class Api:

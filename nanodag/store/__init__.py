@@ -1,8 +1,8 @@
 """The store decides what is done: immutable artifacts under keys, and resumable checkpoints inside a stage."""
 
 from nanodag.store.artifacts import Store
+from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
-from nanodag.store.files import write_json
 from nanodag.store.keys import canonical_json, content_digest, stage_key
 from nanodag.store.manifest import Artifact
 

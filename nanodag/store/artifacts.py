@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.store.files import files_below, locked, sha256_of, sizes_below, writing
+from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.keys import FORMAT_VERSION, content_digest
+from nanodag.store.local_backend import LocalBackend
 from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
 from nanodag.store.mirror import Mirror
-from nanodag.store.places import LocalPlace
 from nanodag.store.records import SAFE_NAME, RunRecords, safe_name
-from nanodag.store.remote import RemotePlace
+from nanodag.store.remote_backend import RemoteBackend
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ class Store(RunRecords):
     def __init__(self, url: str | Path, *, local: Path | None = None) -> None:
         self.url = str(url)
         self.is_remote = "://" in self.url and not self.url.startswith("file://")
-        self._place: LocalPlace | RemotePlace
+        self._backend: LocalBackend | RemoteBackend
         if self.is_remote:
             self.local = (local or Path.home() / ".cache" / "nanodag").absolute()
-            self._place = RemotePlace(self.url, self.local / "cache")
+            self._backend = RemoteBackend(self.url, self.local / "cache")
         else:
             self.local = Path(self.url.removeprefix("file://")).absolute()
-            self._place = LocalPlace(self.local)
+            self._backend = LocalBackend(self.local)
         try:
             self.local.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,9 +92,9 @@ class Store(RunRecords):
     def check_own(self, artifact: Artifact) -> None:
         """Raise StoreError when another user wrote an artifact that is about to be acted upon: its config may name
         code."""
-        if not self._place.is_own(f"{artifact.folder}/{MANIFEST}"):
+        if not self._backend.is_own(f"{artifact.folder}/{MANIFEST}"):
             raise StoreError(
-                f"Artifact {artifact.folder} in {self.url} was written by another user, and carrying its stage out "
+                f"Artifact {artifact.folder} in {self.url} was written by another user, and running its stage "
                 "would run the code that it names. Build it in a run of your own, then reproduce that."
             )
 
@@ -123,11 +123,11 @@ class Store(RunRecords):
 
     def keys(self) -> list[str]:
         """Every key that has at least one attempt."""
-        return sorted(n for n in self._place.names("artifacts") if SAFE_NAME.fullmatch(n))
+        return sorted(n for n in self._backend.names("artifacts") if SAFE_NAME.fullmatch(n))
 
     def attempts(self, key: str) -> list[str]:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
-        return sorted(n for n in self._place.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
+        return sorted(n for n in self._backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
 
     def materialize(self, artifact: Artifact) -> Path:
         """A local folder with the artifact's files, each verified against its sha256; pulled first when remote.
@@ -187,47 +187,47 @@ class Store(RunRecords):
             created=time.time(),
         )
         last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
-        return self._place.put(artifact, parts, last + 1)
+        return self._backend.put(artifact, parts, last + 1)
 
     # ---- checkpoints of stages under way, where the store is remote (nanodag.store.mirror)
 
     def mirror(self, key: str, folder: Path) -> Mirror:
         """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
-        if not isinstance(self._place, RemotePlace):
+        if not isinstance(self._backend, RemoteBackend):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
-        return Mirror(self._place, safe_name(key), folder)
+        return Mirror(self._backend, safe_name(key), folder)
 
     def mirrored(self) -> list[str]:
         """Keys whose checkpoints are mirrored."""
-        return sorted(n for n in self._place.names("checkpoints") if SAFE_NAME.fullmatch(n))
+        return sorted(n for n in self._backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     # ---- taking away (what decides what goes: nanodag.run.retention)
 
     def hide(self, key: str, attempt: str) -> str:
         """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
-        return self._place.hide(safe_name(key), safe_name(attempt))
+        return self._backend.hide(safe_name(key), safe_name(attempt))
 
     def bring_back(self, key: str, attempt: str, hidden: str) -> str:
         """Undo `hide`; returns its attempt, another one where a builder has taken its number meanwhile."""
-        return self._place.bring_back(safe_name(key), safe_name(attempt), hidden)
+        return self._backend.bring_back(safe_name(key), safe_name(attempt), hidden)
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what `hide` took out of sight, and this host's copy of it."""
-        self._place.delete(safe_name(key), safe_name(attempt), hidden)
+        self._backend.delete(safe_name(key), safe_name(attempt), hidden)
         shutil.rmtree(self.local / "cache" / key / attempt, ignore_errors=True)
 
     def set_aside(self, key: str, attempt: str) -> str:
         """Move a damaged attempt to where it does not count; returns where that is."""
         with self.building(key, timeout_s=0.0):
-            return self._place.set_aside(safe_name(key), safe_name(attempt))
+            return self._backend.set_aside(safe_name(key), safe_name(attempt))
 
     def leftovers(self) -> dict[str, int]:
         """What killed writers left behind: path below the store -> bytes."""
-        return self._place.leftovers()
+        return self._backend.leftovers()
 
     def clear(self, leftover: str) -> None:
         """Remove one of `leftovers`."""
-        self._place.clear(leftover)
+        self._backend.clear(leftover)
 
     # ---- workspaces and locks
 
@@ -277,8 +277,8 @@ class Store(RunRecords):
         """Raises FileNotFoundError where there is no manifest, CorruptArtifact where it does not fit its files."""
         folder = f"artifacts/{safe_name(key)}/{safe_name(attempt)}"
         try:
-            sizes = self._place.listing(folder)
-            artifact = parse_manifest(self._place.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
+            sizes = self._backend.listing(folder)
+            artifact = parse_manifest(self._backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
         except UnicodeDecodeError as error:
             raise CorruptArtifact(f"Artifact {folder} has no readable {MANIFEST} ({error}).") from error
         except PermissionError as error:
@@ -287,13 +287,13 @@ class Store(RunRecords):
         return artifact
 
     def _verified(self, artifact: Artifact, part: str) -> Path:
-        folder = self._place.fetch(artifact)
+        folder = self._backend.fetch(artifact)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
             path = folder / part / name
             found = sha256_of(path)
-            if found != facts["sha256"] and self._place.forget(artifact, f"{part}/{name}"):
-                self._place.fetch(artifact)  # the copy here may have gone bad while the original has not
+            if found != facts["sha256"] and self._backend.forget(artifact, f"{part}/{name}"):
+                self._backend.fetch(artifact)  # the copy here may have gone bad while the original has not
                 found = sha256_of(path)
             if found != facts["sha256"]:
                 raise CorruptArtifact(

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact
-from nanodag.store.files import files_below, fsync_folders, fsync_path, sha256_of, write_json, writing
+from nanodag.store.atomic import files_below, fsync_folders, fsync_path, sha256_of, write_json, writing
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from nanodag.errors import CorruptArtifact, NewerFormat
-from nanodag.store.files import NOT_REGULAR
+from nanodag.store.atomic import NOT_REGULAR
 from nanodag.store.keys import FORMAT_VERSION, content_digest
 
 MANIFEST = "manifest.json"

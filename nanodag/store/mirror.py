@@ -1,4 +1,4 @@
-"""Checkpoints of a stage under way, copied to a remote store while it works, so that another machine can go on with it.
+"""Checkpoints of a stage under way, copied to a remote store while it works, so that another machine can resume it.
 
 A thread of the process that started the worker does it, at low priority: the worker knows nothing of it and waits for
 nothing. Below <store>/checkpoints/<key>/ lies one folder a step; its checkpoint.json is copied last.
@@ -16,7 +16,7 @@ from types import TracebackType
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.checkpoints import MANIFEST, Checkpoints, verify_checkpoint
 from nanodag.store.manifest import is_inside
-from nanodag.store.remote import RemotePlace
+from nanodag.store.remote_backend import RemoteBackend
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class Mirror:
     then is copied before; call `drop` once the stage's result is published.
     """
 
-    def __init__(self, place: RemotePlace, key: str, folder: Path, *, poll_s: float = POLL_S) -> None:
-        self._place, self._home, self._folder, self._poll_s = place, f"checkpoints/{key}", folder, poll_s
+    def __init__(self, backend: RemoteBackend, key: str, folder: Path, *, poll_s: float = POLL_S) -> None:
+        self._backend, self._home, self._folder, self._poll_s = backend, f"checkpoints/{key}", folder, poll_s
         self._copied = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_copying, name="checkpoint mirror", daemon=True)
@@ -69,7 +69,7 @@ class Mirror:
 
     def drop(self) -> None:
         """Remove what was mirrored."""
-        self._place.clear(self._home)
+        self._backend.clear(self._home)
 
     def copy_newest(self) -> bool:
         """Copy the newest committed checkpoint, then remove older copies; False when that was done already, or when the
@@ -83,21 +83,21 @@ class Mirror:
         try:
             text = (source / MANIFEST).read_text(encoding="utf-8")
             for name in json.loads(text)["files"]:
-                self._place.push(source / name, f"{target}/{name}")
+                self._backend.push(source / name, f"{target}/{name}")
         except FileNotFoundError:
             return False
-        self._place.write_text(f"{target}/{MANIFEST}", text)
+        self._backend.write_text(f"{target}/{MANIFEST}", text)
         self._copied = names[-1]
         for name in self._steps():
             if name != self._copied:
-                self._place.clear(f"{self._home}/{name}")
+                self._backend.clear(f"{self._home}/{name}")
         return True
 
     def _steps(self) -> list[str]:
-        return sorted(name for name in self._place.names(self._home) if _STEP.fullmatch(name))
+        return sorted(name for name in self._backend.names(self._home) if _STEP.fullmatch(name))
 
     def _bring(self, name: str) -> int:
-        text = self._place.read_text(f"{self._home}/{name}/{MANIFEST}")
+        text = self._backend.read_text(f"{self._home}/{name}/{MANIFEST}")
         try:
             files = list(json.loads(text)["files"])
         except (ValueError, KeyError, TypeError) as error:
@@ -108,7 +108,7 @@ class Mirror:
         for file in files:
             if not is_inside(file):
                 raise CorruptArtifact(f"Mirrored checkpoint {name} names the file {file!r}, which lies outside of it.")
-            self._place.pull(f"{self._home}/{name}/{file}", temporary / file)
+            self._backend.pull(f"{self._home}/{name}/{file}", temporary / file)
         (temporary / MANIFEST).write_text(text, encoding="utf-8")
         step = verify_checkpoint(temporary)
         shutil.rmtree(self._folder / name, ignore_errors=True)  # a damaged one, or it would not be asked for

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreError
-from nanodag.store.files import locked
-from nanodag.store.places import LocalPlace
-from nanodag.store.remote import RemotePlace
+from nanodag.store.atomic import locked
+from nanodag.store.local_backend import LocalBackend
+from nanodag.store.remote_backend import RemoteBackend
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class RunRecords:
 
     url: str
     local: Path
-    _place: LocalPlace | RemotePlace
+    _backend: LocalBackend | RemoteBackend
 
     def write_run(self, run: str, record: Mapping[str, Any]) -> None:
         """Write or replace a run's record; a new one is given the next `number`, which orders runs whatever clocks say.
@@ -36,7 +36,7 @@ class RunRecords:
             before = records.get(run, {}).get("number")
             highest = max((r.get("number", 0) for r in records.values()), default=0)
             record = {**record, "number": highest + 1 if before is None else before}
-        self._place.write_text(path, json.dumps(record, indent=1, sort_keys=True, default=str))
+        self._backend.write_text(path, json.dumps(record, indent=1, sort_keys=True, default=str))
 
     def change_run(self, run: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Let `change` edit a run's record while no other process on this host does; returns the new record."""
@@ -54,7 +54,7 @@ class RunRecords:
     def read_run(self, run: str) -> dict[str, Any]:
         """A run's record. Raises ArtifactNotFound naming the runs there are, CorruptArtifact when it is unreadable."""
         try:
-            text = self._place.read_text(f"runs/{safe_name(run)}.json")
+            text = self._backend.read_text(f"runs/{safe_name(run)}.json")
         except FileNotFoundError:
             newest = ", ".join(self.runs()[-5:]) or "none yet"
             raise ArtifactNotFound(f"There is no run {run!r} in {self.url}. Newest runs: {newest}.") from None
@@ -67,9 +67,9 @@ class RunRecords:
 
         Raises StoreError when another user wrote it.
         """
-        if not self._place.is_own(f"runs/{safe_name(run)}.json"):
+        if not self._backend.is_own(f"runs/{safe_name(run)}.json"):
             raise StoreError(
-                f"The record of run {run} in {self.url} was written by another user, and going on with it would run "
+                f"The record of run {run} in {self.url} was written by another user, and resuming it would run "
                 "the code that it names. Start a run of your own: what is in the store is found."
             )
         return self.read_run(run)
@@ -90,7 +90,7 @@ class RunRecords:
         with self._changing(run):
             if run in self._run_names() and unless(self.read_run(run)):
                 return False
-            self._place.remove(f"runs/{safe_name(run)}.json")
+            self._backend.remove(f"runs/{safe_name(run)}.json")
         return True
 
     def damaged_runs(self) -> list[str]:
@@ -101,12 +101,12 @@ class RunRecords:
         return locked(self.local / "locks" / f"run-{safe_name(run)}.lock", timeout_s=60.0, poll_s=0.01)
 
     def _run_names(self) -> list[str]:
-        return [n.removesuffix(".json") for n in self._place.names("runs") if _is_record(n)]
+        return [n.removesuffix(".json") for n in self._backend.names("runs") if _is_record(n)]
 
     def _records(self) -> dict[str, dict[str, Any]]:
         paths = {f"runs/{name}.json": name for name in self._run_names()}
         found = {}
-        for path, text in self._place.read_texts(list(paths)).items():
+        for path, text in self._backend.read_texts(list(paths)).items():
             if (record := _parsed(text)) is None:
                 log.warning("The record %s in %s is damaged; it is passed over.", path, self.url)
             else:

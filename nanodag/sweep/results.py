@@ -20,7 +20,7 @@ MAX_CURVES = 6  # as many as there are colours
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class PointScore:
     """One benchmark's score of one point, and the difference to the first point that has it, on the same items.
     adjusted: its p-value, by Holm's correction over all differences of the sweep."""
 
@@ -36,14 +36,14 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PointRow:
     """A point: its stage's artifact, None where it failed; its records, of the first points that did not; scores by
     `eval: benchmark`."""
 
     point: Point
     artifact: Artifact | None
     records: Path | None
-    scores: Mapping[str, Score]
+    scores: Mapping[str, PointScore]
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -61,24 +61,24 @@ class Row:
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
-def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[Row]:
+def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:
     """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it."""
-    rows: list[Row] = []
+    rows: list[PointRow] = []
     first: dict[str, Path] = {}
     for point in sweep.points:
         result = results.get(point.stages[sweep.stage])
         artifact = run.store.attempt(result.key, result.attempt) if result is not None else None
-        scores: dict[str, Score] = {}
+        scores: dict[str, PointScore] = {}
         for name, stage in point.stages.items():
             if run.pipeline.stages[stage].kind == "eval" and stage in results:
                 folder = run.store.materialize(run.store.attempt(results[stage].key, results[stage].attempt))
                 scores |= _scores(name, folder, first)
         records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
-        rows.append(Row(point=point, artifact=artifact, records=records, scores=scores))
+        rows.append(PointRow(point=point, artifact=artifact, records=records, scores=scores))
     return _corrected(rows)
 
 
-def _corrected(rows: list[Row]) -> list[Row]:
+def _corrected(rows: list[PointRow]) -> list[PointRow]:
     tested = [s.difference.p_value for row in rows for s in row.scores.values() if s.difference is not None]
     adjusted = iter(holm(tested))
     return [
@@ -93,7 +93,7 @@ def _corrected(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, Score]:
+def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, PointScore]:
     """first: benchmark -> samples of the first point that has it; added to."""
     found = {}
     benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
@@ -103,7 +103,7 @@ def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, Score]
         base = first.setdefault(label, samples)
         kept = {k: values[k] for k in ("metric", "higher_is_better", "value", "low", "high", "num_items")}
         difference = _difference(base, samples, values["metric"]) if base != samples else None
-        found[label] = Score(benchmark=benchmark, difference=difference, **kept)
+        found[label] = PointScore(benchmark=benchmark, difference=difference, **kept)
     return found
 
 
@@ -115,7 +115,7 @@ def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | No
         return None
 
 
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
     """The rows as plain values."""
     return [
         {

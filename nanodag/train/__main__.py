@@ -13,16 +13,16 @@ import sys
 from typing import Any
 
 from nanodag.config.supervised import ChatStage, SupervisedStage
-from nanodag.train.engine import Engine, leave
+from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.loop import Loop, Stopped
-from nanodag.train.setup import Stage, prepare
+from nanodag.train.setup import PreparedStage, prepare
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.train")
 
 
 def main() -> None:
-    """Carry out the job; the exit code says whether to start it again (75), a published result whether it is done."""
+    """Run the job; the exit code says whether to start it again (75), a published result whether it is done."""
     job = load_job()
     stage = prepare(job)
     engine = stage.engine
@@ -66,7 +66,7 @@ def _write_nothing(*args: Any, **values: Any) -> None:
     """Ranks above 0 keep no metrics."""
 
 
-def _summed_stats(engine: Engine, stats: dict[str, Any]) -> dict[str, float]:
+def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, float]:
     names = sorted(name for name, value in stats.items() if isinstance(value, int))
     return dict(zip(names, engine.summed(*(float(stats[name]) for name in names)), strict=True))
 
@@ -95,7 +95,7 @@ def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
     return found
 
 
-def _cost(job: Job, stage: Stage, loop: Loop, start_seconds: float) -> dict[str, Any]:
+def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> dict[str, Any]:
     progress, plan, config = loop.progress, loop.plan, job.config
     assert isinstance(config, SupervisedStage)
     flops = plan.flops_per_token * progress.tokens

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from nanodag.data.canonical import record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.mixture import Mixture, Part
-from nanodag.data.records import record_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.train.packing import (
     Batch,
@@ -156,7 +156,7 @@ class TokenBatches:
         """
         position = self._returned
         counts = dict(vars(position.counts))
-        counts["dropped_tokens"] += position.packer.num_dropped_slots
+        counts["dropped_tokens"] += position.packer.num_dropped_positions
         counts["cut_documents"] = position.packer.num_cut
         return {**counts, "progress": position.progress, "sources": position.sources}
 
@@ -178,7 +178,7 @@ class TokenBatches:
 
     def empty_batch(self) -> Batch:
         """A batch of padding alone, without loss."""
-        return make_batch([], num_rows=self._rows, row_slots=self._length, pad_id=self._pad_id)
+        return make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
 
     def close(self) -> None:
         """End the prefetching thread."""
@@ -191,14 +191,14 @@ class TokenBatches:
             rows.append(row)
         if not rows:
             return None
-        batch = make_batch(rows, num_rows=self._rows, row_slots=self._length, pad_id=self._pad_id)
+        batch = make_batch(rows, num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
         tokens = batch.num_tokens
         self._add(
             batches=1,
             tokens=tokens,
             label_tokens=batch.num_labels,
             padding=batch.input_ids.size - tokens,
-            document_tokens=sum(piece.num_slots for row in rows for piece in row if piece.is_document),
+            document_tokens=sum(piece.num_positions for row in rows for piece in row if piece.is_document),
         )
         return batch, self._position()
 
@@ -213,14 +213,14 @@ class TokenBatches:
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
-        if not piece.is_document and piece.num_slots > self._length:
+        if not piece.is_document and piece.num_positions > self._length:
             if self._too_long == "drop":
-                self._add(dropped_records=1, dropped_tokens=piece.num_slots)
+                self._add(dropped_records=1, dropped_tokens=piece.num_positions)
                 return None
-            self._add(truncated_records=1, truncated_tokens=piece.num_slots - self._length)
+            self._add(truncated_records=1, truncated_tokens=piece.num_positions - self._length)
             piece = Piece(piece.tokens[: self._length + 1], piece.trained[: self._length], is_document=False)
         if not piece.trained.any():
-            self._add(dropped_records=1, dropped_tokens=piece.num_slots)
+            self._add(dropped_records=1, dropped_tokens=piece.num_positions)
             return None
         return piece
 

@@ -22,7 +22,7 @@ import torch
 from nanodag.errors import ConfigError, CorruptArtifact
 from nanodag.errors.words import counted
 from nanodag.store.checkpoints import Checkpoints
-from nanodag.train.engine import Engine
+from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.state import check_same
 
 PROGRESS_FILE = "progress.json"
@@ -57,11 +57,11 @@ class Progress:
     last_losses: list[float] = field(default_factory=list)
 
 
-def newest_of_all(checkpoints: Checkpoints, engine: Engine) -> Path | None:
+def newest_of_all(checkpoints: Checkpoints, engine: TrainEngine) -> Path | None:
     """The newest valid checkpoint, the same on every rank; all must call it.
 
     Raises CorruptArtifact when ranks find different ones, ConfigError when it was written by another number of ranks:
-    their data cursors cannot be dealt out anew.
+    their data cursors cannot be dealt out again.
     """
     found = checkpoints.newest_valid()
     steps = [int(step) for step in engine.by_rank(-1 if found is None else found[0])]
@@ -84,7 +84,7 @@ def newest_of_all(checkpoints: Checkpoints, engine: Engine) -> Path | None:
 
 def save_checkpoint(
     checkpoints: Checkpoints,
-    engine: Engine,
+    engine: TrainEngine,
     progress: Progress,
     cursor: Cursor,
     *,
@@ -109,7 +109,7 @@ def save_checkpoint(
     engine.barrier()
 
 
-def load_checkpoint(folder: Path, engine: Engine, cursor: Cursor) -> tuple[Progress, list[torch.Tensor] | None]:
+def load_checkpoint(folder: Path, engine: TrainEngine, cursor: Cursor) -> tuple[Progress, list[torch.Tensor] | None]:
     """Put everything back; returns progress and the best weights. Raises CorruptArtifact when ranks disagree."""
     found = json.loads((folder / PROGRESS_FILE).read_text())
     path = folder / RANK_FILE.format(engine.rank)

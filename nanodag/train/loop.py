@@ -18,11 +18,11 @@ from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import TrainingDiverged
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from nanodag.train.engine import Engine
+from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.learning_rate import rate_factor
 from nanodag.train.objective import Objective, to_device
 from nanodag.train.packing import Batch
-from nanodag.train.schedule import rate_factor
-from nanodag.train.validation import Score
+from nanodag.train.validation import ValidationLoss
 from nanodag.worker.job import stop_requested
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ WriteMetrics = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainPlan:
     """What a stage comes to. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
     and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
 
@@ -57,13 +57,13 @@ class Loop:
     """
 
     config: SupervisedStage
-    plan: Plan
-    engine: Engine
+    plan: TrainPlan
+    engine: TrainEngine
     objective: Objective
     source: Any
     checkpoints: Checkpoints
     write: WriteMetrics
-    validate: Callable[[], Score] | None
+    validate: Callable[[], ValidationLoss] | None
     show_samples: Callable[[int], None]
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Packing: pieces of token sequences into rows of equal length, best fit, with little waste.
 
-A piece has slots: at each, one input token, the token to be predicted there, and whether that prediction is trained. A
-document `t1 .. tn` is the slots `bos->t1, t1->t2, .., tn->bos`, so every row begins with bos and the end of a document
-is learned; a conversation ends with its last token as a label. As the label lies in its own slot, filling a row to the
+At each position a piece has one input token, the token to be predicted, and whether that prediction is trained. A
+document `t1 .. tn` has the positions `bos->t1, t1->t2, .., tn->bos`, so a row begins with bos and a document's end
+is learned; a conversation ends with its last token as a label. As a label has its own position, filling a row to the
 brim loses no prediction at its end.
 
 For each row the largest piece that fits is taken from a buffer again and again (the idea of nanochat's data loader).
@@ -23,7 +23,7 @@ Cut = Literal["keep", "drop"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool, by slot. is_document: it
+    """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool. is_document: it
     may be cut. surplus_bytes: that its tokens stand for beyond those of its text, as a SentencePiece's blank in
     front."""
 
@@ -33,7 +33,7 @@ class Piece:
     surplus_bytes: int = 0
 
     @property
-    def num_slots(self) -> int:
+    def num_positions(self) -> int:
         return len(self.trained)
 
 
@@ -50,55 +50,55 @@ def conversation_piece(ids: np.ndarray, mask: np.ndarray) -> Piece:
     return Piece(ids, mask[1:], is_document=False)
 
 
-def split_piece(piece: Piece, num_slots: int, bos_id: int) -> tuple[Piece, Piece]:
-    """The first slots of a document, and the rest as a piece that begins with bos again.
+def split_piece(piece: Piece, num_positions: int, bos_id: int) -> tuple[Piece, Piece]:
+    """The first positions of a document, and the rest as a piece that begins with bos again.
 
     What bos is followed by in the rest is not trained: documents do not begin there. Every prediction of the piece is
     in one of the two.
     """
     assert piece.is_document
-    head = replace(piece, tokens=piece.tokens[: num_slots + 1], trained=piece.trained[:num_slots])
-    tokens = np.concatenate([np.array([bos_id], dtype=np.int32), piece.tokens[num_slots:]])
-    trained = np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_slots:]])
+    head = replace(piece, tokens=piece.tokens[: num_positions + 1], trained=piece.trained[:num_positions])
+    tokens = np.concatenate([np.array([bos_id], dtype=np.int32), piece.tokens[num_positions:]])
+    trained = np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_positions:]])
     return head, Piece(tokens, trained, is_document=True)
 
 
 @dataclass(frozen=True)
 class PackerState:
-    """A packer's buffer at one instant, cheap to take. keys: (slots, -serial) in order, beside the pieces."""
+    """A packer's buffer at one instant, cheap to take. keys: (positions, -serial) in order, beside the pieces."""
 
     keys: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
     serial: int
     num_cut: int
-    num_dropped_slots: int
+    num_dropped_positions: int
 
 
 class Packer:
-    """Best-fit packer for rows of row_slots.
+    """Best-fit packer for rows of row_length.
 
     cut: what becomes of a document that must be cut. "keep": the rest is packed later. "drop": the rest is lost and
-    counted, as nanochat does. A conversation is never cut; add none above row_slots.
-    num_cut: cuts so far; num_dropped_slots: predictions lost by them.
+    counted, as nanochat does. A conversation is never cut; add none above row_length.
+    num_cut: cuts so far; num_dropped_positions: predictions lost by them.
     """
 
-    def __init__(self, row_slots: int, *, cut: Cut, bos_id: int) -> None:
-        self._row_slots = row_slots
+    def __init__(self, row_length: int, *, cut: Cut, bos_id: int) -> None:
+        self._row_length = row_length
         self._cut = cut
         self._bos_id = bos_id
         self._keys: list[tuple[int, int]] = []
         self._pieces: dict[int, Piece] = {}  # by serial number, which counts up: of equals, the oldest goes first
         self._serial = 0
         self.num_cut = 0
-        self.num_dropped_slots = 0
+        self.num_dropped_positions = 0
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the buffer, cut to row length where it is longer."""
-        while piece.num_slots > self._row_slots:
-            head, rest = self._split(piece, self._row_slots)
+        while piece.num_positions > self._row_length:
+            head, rest = self._split(piece, self._row_length)
             self._insert(head)
             if rest is None:
                 return
@@ -106,10 +106,10 @@ class Packer:
         self._insert(piece)
 
     def row(self, refill: Callable[[], None]) -> list[Piece]:
-        """Pieces of the next row, at most row_slots together; empty at the end. refill: called before each choice, adds
+        """Pieces of the next row, row_length at most; empty at the end. refill: called before each choice, adds
         pieces where there are more and the buffer runs low."""
         row: list[Piece] = []
-        room = self._row_slots
+        room = self._row_length
         while room:
             refill()
             piece = self._take_largest(room)
@@ -118,35 +118,36 @@ class Packer:
             if piece is None:
                 break
             row.append(piece)
-            room -= piece.num_slots
+            room -= piece.num_positions
         return row
 
     def state(self) -> PackerState:
         """The buffer now; later changes do not touch it."""
         pieces = tuple(self._pieces[-negative] for _, negative in self._keys)
-        return PackerState(tuple(self._keys), pieces, self._serial, self.num_cut, self.num_dropped_slots)
+        return PackerState(tuple(self._keys), pieces, self._serial, self.num_cut, self.num_dropped_positions)
 
     def restore(self, state: PackerState) -> None:
         """Go back to a state."""
         self._keys = list(state.keys)
         self._pieces = {-key[1]: piece for key, piece in zip(state.keys, state.pieces, strict=True)}
-        self._serial, self.num_cut, self.num_dropped_slots = state.serial, state.num_cut, state.num_dropped_slots
+        self._serial, self.num_cut = state.serial, state.num_cut
+        self.num_dropped_positions = state.num_dropped_positions
 
     def _insert(self, piece: Piece) -> None:
         self._serial += 1
         self._pieces[self._serial] = piece
-        insort(self._keys, (piece.num_slots, -self._serial))
+        insort(self._keys, (piece.num_positions, -self._serial))
 
     def _take_largest(self, room: int) -> Piece | None:
         place = bisect_left(self._keys, (room + 1,)) - 1
         return self._pop(place) if place >= 0 else None
 
     def _cut_shortest(self, room: int) -> Piece | None:
-        """The first slots of the shortest document, the oldest of equals; None without a document."""
+        """The first positions of the shortest document, the oldest of equals; None without a document."""
         # The shortest one: fewest tokens are lost, or left without what stood before them.
         shortest = None
-        for place, (num_slots, negative) in enumerate(self._keys):
-            if shortest is not None and num_slots > self._keys[shortest][0]:
+        for place, (num_positions, negative) in enumerate(self._keys):
+            if shortest is not None and num_positions > self._keys[shortest][0]:
                 break
             if self._pieces[-negative].is_document:
                 shortest = place
@@ -157,12 +158,12 @@ class Packer:
             self._insert(rest)
         return head
 
-    def _split(self, piece: Piece, num_slots: int) -> tuple[Piece, Piece | None]:
+    def _split(self, piece: Piece, num_positions: int) -> tuple[Piece, Piece | None]:
         self.num_cut += 1
-        head, rest = split_piece(piece, num_slots, self._bos_id)
+        head, rest = split_piece(piece, num_positions, self._bos_id)
         if self._cut == "keep":
             return head, rest
-        self.num_dropped_slots += int(rest.trained.sum())
+        self.num_dropped_positions += int(rest.trained.sum())
         return head, None
 
     def _pop(self, place: int) -> Piece:
@@ -177,7 +178,7 @@ def packer_state_to_json(state: PackerState) -> dict[str, Any]:
         "keys": [list(key) for key in state.keys],
         "serial": state.serial,
         "num_cut": state.num_cut,
-        "num_dropped_slots": state.num_dropped_slots,
+        "num_dropped_positions": state.num_dropped_positions,
         "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode(),
         "trained": base64.b64encode(np.packbits(trained).tobytes()).decode(),
         "documents": [int(piece.is_document) for piece in state.pieces],
@@ -187,18 +188,18 @@ def packer_state_to_json(state: PackerState) -> dict[str, Any]:
 
 def packer_state_from_json(saved: dict[str, Any]) -> PackerState:
     """The state that `packer_state_to_json` wrote."""
-    keys = tuple((num_slots, negative) for num_slots, negative in saved["keys"])
+    keys = tuple((num_positions, negative) for num_positions, negative in saved["keys"])
     tokens = np.frombuffer(base64.b64decode(saved["tokens"]), dtype="<i4").astype(np.int32)
     trained = np.unpackbits(np.frombuffer(base64.b64decode(saved["trained"]), dtype=np.uint8)).astype(bool)
     documents, surplus = saved["documents"], saved["surplus_bytes"]
     pieces = []
     first = 0
-    for number, (num_slots, _) in enumerate(keys):
-        start = first + number  # a piece has one token more than slots
-        of_piece = tokens[start : start + num_slots + 1], trained[first : first + num_slots]
+    for number, (num_positions, _) in enumerate(keys):
+        start = first + number  # a piece has one token more than positions
+        of_piece = tokens[start : start + num_positions + 1], trained[first : first + num_positions]
         pieces.append(Piece(*of_piece, is_document=bool(documents[number]), surplus_bytes=surplus[number]))
-        first += num_slots
-    return PackerState(keys, tuple(pieces), saved["serial"], saved["num_cut"], saved["num_dropped_slots"])
+        first += num_positions
+    return PackerState(keys, tuple(pieces), saved["serial"], saved["num_cut"], saved["num_dropped_positions"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,24 +228,24 @@ class Batch:
         return int((self.labels != -100).sum())
 
 
-def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_slots: int, pad_id: int) -> Batch:
+def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: int, pad_id: int) -> Batch:
     """Lay pieces out; rows that are missing at the end are padding."""
-    shape = (num_rows, row_slots)
+    shape = (num_rows, row_length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, -100, dtype=np.int64)
     positions = np.zeros(shape, dtype=np.int64)
     documents = np.full(shape, -1, dtype=np.int32)
-    counting = np.arange(row_slots)
+    counting = np.arange(row_length)
     for number in range(num_rows):
         start = 0
         for document, piece in enumerate(rows[number] if number < len(rows) else ()):
-            end = start + piece.num_slots
+            end = start + piece.num_positions
             input_ids[number, start:end] = piece.tokens[:-1]
             labels[number, start:end] = np.where(piece.trained, piece.tokens[1:], -100)
             positions[number, start:end] = counting[: end - start]
             documents[number, start:end] = document
             start = end
-        positions[number, start:] = counting[: row_slots - start]
+        positions[number, start:] = counting[: row_length - start]
     surplus_bytes = sum(piece.surplus_bytes for row in rows for piece in row)
     return Batch(input_ids, labels, positions, documents, surplus_bytes)
 

@@ -23,33 +23,33 @@ from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches
 from nanodag.train.checkpoint import newest_of_all, planned_steps
-from nanodag.train.engine import Engine
-from nanodag.train.loop import Plan
+from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.greedy_samples import Uncompiled, greedy
+from nanodag.train.loop import TrainPlan
 from nanodag.train.objective import NextToken, Objective
 from nanodag.train.peak import matmul_peak
-from nanodag.train.samples import Uncompiled, greedy
-from nanodag.train.validation import Score, Validation, held_out_batches
+from nanodag.train.validation import Validation, ValidationLoss, held_out_batches
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Stage:
+class PreparedStage:
     """A stage made ready on this rank. checkpoint: the one to go on from."""
 
     job: Job
-    engine: Engine
+    engine: TrainEngine
     model: Decoder
     objective: Objective
     source: TokenBatches
     validation: Validation | None
-    plan: Plan
+    plan: TrainPlan
     tokenizer_path: Path
     checkpoints: Checkpoints
     checkpoint: Path | None
 
-    def score(self) -> Score:
+    def score(self) -> ValidationLoss:
         """The held-out score of the current weights."""
         assert self.validation is not None
         # On CPU compiling the forward pass alone takes longer than it saves.
@@ -85,14 +85,14 @@ class Stage:
         self.engine.barrier()
 
 
-def prepare(job: Job) -> Stage:
+def prepare(job: Job) -> PreparedStage:
     """Everything that the loop needs, from the job's config and inputs."""
     config = job.config
     assert isinstance(config, SupervisedStage)
     torch.set_num_threads(int(config.resources.threads))
     tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
     model = _model(job, tokenizer_path)
-    engine = Engine(
+    engine = TrainEngine(
         model,
         optimizer=config.optimizer,
         zero_stage=config.zero_stage,
@@ -108,14 +108,14 @@ def prepare(job: Job) -> Stage:
     data = _Data(job, tokenizer_path, engine)
     architecture = model.architecture
     shape = _shape(architecture)
-    plan = Plan(
+    plan = TrainPlan(
         num_steps=_num_steps(job, data, checkpoint),
         micro_batches=data.micro_batches,
         flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
         matrix_flops_per_token=flops_per_token(shape, architecture.vocab_size, 0),
         peak_flops=engine.world_size * matmul_peak(engine.device.type),
     )
-    return Stage(
+    return PreparedStage(
         job=job,
         engine=engine,
         model=model,
@@ -161,7 +161,7 @@ def _shape(of: Architecture) -> Shape:
 class _Data:
     """The stage's sources as token batches for this rank."""
 
-    def __init__(self, job: Job, tokenizer_path: Path, engine: Engine) -> None:
+    def __init__(self, job: Job, tokenizer_path: Path, engine: TrainEngine) -> None:
         config = job.config
         self._config, self._engine, self._job = config, engine, job
         self._is_chat = isinstance(config, ChatStage)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanodag.train.engine import Engine
+from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.objective import to_device
 from nanodag.train.packing import Batch
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class ValidationLoss:
     """loss: nats a label. bits_per_byte: of the labels that stand for bytes, over those bytes; special tokens stand for
     none, so vocabularies can be compared. Of documents these are the text's own bytes, whatever the tokenizer puts
     before it."""
@@ -33,14 +33,14 @@ class Validation:
     passes.
     """
 
-    def __init__(self, engine: Engine, batches: list[Batch], empty: Batch, token_bytes: Tensor) -> None:
+    def __init__(self, engine: TrainEngine, batches: list[Batch], empty: Batch, token_bytes: Tensor) -> None:
         self._engine = engine
         self._token_bytes = token_bytes.to(engine.device)
         longest = int(engine.highest(len(batches)))
         self._batches = batches + [empty] * (longest - len(batches))
 
     @torch.no_grad()
-    def score(self) -> Score:
+    def score(self) -> ValidationLoss:
         """The score of the current weights."""
         engine = self._engine
         totals = torch.zeros(4, dtype=torch.float64)  # nats, labels, nats of labels with bytes, bytes
@@ -58,7 +58,8 @@ class Validation:
                 ]
             ).cpu()
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
-        return Score(loss=nats_sum / max(labels, 1.0), bits_per_byte=byte_nats / math.log(2) / max(byte_count, 1.0))
+        bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
+        return ValidationLoss(loss=nats_sum / max(labels, 1.0), bits_per_byte=bits_per_byte)
 
 
 def held_out_batches(source: Any, *, num_batches: int) -> list[Batch]:

@@ -1,7 +1,8 @@
-"""Places on this machine: how many stages train, score, or hold a GPU at once, over all runs and all processes.
+"""Devices of this machine: how many stages train, score, or hold a GPU at once, over all runs and all processes.
 
-A place is a locked file. Whoever holds it hands it on to the worker's watchdog, so it is free again when the last
-process of the stage is gone, and not before; a process that is dead holds none.
+A device is a GPU or a seat on the machine's CPUs, and a locked file. Its holder hands the lock on to the worker's
+watchdog, so the device is free again when the last process of the stage is gone, and not before; a process that is
+dead holds none.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ STEP_BACK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
-    """Places of one resource. name: of their files. capacity: how many there are. wanted: how many a stage takes."""
+class Devices:
+    """Devices of one kind. name: of their files. capacity: how many there are. wanted: how many a stage takes."""
 
     name: str
     capacity: int
@@ -39,7 +40,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The places that a stage has got. descriptors: of their locks. numbers: which they are, from 0."""
+    """The devices that a stage has got. descriptors: of their locks. numbers: which they are, from 0."""
 
     descriptors: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -55,9 +56,9 @@ def num_gpus_of(stage: AnyStage) -> int:
     return num_ranks
 
 
-def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1) -> Places:
-    """What a stage occupies: num_gpus GPUs; on CPUs one of the at_once places for stages that train, or the one for
-    those that run beside them. Who asks with a smaller at_once shares the first of these places.
+def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1) -> Devices:
+    """What a stage occupies: num_gpus GPUs; on CPUs one of the at_once devices for stages that train, or the one for
+    those that run beside them. Who asks with a smaller at_once shares the first of these devices.
 
     Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
     """
@@ -69,20 +70,20 @@ def places_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1)
                 "nvidia-smi); lower its resources.num_ranks (or gpus_per_node), or for rl sampler.replicas or "
                 "sampler.tensor_parallel."
             )
-        return Places(name="gpu", capacity=capacity, wanted=num_gpus)
-    return Places(name="cpu-beside", capacity=1) if is_beside else Places(name="cpu", capacity=at_once)
+        return Devices(name="gpu", capacity=capacity, wanted=num_gpus)
+    return Devices(name="cpu-beside", capacity=1) if is_beside else Devices(name="cpu", capacity=at_once)
 
 
-def places_folder(store: Store) -> Path:
-    """Where the places of this machine lie, for `hold`: several machines may share a store's local folder."""
-    return store.local / "locks" / "places" / socket.gethostname()
+def devices_folder(store: Store) -> Path:
+    """Where the devices of this machine lie, for `hold`: several machines may share a store's local folder."""
+    return store.local / "locks" / "devices" / socket.gethostname()
 
 
 @contextlib.contextmanager
 def hold(
-    folder: Path, places: Places, *, stop: threading.Event | None = None, step_back_s: float = 0.0
+    folder: Path, devices: Devices, *, stop: threading.Event | None = None, step_back_s: float = 0.0
 ) -> Iterator[Held]:
-    """Hold `wanted` places at once, waiting for them; all or none, so that two who wait do not block each other.
+    """Hold `wanted` devices at once, waiting for them; all or none, so that two who wait do not block each other.
 
     folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
     so that others go first.
@@ -94,20 +95,20 @@ def hold(
     free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
         while True:
-            numbers = list(range(places.capacity))
+            numbers = list(range(devices.capacity))
             if step_back_s:
                 now = time.monotonic()
-                free_since = {number: free_since.get(number, now) for number in _free(folder, places)}
+                free_since = {number: free_since.get(number, now) for number in _free(folder, devices)}
                 numbers = [number for number, since in free_since.items() if now - since >= step_back_s]
-            if (held := _try(folder, places, numbers, stack)) is not None:
+            if (held := _try(folder, devices, numbers, stack)) is not None:
                 break
             if stop is not None and stop.is_set():
                 raise StageStopped(
-                    f"Was stopped while it waited for {places.wanted} of {places.capacity} {places.name}."
+                    f"Was stopped while it waited for {devices.wanted} of {devices.capacity} {devices.name}."
                 )
-            if not said and len(free_since) < places.wanted:
+            if not said and len(free_since) < devices.wanted:
                 log.info(
-                    "Waiting for %d of %d %s, which other stages hold.", places.wanted, places.capacity, places.name
+                    "Waiting for %d of %d %s, which other stages hold.", devices.wanted, devices.capacity, devices.name
                 )
                 said = True
             time.sleep(POLL_S)
@@ -125,35 +126,35 @@ def visible_gpus() -> list[str]:
 
 
 def named_gpus(numbers: Sequence[int]) -> str:
-    """Those places as a value of CUDA_VISIBLE_DEVICES."""
+    """Those devices as a value of CUDA_VISIBLE_DEVICES."""
     gpus = visible_gpus()
     return ",".join(gpus[number] for number in numbers)
 
 
-def _free(folder: Path, places: Places) -> list[int]:
-    """The places that nobody holds. Who looks is in the way of nobody else who looks."""
+def _free(folder: Path, devices: Devices) -> list[int]:
+    """The devices that nobody holds. Who looks is in the way of nobody else who looks."""
     found = []
-    for number in range(places.capacity):
+    for number in range(devices.capacity):
         # "a+": over NFS a shared lock wants a file that can be read
-        with _lock_file(folder, places, number).open("a+") as stream, contextlib.suppress(BlockingIOError):
+        with _lock_file(folder, devices, number).open("a+") as stream, contextlib.suppress(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             found.append(number)
     return found
 
 
-def _lock_file(folder: Path, places: Places, number: int) -> Path:
-    return folder / f"{places.name}-{number}.lock"
+def _lock_file(folder: Path, devices: Devices, number: int) -> Path:
+    return folder / f"{devices.name}-{number}.lock"
 
 
-def _try(folder: Path, places: Places, numbers: Sequence[int], stack: contextlib.ExitStack) -> Held | None:
+def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> Held | None:
     with contextlib.ExitStack() as attempt:
         got: list[tuple[int, int]] = []
         for number in numbers:
-            stream = attempt.enter_context(_lock_file(folder, places, number).open("a"))
+            stream = attempt.enter_context(_lock_file(folder, devices, number).open("a"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 got.append((stream.fileno(), number))
-            if len(got) == places.wanted:
+            if len(got) == devices.wanted:
                 stack.enter_context(attempt.pop_all())
                 return Held(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))
     return None

@@ -72,13 +72,13 @@ class _Rule:
     is_deep: bool = False
 
 
-_GO_ON = "Then Retry {retry}. It goes on from its newest checkpoint."
+_RESUME = "Then Retry {retry}. It goes on from its newest checkpoint."
 _RULES = (
     _Rule(
         pattern=re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full"),
         what="ran out of disk space",
         is_deep=True,
-        advice="Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _GO_ON,
+        advice="Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _RESUME,
     ),
     _Rule(
         pattern=re.compile(
@@ -97,12 +97,12 @@ _RULES = (
     _Rule(
         pattern=re.compile(r"\bSourceError"),
         what="cannot use its data",
-        advice="Mend that source or leave it out of {stage}.data. " + _GO_ON,
+        advice="Mend that source or leave it out of {stage}.data. " + _RESUME,
     ),
     _Rule(
         pattern=re.compile(r"\bCorruptArtifact|\bNewerFormat"),
         what="was given bytes that are not those recorded",
-        advice="What is damaged does not count as done. Do as the line above says. " + _GO_ON,
+        advice="What is damaged does not count as done. Do as the line above says. " + _RESUME,
     ),
     _Rule(
         pattern=re.compile(r"\bConfigError|\bValidationError"),
@@ -112,18 +112,18 @@ _RULES = (
     _Rule(
         pattern=re.compile(r"\bMissingTool"),
         what="lacks something that is not installed",
-        advice="Install it. " + _GO_ON,
+        advice="Install it. " + _RESUME,
     ),
     _Rule(
         pattern=re.compile(r"\bSamplerLost"),
         what="lost its sampler",
-        advice="{by_itself}Read why the sampler ended in the folder below. " + _GO_ON,
+        advice="{by_itself}Read why the sampler ended in the folder below. " + _RESUME,
         error=StageInterrupted,
     ),
     _Rule(
         pattern=re.compile(r"\bNodeLost"),
         what="lost a node",
-        advice="{by_itself}Look after that machine, for which it waits. " + _GO_ON,
+        advice="{by_itself}Look after that machine, for which it waits. " + _RESUME,
         error=StageInterrupted,
     ),
     _Rule(
@@ -132,7 +132,7 @@ _RULES = (
             r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
         ),
         what="lost the network",
-        advice="{by_itself}Look whether the address above can be reached. " + _GO_ON,
+        advice="{by_itself}Look whether the address above can be reached. " + _RESUME,
         error=StageInterrupted,
     ),
 )
@@ -143,7 +143,7 @@ _RATE = {"rl": "learning_rate=5e-7"}
 def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
     """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal.
 
-    composed: `sweep` or `nightly` for a stage of one; these are gone on with in another way than a run.
+    composed: `sweep` or `nightly` for a stage of one; these are resumed in another way than a run.
     """
     words = {
         "stage": stage,
@@ -152,9 +152,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         "memory": _MEMORY.get(kind, "micro_batch_tokens=2048"),
         "rate": _RATE.get(kind, "optimizer.learning_rate=1e-4"),
     }
-    go_on = _GO_ON.format(**words)
+    resume = _RESUME.format(**words)
     if ended.was_asked:
-        return Cause(error=StageStopped, what="was stopped on request", advice=go_on.removeprefix("Then "))
+        return Cause(error=StageStopped, what="was stopped on request", advice=resume.removeprefix("Then "))
     if ended.timeout_s:
         what = f"took longer than its timeout_s of {ended.timeout_s:.0f} s"
         more = f"{words['again']}timeout_s={2 * ended.timeout_s:.0f}"
@@ -168,9 +168,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
                 return Cause(error=rule.error, what=f"{rule.what}: {line}", advice=rule.advice.format(**words))
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
-        return _signalled(replace(ended, code=code), go_on, words)
+        return _signalled(replace(ended, code=code), resume, words)
     line = last or (found[-1] if found else _last_words(ended))
-    return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {go_on}")
+    return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {resume}")
 
 
 def _commands(stage: str, run: str, composed: str) -> dict[str, str]:
@@ -211,8 +211,8 @@ def _last_words(ended: Ended) -> str:
     return f"exit code {ended.code}" + (f"; the last line of its log is: {said[:300]}" if said else "")
 
 
-def _signalled(ended: Ended, go_on: str, words: dict[str, str]) -> Cause:
-    by_itself = words["by_itself"] + go_on.removeprefix("Then ")
+def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:
+    by_itself = words["by_itself"] + resume.removeprefix("Then ")
     if ended.code in (STOPPED_EXIT_CODE, 128 + signal.SIGTERM):
         what = "was told to end by somebody else (SIGTERM): its machine is wanted back, or a limit was reached"
         return Cause(error=StageInterrupted, what=what, advice=by_itself)

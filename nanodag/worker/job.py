@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from nanodag.config.pipeline import AnyStage
-from nanodag.store.files import write_json
+from nanodag.store.atomic import write_json
 from nanodag.worker import logs
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, go on b
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One stage to carry out.
+    """One stage to run.
 
     config: the resolved stage config (a class of nanodag.config.kinds). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every

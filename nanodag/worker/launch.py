@@ -62,7 +62,7 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
     )
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Keep freed memory: a step's large tensors are else mapped anew each time, and their page faults took two
+        # Keep freed memory: a step's large tensors are else mapped again each time, and their page faults took two
         # thirds of the time of the output head's matrix product.
         environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))  # the most that glibc takes
         environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 40))

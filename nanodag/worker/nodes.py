@@ -1,6 +1,6 @@
 """The machines that one stage is spread over: which they are, how another one is reached, what runs on each.
 
-`python -m nanodag.worker.nodes MODULE job.json` carries out a supervised stage on all of them and ends as it ended;
+`python -m nanodag.worker.nodes MODULE job.json` runs a supervised stage on all of them and ends as it ended;
 RL's controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and
 its samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
 command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at
@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from nanodag.config.pipeline import ClusterConfig
-from nanodag.config.stage import Resources
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.host.ports import free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
@@ -218,20 +218,20 @@ class Nodes:
                 "store.url, or store.local, where all of them see it."
             )
         if time.monotonic() > deadline:
-            command = shlex.join(self._reach_command(host))
+            command = shlex.join(self._ssh_command(host))
             how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
                 f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
                 "hand, without a password."
             )
 
-    def _reach_command(self, host: Host) -> list[str]:
-        reach = [part.replace("{host}", host.name) for part in shlex.split(self._cluster.reach)]
-        return [*reach, sys.executable, "-m", "nanodag.worker.node"]
+    def _ssh_command(self, host: Host) -> list[str]:
+        command = [part.replace("{host}", host.name) for part in shlex.split(self._cluster.ssh_command)]
+        return [*command, sys.executable, "-m", "nanodag.worker.node"]
 
     def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Process:
         # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-        command = self._reach_command(host)
+        command = self._ssh_command(host)
         process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
         told = {
             "command": self.command(number, module),
@@ -283,7 +283,7 @@ def _wait_for_all(processes: Mapping[str, Process]) -> int:
 
 
 def main() -> int:
-    """Carry out a supervised stage on its nodes; returns the exit code."""
+    """Run a supervised stage on its nodes; returns the exit code."""
     module, job = sys.argv[1], load_job(sys.argv[2:])
     with Nodes(job) as nodes:
         processes = nodes.start(module, os.environ)

@@ -2,7 +2,7 @@
 
 The process that serves the flows may be killed, by hand or by the kernel for memory; without it a Retry in the UI waits
 for ever. So it runs below this small one, which starts it again. A command that fails by itself within STEADY_S of its
-start is not started again: the keeper ends with its code. SIGTERM to the group ends both.
+start is not started again: the supervisor ends with its code. SIGTERM to the group ends both.
 
 `end_with_parent` is for what the command starts: it goes when the command goes, however that one ended, since nobody
 could cancel it any more.
@@ -19,7 +19,7 @@ from nanodag.worker.watchdog import end_with_parent_process
 
 SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0
-MOST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 GRACE_S = 10.0
 LOOK_EVERY_S = 2.0
 
@@ -44,15 +44,15 @@ def main() -> int:
     wait_s = 1.0
     while not stopping.is_set():
         began = time.monotonic()
-        # In this process's group: who ends the keeper's group ends both.
+        # In this process's group: who ends the supervisor's group ends both.
         child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=end_with_parent_process)]
         code = child[0].wait()
         lived_s = time.monotonic() - began
         if code >= 0 and lived_s < STEADY_S:
             return code
-        wait_s = 1.0 if lived_s > STEADY_S else min(2 * wait_s, MOST_WAIT_S)
+        wait_s = 1.0 if lived_s > STEADY_S else min(2 * wait_s, MAX_WAIT_S)
         if not stopping.is_set():
-            print(f"keeper: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
+            print(f"supervisor: the process ended ({code}) after {lived_s:.0f} s; starting it again", flush=True)
             stopping.wait(wait_s)
     return 0
 

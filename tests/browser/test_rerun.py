@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def wait_for_end(project, run, flow_run):
-    """The record of a run once the process of that flow run has carried it out, since `started`."""
+    """The record of a run once the process of that flow run has executed it, since `started`."""
     wait_until(
         lambda: project.record(run).get("flow_run") == flow_run and project.record(run)["state"] != "running",
         timeout_s=400,
@@ -22,7 +22,7 @@ def wait_for_end(project, run, flow_run):
 
 
 def wait_for_retry(project, before):
-    """The record of a run once it was carried out again."""
+    """The record of a run once it was executed again."""
     run = before["run"]
     wait_until(
         lambda: project.record(run)["started"] > before["started"] and project.record(run)["state"] != "running",

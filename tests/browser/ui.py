@@ -117,7 +117,7 @@ class Ui:
                 if (found := look()) is not None:
                     return found
             except (StaleElementReferenceException, ElementClickInterceptedException):
-                pass  # the page was drawn anew meanwhile
+                pass  # the page was drawn again meanwhile
             time.sleep(0.3)
         self.shoot("missing")
         raise AssertionError(

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from nanodag.cli.watch import StageTable
+from nanodag.cli.live_table import StageTable
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
 

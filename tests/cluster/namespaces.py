@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-REACH = "ip netns exec {host}"
+SSH_COMMAND = "ip netns exec {host}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TwoNodes:
 
     def on(self, node: str, command: Sequence[str]) -> list[str]:
         """A command as it is run on a node."""
-        return [*REACH.format(host=node).split(), *command]
+        return [*SSH_COMMAND.format(host=node).split(), *command]
 
     def _up(self, node: str, device: str) -> None:
         run("ip", "-n", node, "addr", "add", f"{node}/24", "dev", device)

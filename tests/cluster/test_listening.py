@@ -73,7 +73,7 @@ def test_a_store_listens_on_its_address_only_and_is_found_there():
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from nanodag.train.engine import leave, start_ranks
+from nanodag.train.deepspeed_engine import leave, start_ranks
 start_ranks("cpu")
 found = torch.ones(1)
 dist.all_reduce(found)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from nanodag.config.derive import derive
 from nanodag.config.pipeline import ClusterConfig, Pipeline
-from nanodag.config.stage import Resources
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
 from nanodag.worker import nodes
 from nanodag.worker.failure import Ended, cause_of
@@ -99,8 +99,8 @@ def test_nodes_without_a_hostfile_or_for_a_stage_that_has_no_ranks_are_refused()
         Pipeline.model_validate({"preset": "x", "stages": {"base": base, "sft": SFT | {"resources": {"nodes": 2}}}})
     with pytest.raises(ValidationError, match="a stage of kind import runs on one machine"):
         Pipeline.model_validate({"preset": "x", "stages": {"base": base | {"resources": {"nodes": 2}}}})
-    with pytest.raises(ValidationError, match="does not say where"):
-        ClusterConfig(reach="ssh worker-1")
+    with pytest.raises(ValidationError, match=r"has no \{host\}"):
+        ClusterConfig(ssh_command="ssh worker-1")
 
 
 def test_a_work_pool_needs_postgres_and_a_device_of_its_own():
@@ -124,7 +124,7 @@ def reached(tmp_path, monkeypatch):
         monkeypatch.setattr(nodes, "seen_address", lambda host: "127.0.0.1")
         monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.1)
         monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 30.0)
-        cluster = {"hostfile": str(tmp_path / "hostfile"), "reach": f"sh {tmp_path}/reach {{host}}"}
+        cluster = {"hostfile": str(tmp_path / "hostfile"), "ssh_command": f"sh {tmp_path}/reach {{host}}"}
         config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
         return Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
 
@@ -158,7 +158,7 @@ def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):
     (tmp_path / "hostfile").rename(tmp_path / "hostfile-77")
     monkeypatch.setenv("JOB", "77")
     config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
-    cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "reach": "ssh {host}"}
+    cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "ssh_command": "ssh {host}"}
     again = Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
     assert again._hosts == made._hosts
 

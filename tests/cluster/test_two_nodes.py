@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from nanodag.config.pipeline import AnyStage
 from nanodag.worker.job import Job, read_job, write_job
-from tests.cluster.namespaces import REACH, two_nodes
+from tests.cluster.namespaces import SSH_COMMAND, two_nodes
 from tests.rl import stages as rl_stages
 from tests.train import stages
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 def cluster(folder, nodes):
     path = folder / "hostfile"
     path.write_text(f"# a comment\n{nodes.there} slots=1\n{nodes.here} slots=1\n")
-    return {"cluster": {"hostfile": str(path), "reach": REACH}}
+    return {"cluster": {"hostfile": str(path), "ssh_command": SSH_COMMAND}}
 
 
 def pretrain(folder, name, *, context=None, **changes):

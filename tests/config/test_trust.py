@@ -91,7 +91,11 @@ def test_trust_covers_a_package_and_nothing_that_only_begins_alike(pipeline):
 
 @pytest.mark.parametrize(
     "override",
-    ["trusted_modules=[subprocess]", "cluster.reach=sh -c id {host}", 'cluster={"reach": "sh -c id {host}"}'],
+    [
+        "trusted_modules=[subprocess]",
+        "cluster.ssh_command=sh -c id {host}",
+        'cluster={"ssh_command": "sh -c id {host}"}',
+    ],
 )
 def test_no_override_says_which_code_may_run(pipeline, override):
     with pytest.raises(ConfigError, match="an override cannot set it"):
@@ -145,7 +149,7 @@ def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
         pipeline(override, stages=stages)
 
 
-def test_a_pipeline_file_that_everybody_may_write_is_not_carried_out(tmp_path):
+def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
     file = tmp_path / "pipeline.yaml"
     file.write_text("")
     file.chmod(0o644)

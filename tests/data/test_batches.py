@@ -120,8 +120,8 @@ def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(m
     assert with_loss[0] == with_loss[1]  # every prediction of the documents, and of the answers, and no other
     stats = batches.stats()
     encoding = Encoding(tokenizer_path)
-    num_slots = sum(len(ids) + 1 for ids in encoding.encode_batch([row["text"] for row in read(documents)]))
-    assert stats["document_tokens"] == num_slots + stats["cut_documents"]  # a rest begins with bos again
+    num_positions = sum(len(ids) + 1 for ids in encoding.encode_batch([row["text"] for row in read(documents)]))
+    assert stats["document_tokens"] == num_positions + stats["cut_documents"]  # a rest begins with bos again
     assert stats["tokens"] - stats["document_tokens"] == alone[1].stats()["tokens"]
     assert stats["padding"] < alone[1].stats()["padding"]
     assert alone[1].stats()["document_tokens"] == 0

@@ -35,7 +35,7 @@ def test_a_function_of_ones_own_gives_rows(module):
     assert (source.length(), len(source.blocks())) == (4, 1)
 
 
-def test_an_iterator_is_made_anew_for_each_pass(module):
+def test_an_iterator_is_made_again_for_each_pass(module):
     source = open_source("python:some_rows:stream?count=5")
     assert source.blocks() is None
     assert [index for index, _ in source.rows(1, 1, 2)] == [1, 3]

@@ -84,7 +84,7 @@ def test_where_nothing_fits_the_shortest_document_is_cut():
         [[(1, 2), (2, 2), (2, 2), (2, 1)], [(1, 3)]],
         [[(1, None), (3, 3), (3, 3), (3, 1)]],
     ]
-    assert (packer.num_cut, packer.num_dropped_slots) == (1, 0)
+    assert (packer.num_cut, packer.num_dropped_positions) == (1, 0)
 
 
 def test_dropped_rests_are_counted():
@@ -93,7 +93,7 @@ def test_dropped_rests_are_counted():
         packer.add(document_piece(ids, BOS))
     rows = rows_of(packer, lambda: None)
     assert [[int(piece.tokens[1]) for piece in row] for row in rows] == [[10], [2, 3]]
-    assert packer.num_dropped_slots == 6 + 3  # of 11 slots 5 are kept, of 4 one
+    assert packer.num_dropped_positions == 6 + 3  # of 11 positions 5 are kept, of 4 one
 
 
 documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=30), min_size=1, max_size=25)
@@ -101,31 +101,31 @@ documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=30), min_
 
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 20), st.integers(1, 8))
-def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_slots, at_once):
-    packer = Packer(row_slots, cut="keep", bos_id=BOS)
+def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_length, at_once):
+    packer = Packer(row_length, cut="keep", bos_id=BOS)
     rows = rows_of(packer, feed(packer, [document_piece(ids, BOS) for ids in texts], at_once))
     trained = Counter(pair for row in rows for piece in row for pair in pairs(piece) if pair[1] is not None)
     # A cut puts bos before what follows it, without training that; all other pairs are those of the whole documents.
     assert trained == Counter(pair for ids in texts for pair in pairs(document_piece(ids, BOS)))
-    assert all(sum(piece.num_slots for piece in row) == row_slots for row in rows[:-1])
+    assert all(sum(piece.num_positions for piece in row) == row_length for row in rows[:-1])
     assert all(row[0].tokens[0] == BOS for row in rows)
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents, st.integers(31, 60), st.integers(1, 8))
-def test_packing_never_changes_a_conversation(texts, row_slots, at_once):
+def test_packing_never_changes_a_conversation(texts, row_length, at_once):
     pieces = [conversation(ids) for ids in texts]
-    packer = Packer(row_slots, cut="keep", bos_id=BOS)
+    packer = Packer(row_length, cut="keep", bos_id=BOS)
     rows = rows_of(packer, feed(packer, pieces, at_once))
-    batch = make_batch(rows, num_rows=len(rows), row_slots=row_slots, pad_id=0)
+    batch = make_batch(rows, num_rows=len(rows), row_length=row_length, pad_id=0)
     found = Counter((tuple(i.tolist()), tuple(labels.tolist())) for i, labels in unpack(batch))
     assert found == Counter((tuple(p.tokens[:-1].tolist()), tuple(p.tokens[1:].tolist())) for p in pieces)
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents, documents, st.integers(31, 60))
-def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(chats, texts, row_slots):
-    packer = Packer(row_slots, cut="keep", bos_id=BOS)
+def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(chats, texts, row_length):
+    packer = Packer(row_length, cut="keep", bos_id=BOS)
     pieces = [conversation(ids) for ids in chats]
     rows = rows_of(packer, feed(packer, [*pieces, *(document_piece(ids, BOS) for ids in texts)], at_once=50))
     found = [piece for row in rows for piece in row]
@@ -134,32 +134,32 @@ def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(cha
     trained = Counter(p for piece in found if piece.is_document for p in pairs(piece) if p[1] is not None)
     assert trained == Counter(pair for ids in texts for pair in pairs(document_piece(ids, BOS)))
     last = max(number for number, row in enumerate(rows) if any(piece.is_document for piece in row))
-    assert all(sum(piece.num_slots for piece in row) == row_slots for row in rows[:last])
+    assert all(sum(piece.num_positions for piece in row) == row_length for row in rows[:last])
 
 
 @settings(max_examples=60, deadline=None)
 @given(documents, st.integers(2, 20), st.data())
-def test_a_packer_restored_from_json_gives_the_same_rows(texts, row_slots, data):
-    chats = [conversation(ids[: row_slots - 1]) for ids in texts[::3]]
+def test_a_packer_restored_from_json_gives_the_same_rows(texts, row_length, data):
+    chats = [conversation(ids[: row_length - 1]) for ids in texts[::3]]
     pieces = [document_piece(ids, BOS) for ids in texts] + chats
-    packer = Packer(row_slots, cut="keep", bos_id=BOS)
+    packer = Packer(row_length, cut="keep", bos_id=BOS)
     for piece in pieces:
         packer.add(piece)
     for _ in range(data.draw(st.integers(0, 5))):
         packer.row(lambda: None)
     state = json.loads(json.dumps(packer_state_to_json(packer.state())))
     expected = [[pairs(piece) for piece in row] for row in rows_of(packer, lambda: None)]
-    other = Packer(row_slots, cut="keep", bos_id=BOS)
+    other = Packer(row_length, cut="keep", bos_id=BOS)
     other.restore(packer_state_from_json(state))
     assert [[pairs(piece) for piece in row] for row in rows_of(other, lambda: None)] == expected
-    assert (other.num_cut, other.num_dropped_slots) == (packer.num_cut, packer.num_dropped_slots)
+    assert (other.num_cut, other.num_dropped_positions) == (packer.num_cut, packer.num_dropped_positions)
 
 
 def test_a_batch_written_out_by_hand():
     ids = np.array([1, 5, 6, 7], dtype=np.int32)
     chat = conversation_piece(ids, np.array([False, False, True, True]))
     batch = make_batch(
-        [[document_piece([8, 9], BOS), chat], [document_piece([4], BOS)]], num_rows=3, row_slots=7, pad_id=0
+        [[document_piece([8, 9], BOS), chat], [document_piece([4], BOS)]], num_rows=3, row_length=7, pad_id=0
     )
     assert batch.input_ids.tolist() == [[1, 8, 9, 1, 5, 6, 0], [1, 4, 0, 0, 0, 0, 0], [0] * 7]
     assert batch.labels.tolist() == [[8, 9, 1, -100, 6, 7, -100], [4, 1] + [-100] * 5, [-100] * 7]

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import SourceError
-from nanodag.evaluation.checkpoint import Checkpoint
 from nanodag.evaluation.core import TASKS, Task, centred, find_files, prompts_of, read_items, run_core, score_task
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 
 CHOICE = [
     {"query": f"the {w}", "choices": ["sat on the mat", "ran", "and after"], "gold": n % 3}
@@ -54,8 +54,8 @@ def test_items_are_shuffled_before_the_limit(tmp_path):
 
 
 @pytest.fixture
-def checkpoint(model_folder) -> Checkpoint:
-    return Checkpoint(model_folder, precision="fp32", device="cpu", batch_size=5, max_new_tokens=4)
+def checkpoint(model_folder) -> EvaluatedModel:
+    return EvaluatedModel(model_folder, precision="fp32", device="cpu", batch_size=5, max_new_tokens=4)
 
 
 @torch.no_grad()

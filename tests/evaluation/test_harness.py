@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.checkpoint import Checkpoint
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.tokenizer.chat import load_renderer
@@ -212,8 +212,8 @@ ARC = [
 ]
 
 
-def checkpoint_of(folder, **more) -> Checkpoint:
-    return Checkpoint(folder, precision="fp32", device="cpu", batch_size=4, max_new_tokens=12, **more)
+def checkpoint_of(folder, **more) -> EvaluatedModel:
+    return EvaluatedModel(folder, precision="fp32", device="cpu", batch_size=4, max_new_tokens=12, **more)
 
 
 def without_bos_in_front(folder, target):

@@ -7,7 +7,7 @@ import pytest
 
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.evaluation import __main__ as worker
-from nanodag.store.files import sha256_of
+from nanodag.store.atomic import sha256_of
 from nanodag.worker.job import Job, MetricsLog, write_job
 
 

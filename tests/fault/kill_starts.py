@@ -4,9 +4,9 @@
     python -m tests.fault.kill_starts --runs 20 --jobs 2 --real      # Prefect, and a flow of one fake stage
 
 Odd runs kill the command itself, at one step after the other: before and after every call that starts, ends or records
-something. Even ones kill Prefect's server, the keeper, what it keeps, a flow or all of them at a random moment. Then
+something. Even ones kill Prefect's server, the supervisor, its child, a flow or all of them at a random moment. Then
 the same is asked for again. It must come up by itself, as one server and one process that serves; no flow run may be
-left that nobody carries out; and `nanodag server stop` must leave nothing. Prints a line a run; exit code 1 when one
+left that nobody runs; and `nanodag server stop` must leave nothing. Prints a line a run; exit code 1 when one
 failed.
 """
 
@@ -30,7 +30,7 @@ from tests.fault.project import FAKES, STAGES, Project
 LIGHT = Path(__file__).parent / "light"
 STEPS = {False: 26, True: 40}  # of a start; a number beyond its last step kills nothing
 MOMENTS_S = {False: 4.0, True: 50.0}  # after the first process is there
-VICTIMS = ("flows.server", "nanodag.worker.respawn", "flows.serve", "all")
+VICTIMS = ("flows.prefect_server", "nanodag.worker.respawn", "flows.serve", "all")
 TIMEOUT_S = 600.0
 
 # The command, killed by itself at step KILL_AT.
@@ -113,7 +113,8 @@ class Trial:
         took_s = time.monotonic() - began
         found = project.server()
         assert set(found["deployments"]) >= {"speedrun", "run_stage"}
-        firsts = [p.pid for p in _below(self.folder) if {*_cmdline(p)} & {"flows.server", "nanodag.worker.respawn"}]
+        modules = {"flows.prefect_server", "nanodag.worker.respawn"}
+        firsts = [p.pid for p in _below(self.folder) if {*_cmdline(p)} & modules]
         assert sorted(firsts) == sorted([found["server"]["pid"], found["serve"]["pid"]])
         if self.is_real:
             self._wait_for_ends(Api(f"http://127.0.0.1:{found['port']}"))

@@ -2,7 +2,7 @@
 
 Two writers at a time publish, edit a run's record and commit checkpoints, until SIGKILL or SIGTERM ends them; a reader
 reads all the while. After each kill everything that is new is read and compared. Prints JSON; ends with an exception at
-the first thing that is not as it should be. Forks rather than starts Python anew, so that a kill costs milliseconds.
+the first thing that is not as it should be. It forks and does not start Python, so a kill costs milliseconds.
 """
 
 import contextlib

@@ -89,8 +89,8 @@ def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_r
     assert code == 0, output
     workspace = project.wait_for_step("unserved", "pretrain", 2)
     before = project.record("unserved")
-    keeper = psutil.Process(project.server()["serve"]["pid"])
-    keeper.children()[0].kill()
+    supervisor = psutil.Process(project.server()["serve"]["pid"])
+    supervisor.children()[0].kill()
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
     deadline = time.monotonic() + 300
     while api.run_state(before["flow_run"])["type"] != "CRASHED" or alive([*pids_in(workspace), before["pid"]]):
@@ -101,7 +101,7 @@ def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_r
     while api.run_state(before["flow_run"])["type"] != "COMPLETED":
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert keeper.is_running() and len(keeper.children()) == 1
+    assert supervisor.is_running() and len(supervisor.children()) == 1
     assert project.record("unserved")["stages"]["pretrain"]["cost"]["num_attempts"] == 2
 
 
@@ -140,7 +140,7 @@ def test_with_flow_and_server_process_killed_the_same_run_goes_on(project):
     assert code == 0, output
     workspace = project.wait_for_step("lost", "pretrain", 2)
     code, output = project.run("run", "--name", "lost")
-    assert code == 1 and "is being carried out by process" in output
+    assert code == 1 and "is under way in process" in output
     server = project.server()
     for pid in (server["serve"]["pid"], server["server"]["pid"], project.record("lost")["pid"]):
         os.kill(pid, signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_the_good_one(tmp_path):
         (checkpoints.begin(step) / "state").write_text(str(step))
         checkpoints.commit(step)
     (tmp_path / "step-00000020" / "state").write_text("21")
-    assert checkpoints.newest_valid() is None  # so the stage begins anew, and saves more often
+    assert checkpoints.newest_valid() is None  # so the stage begins again, and saves more often
     (checkpoints.begin(15) / "state").write_text("15")
     checkpoints.commit(15)
     assert checkpoints.newest_valid()[0] == 15
@@ -312,16 +312,16 @@ def test_a_manifest_of_a_newer_format_is_neither_read_nor_built_over(store, prod
 
 
 def test_a_product_that_changes_while_it_is_published_is_not(store, product, good, monkeypatch):
-    import nanodag.store.places as places
+    import nanodag.store.local_backend as backend
 
-    copy = places.copy_hashed
+    copy = backend.copy_hashed
 
     def meddled(source, target):
         if source.name == "weights":
             source.write_bytes(b"meddled!")
         return copy(source, target)
 
-    monkeypatch.setattr(places, "copy_hashed", meddled)
+    monkeypatch.setattr(backend, "copy_hashed", meddled)
     with pytest.raises(StoreError, match="changed while it was published"):
         publish(store, product)
     assert is_whole(store, good)

@@ -148,7 +148,7 @@ def test_the_message_has_reason_advice_folder_and_log_in_that_order(tmp_path):
         ("nightly", "Retry the night in the UI", "in the pipeline file, that stage's micro_batch_tokens="),
     ],
 )
-def test_a_stage_of_a_sweep_or_night_is_not_gone_on_with_as_a_run(composed, retry, again):
+def test_a_stage_of_a_sweep_or_night_is_not_resumed_as_a_run(composed, retry, again):
     for line, advice in (("KeyError: 'loss'", retry), ("MemoryError", again)):
         ended = Ended(code=1, lines=[*TRACEBACK, line])
         found = cause_of(ended, stage="sft-2", kind="sft", run="s", composed=composed)

@@ -90,7 +90,7 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     assert any("nightly-3" in text and "| main/sft (main-2)" in text and str(entry["key"]) in text for text in shown)
 
 
-def test_seven_late_runs_of_the_schedule_are_carried_out_once(store):
+def test_seven_late_runs_of_the_schedule_are_one_night(store):
     ends = [nightly_eval(by_schedule=True, return_state=True) for _ in range(7)]
     assert [state.name for state in ends] == ["Completed"] + ["Skipped"] * 6
     assert len([name for name in store.runs() if name.startswith("nightly-")]) == 1
@@ -124,7 +124,7 @@ def serve():
     return str(deployment.apply())
 
 
-def test_the_switch_outlives_serving_and_a_changed_config_sets_it_anew(project):
+def test_the_switch_outlives_serving_and_a_changed_config_sets_it_again(project):
     api = Api(PREFECT_API_URL.value().removesuffix("/api"))
     pipeline = yaml.safe_load((project / "pipeline.yaml").read_text())
     pipeline["presets"]["tiny"]["nightly"] = {"enabled": False, "timezone": "Asia/Tokyo"}

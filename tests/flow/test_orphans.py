@@ -10,7 +10,7 @@ from prefect.states import Cancelling, Pending, Running
 from flows.serve import end_orphans
 from flows.speedrun import speedrun
 from nanodag.run.record import open_run
-from tasks.stage import settle
+from tasks.stage_task import settle
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

@@ -1,4 +1,4 @@
-"""A stage carried out again from what its artifact recorded."""
+"""A stage built again from what its artifact recorded."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
+from nanodag.run.build_stage import build_stage
 from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
-from nanodag.run.retention import Policy, free, plan
-from nanodag.run.stage import carry_out
-from nanodag.worker.devices import hold, places_folder, places_for
+from nanodag.run.retention import RetentionPolicy, free, plan
+from nanodag.worker.devices import devices_folder, devices_for, hold
 
 FAKES = Path(__file__).parent.parent / "fakes"
 
@@ -25,8 +25,8 @@ def run(project):
 @pytest.fixture
 def made(run):
     """The artifacts of the first two stages."""
-    tokenizer = carry_out(run, "tokenizer", {})
-    base = carry_out(run, "pretrain", {"tokenizer": tokenizer})
+    tokenizer = build_stage(run, "tokenizer", {})
+    base = build_stage(run, "pretrain", {"tokenizer": tokenizer})
     return [run.store.attempt(r.key, r.attempt) for r in (tokenizer, base)]
 
 
@@ -49,16 +49,16 @@ def test_other_bytes_are_named_and_kept_to_be_looked_at(run, made, project, monk
     assert (found.workspace / "output" / "report.md").read_text() == "# other\n"
 
 
-def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_place(run, made):
+def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_device(run, made):
     seen = []
 
     def look(line):
         if not seen:
-            _, stayed = free(run.store, plan(run.store, Policy()))
-            places = places_for(device="cpu", num_gpus=0, is_beside=False)
+            _, stayed = free(run.store, plan(run.store, RetentionPolicy()))
+            devices = devices_for(device="cpu", num_gpus=0, is_beside=False)
             stop = threading.Event()
             stop.set()
-            with pytest.raises(StageStopped), hold(places_folder(run.store), places, stop=stop):
+            with pytest.raises(StageStopped), hold(devices_folder(run.store), devices, stop=stop):
                 raise AssertionError("two stages train at once")
             seen.extend(stayed)
 
@@ -66,7 +66,7 @@ def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_place(run, made
     assert len(seen) == 1 and "work/reproduce-" in seen[0] and "somebody is building" in seen[0]
 
 
-def test_what_another_user_wrote_is_not_carried_out(run, made, monkeypatch):
+def test_what_another_user_wrote_is_not_run(run, made, monkeypatch):
     path = run.store.local / made[1].folder / "manifest.json"
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
@@ -85,7 +85,7 @@ def test_changed_data_are_named(run, made, project):
 
 def test_a_missing_input_is_named_and_another_attempt_with_its_content_will_do(run, made):
     tokenizer = made[0]
-    carry_out(run, "tokenizer", {}, force=True)
+    build_stage(run, "tokenizer", {}, force=True)
     shutil.rmtree(run.store.local / tokenizer.folder)
     assert reproduce(run.store, made[1], file="").is_same
     shutil.rmtree(run.store.local / "artifacts" / tokenizer.key)

@@ -45,7 +45,7 @@ def test_overrides_of_what_comes_before_are_refused(project):
 
 
 @pytest.mark.parametrize("kind", ["sweep", "nightly"])
-def test_a_sweep_and_a_night_are_not_gone_on_with_as_a_run(project, kind):
+def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, kind):
     pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline
     store, file = Store(project / "store"), project / "pipeline.yaml"
     about = {"file": file, "to_do": ["tokenizer"], "flow_run": "", "about": {kind: {}}}
@@ -68,7 +68,7 @@ def store(project, prefect_server, monkeypatch):
     return Store(project / "store")
 
 
-def test_from_a_stage_on_what_follows_is_carried_out_and_what_comes_before_is_as_recorded(store, project):
+def test_from_a_stage_on_what_follows_is_built_and_what_comes_before_is_as_recorded(store, project):
     (project / "text.txt").write_text("changed\n")  # a run from the beginning would build everything again
     state = speedrun("r", begin_at="sft", overrides=("eval_sft.seed=9",), force=True, return_state=True)
     assert state.is_completed(), state.message
@@ -90,10 +90,10 @@ def test_from_a_stage_on_what_follows_is_carried_out_and_what_comes_before_is_as
 def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(store):
     for _ in range(2):  # the same flow run twice, as Retry in the UI has it
         run = open_run("r", file="", preset="tiny", overrides=[], only=("sft",), flow_run="one flow run")
+        from nanodag.run.build_stage import build_stage
         from nanodag.run.record import recorded_inputs
-        from nanodag.run.stage import carry_out
 
-        carry_out(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
+        build_stage(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
         run.close()
     assert store.read_run("r")["stages"]["sft"]["attempt"] == "0002"
 

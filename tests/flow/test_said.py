@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from nanodag.cli import said
+from nanodag.cli.live_table import make_console
 from nanodag.cli.run import run_pipeline, take_over
 from nanodag.cli.show import how_to_build_stale
-from nanodag.cli.watch import make_console
 from nanodag.config.resolve import environment_overrides
 from nanodag.errors import StoreBusy
 from nanodag.run.record import open_run
@@ -82,7 +82,7 @@ def server_that_says(state):
 
 def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(project):
     run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")  # this process is alive
-    with pytest.raises(StoreBusy, match=f"is being carried out by process {os.getpid()}"):
+    with pytest.raises(StoreBusy, match=f"is under way in process {os.getpid()}"):
         take_over(run.store, "r", server_that_says("RUNNING"), make_console())
     began = time.monotonic()
     threading.Timer(0.5, run.close).start()

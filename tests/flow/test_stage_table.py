@@ -1,6 +1,6 @@
 """The table of a stage's metrics and cost in Prefect's UI."""
 
-from tasks.stage import _table
+from tasks.stage_task import _table
 
 
 def test_each_row_has_a_name_a_value_and_its_unit():

@@ -10,9 +10,9 @@ from nanodag.cli.run import choose_stale
 from nanodag.cli.show import show_stages, show_status
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
+from nanodag.run.build_stage import _report_context, build_stage
 from nanodag.run.diff import compare
 from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
-from nanodag.run.stage import _report_context, carry_out
 from nanodag.run.stale import left_alone, stale_stages
 from nanodag.store import Store
 
@@ -63,7 +63,7 @@ def test_records_that_do_not_say_what_stages_were_made_of_are_not_judged():
 def carry(name, only=(), overrides=()):
     run = open_run(name, file="", preset="tiny", overrides=overrides, only=only, flow_run="f")
     for stage in run.to_do:
-        carry_out(run, stage, recorded_inputs(run, stage, list(run.pipeline.stages[stage].inputs)))
+        build_stage(run, stage, recorded_inputs(run, stage, list(run.pipeline.stages[stage].inputs)))
     run.close()
     return run.store.read_run(name)
 

@@ -5,7 +5,7 @@ import pytest
 from nanodag.config import Pipeline
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.nightly.choose import choose, night_pipeline
-from tests.nightly.nights import EVAL, write_run
+from tests.nightly.made_nights import EVAL, write_run
 
 
 def pipeline_with(**nightly):

@@ -4,7 +4,7 @@ import pytest
 
 from nanodag.evaluation.paired import holm
 from nanodag.nightly.compare import compare
-from tests.nightly.nights import night_record, publish_eval
+from tests.nightly.made_nights import night_record, publish_eval
 
 RIGHT, WRONG = [1], [0]
 

@@ -11,7 +11,7 @@ from nanodag.nightly.findings import conclude
 from nanodag.nightly.nights import Skipped, begin_night
 from nanodag.run.record import StageResult
 from nanodag.store import Store
-from tests.nightly.nights import EVAL, publish_eval, write_run
+from tests.nightly.made_nights import EVAL, publish_eval, write_run
 
 
 @pytest.fixture

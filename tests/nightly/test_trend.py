@@ -12,7 +12,7 @@ from nanodag.nightly.findings import post
 from nanodag.nightly.trend import trend_report
 from nanodag.report.page import to_html, to_markdown
 from tests.http_server import listening
-from tests.nightly.nights import night_record, publish_eval
+from tests.nightly.made_nights import night_record, publish_eval
 
 DAY = 24 * 3600.0
 FIRST = 1_763_600_400.0  # 2025-11-20 01:00 UTC, 02:00 in Berlin

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanodag.report.page import Part, Report, Section, to_html
+from nanodag.report.page import PageSection, Part, Report, to_html
 from nanodag.report.plots import Panel, _add_legend, _figure, panels_svg
 from nanodag.report.tables import Cell, Table
 
@@ -21,7 +21,7 @@ def plots():
 @pytest.fixture(scope="module")
 def page(plots):
     table = Table(headers=["what"], rows=[[Cell(text="a longword"), Cell(text="x" * 60)]], numeric=())
-    section = Section(title="S", parts=[Part(svg=plots), Part(table=table)])
+    section = PageSection(title="S", parts=[Part(svg=plots), Part(table=table)])
     return to_html(Report(title="T", subtitle="", cards=[], sections=[section]))
 
 

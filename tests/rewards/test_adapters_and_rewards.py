@@ -10,7 +10,7 @@ from nanodag import registry as entries
 from nanodag.data.adapter_entries import ENTRIES
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.rewards.pool import RewardPool
+from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.rollouts.prompts import PromptCursor
 
 CHOICES = {"text": ["up", "down", "round"], "label": ["A", "B", "C"]}

@@ -10,14 +10,14 @@ import torch
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError
-from nanodag.rewards.pool import RewardPool, Score
-from nanodag.rewards.steps import token_places
+from nanodag.rewards.reward_pool import RewardPool, SampleReward
+from nanodag.rewards.step_reward import token_places
 from nanodag.rl.advantages.grpo import grpo
 from nanodag.rl.advantages.process import process_grpo, step_rewards
-from nanodag.rl.control.generation import Generator
+from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread
 from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
-from nanodag.run.stage import code_identity
+from nanodag.run.build_stage import code_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.models import rollout
@@ -97,11 +97,11 @@ def test_steps_of_the_words_after_a_tool_are_placed_behind_it_and_an_answer_of_a
             return "".join(map(chr, ids))
 
     config = RLStage(kind="rl", data=["file:x"], seed=1, reward="process:my_steps:lines")
-    generator = Generator(config, None, None, Letters(), (0,))
+    generator = RolloutGenerator(config, None, None, Letters(), (0,))
     one = rollout("a", 0, [1], [], reward=0.0)
     words = [sampled_span(list(b"call"), [-1.0] * 4, 0), Span(kind="tool", token_ids=(7, 7))]
     one = replace(one, spans=(prompt_span([1]), *words, sampled_span([*b"xy\nz", 0], [-1.0] * 5, 0)))
-    score = Score(2.0, {}, steps=[[3, 0.5], [4, 1.0]])
+    score = SampleReward(2.0, {}, steps=[[3, 0.5], [4, 1.0]])
     assert generator._with_score(one, "xy\nz", score).steps == ((8, 0.5), (10, 1.0))
     said = generator._with_score(replace(one, metadata={"answer": "xy\nz"}), "xy\nz", score)
     assert said.reward is None and "no place in the tokens" in said.metadata["reward_error"]

@@ -8,7 +8,7 @@ import pytest
 
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.rewards import sandbox
-from nanodag.rewards.pool import RewardPool
+from nanodag.rewards.reward_pool import RewardPool
 
 REWARDS = """
 import os, time

@@ -32,7 +32,7 @@ def no_bubblewrap():
 
 
 @pytest.fixture
-def anew():
+def fresh():
     """Walls are looked for again, in the test and after it."""
     sandbox.walls.cache_clear()
     yield
@@ -40,7 +40,7 @@ def anew():
 
 
 @pytest.fixture(params=["limits only", "bubblewrap"])
-def walls(request, monkeypatch, anew):
+def walls(request, monkeypatch, fresh):
     """With and without bubblewrap, as far as there is one."""
     if request.param == "limits only":
         monkeypatch.setenv(sandbox.OPT_OUT, "limits")
@@ -196,13 +196,13 @@ def test_an_ordinary_user_has_the_same_walls():
 # Where there are no walls
 
 
-def test_without_bubblewrap_programs_are_refused_with_the_way_out(monkeypatch, anew):
+def test_without_bubblewrap_programs_are_refused_with_the_way_out(monkeypatch, fresh):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with pytest.raises(MissingTool, match=r"bwrap is not installed.*apt install bubblewrap.*NANODAG_SANDBOX=limits"):
         run_python("print(1)", timeout_s=5)
 
 
-def test_where_user_namespaces_are_forbidden_programs_are_refused_with_bubblewraps_words(monkeypatch, anew, tmp_path):
+def test_where_user_namespaces_are_forbidden_programs_are_refused_with_bubblewraps_words(monkeypatch, fresh, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -212,13 +212,13 @@ def test_where_user_namespaces_are_forbidden_programs_are_refused_with_bubblewra
         run_python("print(1)", timeout_s=5)
 
 
-def test_a_misspelled_opt_out_is_no_opt_out(monkeypatch, anew):
+def test_a_misspelled_opt_out_is_no_opt_out(monkeypatch, fresh):
     monkeypatch.setenv(sandbox.OPT_OUT, "limit")
     with pytest.raises(MissingTool, match="NANODAG_SANDBOX is 'limit'"):
         run_python("print(1)", timeout_s=5)
 
 
-def test_who_opts_out_is_told_what_is_open(monkeypatch, anew, caplog):
+def test_who_opts_out_is_told_what_is_open(monkeypatch, fresh, caplog):
     monkeypatch.setenv(sandbox.OPT_OUT, "limits")
     with caplog.at_level(logging.WARNING):
         assert sandbox.walls() is None

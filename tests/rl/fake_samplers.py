@@ -1,7 +1,7 @@
 """Samplers, a router and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
 
 The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. A step is a
-request that reached a sampler ("asked"), was carried out but not answered ("done") or was answered ("answered"), and
+request that reached a sampler ("asked"), was executed but not answered ("done") or was answered ("answered"), and
 the beginning and end of what the trainer is asked for.
 """
 
@@ -60,9 +60,9 @@ class FakeServer:
     async def _answer(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read() or b"{}")
         name = request.path.strip("/").partition("/")[0]
-        return await self.carry_out(name, request, body)
+        return await self.execute(name, request, body)
 
-    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+    async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class FakeSampler(FakeServer):
         self.weights, self.version = weights, version
         self.received: list[str] | None = None
 
-    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+    async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         if name == "health":
             return web.json_response({})
         self.world.at(self.number, name, "asked")
@@ -144,7 +144,7 @@ class FakeRouter(FakeServer):
         self.behind: dict[str, str] = {}
         self.count = 0
 
-    async def carry_out(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+    async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         if name == "liveness":
             return web.json_response({})
         if name == "generate":
@@ -182,9 +182,9 @@ class FakeTrainer:
         self._has_met = False
 
     async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        return await asyncio.shield(asyncio.ensure_future(self._carry_out(do, arguments)))
+        return await asyncio.shield(asyncio.ensure_future(self._execute(do, arguments)))
 
-    async def _carry_out(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _execute(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         async with self._one_at_a_time:
             self.asked.append(do)
             for number in range(len(self.world.servers)):

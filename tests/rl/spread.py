@@ -2,7 +2,7 @@
 
 import torch
 
-from nanodag.train.engine import leave
+from nanodag.train.deepspeed_engine import leave
 from nanodag.train.shares import Shares
 
 

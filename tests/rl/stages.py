@@ -79,7 +79,7 @@ def start(job: Job) -> "subprocess.Popen[bytes]":
 
 
 def run(job: Job) -> None:
-    """Carry the stage out to its end; fails with its log."""
+    """Run the stage to its end; fails with its log."""
     process = start(job)
     code = process.wait(timeout=300)
     assert code == 0 and (job.workspace / "result.json").exists(), (job.workspace / "worker.log").read_text()[-6000:]

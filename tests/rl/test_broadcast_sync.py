@@ -140,10 +140,10 @@ def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them
 
     async def work(sync, samplers):
         before = await logprobs(samplers)
-        await sync.load(tmp_path / "turn-1", 1)
+        await sync.load(tmp_path / "policy-1", 1)
         first, changed = await samplers.fingerprints(), await logprobs(samplers)
         trainer.weights.take(models[2])
-        await sync.load(tmp_path / "turn-2", 2)
+        await sync.load(tmp_path / "policy-2", 2)
         return before, changed, first, await samplers.fingerprints(), await samplers.versions()
 
     before, changed, first, second, versions = with_sync(pair, models[0], trainer, work)
@@ -167,7 +167,7 @@ def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, t
 
     trainer.broadcast = broadcast
     with pytest.raises(SamplerError, match=rf"Sampler 0 .*version 7: {name} has fingerprint"):
-        with_sync(pair, models[0], trainer, lambda sync, samplers: sync.load(tmp_path / "turn-7", 7))
+        with_sync(pair, models[0], trainer, lambda sync, samplers: sync.load(tmp_path / "policy-7", 7))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
@@ -184,11 +184,11 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
 
     async def work(sync, samplers):
         began = time.monotonic()
-        await sync.load(tmp_path / "turn-1", 1)
+        await sync.load(tmp_path / "policy-1", 1)
         held, took = await samplers.fingerprints(), time.monotonic() - began
         trainer.weights.take(models[2])
         trainer.broadcaster._timeout_s = TIMEOUT_S
-        await sync.load(tmp_path / "turn-2", 2)
+        await sync.load(tmp_path / "policy-2", 2)
         return held, took, await samplers.fingerprints(), samplers.num_restarts
 
     held, took, after, num_restarts = with_sync(pair, models[0], trainer, work)
@@ -203,7 +203,7 @@ def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(pair, mode
     async def work(sync, samplers):
         (_, member) = await samplers.members()
         await member.client.begin_weight_update()  # a second one is refused
-        await sync.load(tmp_path / "turn-1", 1)
+        await sync.load(tmp_path / "policy-1", 1)
         return await samplers.fingerprints(), samplers.num_restarts
 
     held, num_restarts = with_sync(pair, models[0], trainer, work)
@@ -216,12 +216,12 @@ def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_
     trainer = Trainer(models[1])
 
     async def work(sync, samplers):
-        await sync.load(tmp_path / "turn-1", 1)
+        await sync.load(tmp_path / "policy-1", 1)
         trainer.weights.take(models[2])  # it trained on
         os.kill(pair[1][0].pid, signal.SIGKILL)
         assert await samplers.versions() == ["1", "1"]
         held = await samplers.fingerprints()
-        await sync.load(tmp_path / "turn-2", 2)
+        await sync.load(tmp_path / "policy-2", 2)
         return held, await samplers.fingerprints(), samplers.num_restarts
 
     held, after, num_restarts = with_sync(pair, models[0], trainer, work)
@@ -251,7 +251,7 @@ def test_only_the_first_and_every_nth_broadcast_is_verified(pair, models, tmp_pa
 
     async def work(sync, samplers):
         for version in range(1, 5):
-            await sync.load(tmp_path / f"turn-{version}", version)
+            await sync.load(tmp_path / f"policy-{version}", version)
 
     with_sync(pair, models[0], trainer, work, check_every=3)
     assert asked == [True, False, False, True]
@@ -276,7 +276,7 @@ def test_what_is_spread_over_two_ranks_comes_together_as_it_is_and_as_it_was_kep
 
 
 def stage(folder, **config):
-    """A stage of four steps, carried out; its lines about weights, and what it left."""
+    """A stage of four steps, run; its lines about weights, and what it left."""
     folder.mkdir()
     resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
     sampler = {"context": 64, "max_batch": 16, "replicas": 2}

@@ -5,7 +5,7 @@ import pytest
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
-from nanodag.rl.control.generation import Generator, Harvest
+from nanodag.rl.control.generation import RolloutBatch, RolloutGenerator
 from nanodag.rl.rollouts.metrics import drop_counts
 from nanodag.rl.rollouts.prompts import Prompt
 from tests.rl.models import rollout
@@ -19,12 +19,12 @@ def group(*rewards: float, responses=((2,), (2, 3), (2, 3, 4))):
     ]
 
 
-def judged(filters, *groups, **config) -> Harvest:
-    generator = Generator(RLStage(kind="rl", data=["file:x"], filters=filters, **config), None, None, None, ())
-    harvest = Harvest()
+def judged(filters, *groups, **config) -> RolloutBatch:
+    generator = RolloutGenerator(RLStage(kind="rl", data=["file:x"], filters=filters, **config), None, None, None, ())
+    batch = RolloutBatch()
     for one in groups:
-        generator._judge(PROMPT, one, harvest)
-    return harvest
+        generator._judge(PROMPT, one, batch)
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_a_filter_drops_a_group_for_its_reason(name, options, members, reason):
 
 def test_every_drop_is_counted_by_the_first_filter_that_says_so():
     filters = ["nonzero_spread", {"name": "mean_reward", "options": {"lowest": 0.3}}]
-    harvest = judged(filters, group(0, 0, 0), group(1, 0, 0, 0), group(1, 1, 0), group(2, 2))
-    assert drop_counts([drop.reason for drop in harvest.dropped]) == {
+    batch = judged(filters, group(0, 0, 0), group(1, 0, 0, 0), group(1, 1, 0), group(2, 2))
+    assert drop_counts([drop.reason for drop in batch.dropped]) == {
         "dropped_zero_spread": 2.0,
         "dropped_reward_too_low": 1.0,
     }
-    assert len(harvest.kept) == 1
+    assert len(batch.kept) == 1
 
 
 def test_the_overlong_penalty_is_taken_off_before_filters_look():
-    harvest = judged(["nonzero_spread"], group(1, 1, 1), max_new_tokens=3, overlong_buffer=2, overlong_penalty=0.5)
-    assert [one.reward for one in harvest.trained] == [1.0, 0.75, 0.5]
+    batch = judged(["nonzero_spread"], group(1, 1, 1), max_new_tokens=3, overlong_buffer=2, overlong_penalty=0.5)
+    assert [one.reward for one in batch.trained] == [1.0, 0.75, 0.5]
 
 
 def own(group, *, largest):

@@ -10,9 +10,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rewards.pool import Score
-from nanodag.rl.control.generation import Generator, group_seed
-from nanodag.rl.rollouts.batch import read_harvest, write_harvest
+from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rl.control.generation import RolloutGenerator, group_seed
+from nanodag.rl.rollouts.batch import read_batch, write_batch
 from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, read_ledger
 
 STOP = 0
@@ -36,13 +36,13 @@ class FakeRenderer:
 class FakePool:
     """The reward of an answer is the number that it spells; `?` fails."""
 
-    def submit_group(self, prompt, completions) -> "list[Future[Score]]":
+    def submit_group(self, prompt, completions) -> "list[Future[SampleReward]]":
         return [self._score(completion) for completion in completions]
 
-    def _score(self, completion) -> "Future[Score]":
-        future: Future[Score] = Future()
+    def _score(self, completion) -> "Future[SampleReward]":
+        future: Future[SampleReward] = Future()
         failed = completion == "?"
-        future.set_result(Score(None, {}, "no number") if failed else Score(float(completion), {}))
+        future.set_result(SampleReward(None, {}, "no number") if failed else SampleReward(float(completion), {}))
         return future
 
 
@@ -90,7 +90,7 @@ def cursor_over(tmp_path, lengths: list[int], longest: int = 10, **more) -> Prom
     return PromptCursor(mixture, FakeRenderer(), longest=longest, **more)
 
 
-def step(generator: Generator, cursor: PromptCursor, number: int = 1):
+def step(generator: RolloutGenerator, cursor: PromptCursor, number: int = 1):
     return asyncio.run(generator.step(cursor, number))
 
 
@@ -101,15 +101,15 @@ def ids(prompts) -> list[str]:
 SPREAD, EQUAL = "01", "11"
 
 
-def generator(sampler: FakeSampler, **values) -> Generator:
-    return Generator(config(**values), sampler, FakePool(), FakeEncoding(), (STOP,))
+def generator(sampler: FakeSampler, **values) -> RolloutGenerator:
+    return RolloutGenerator(config(**values), sampler, FakePool(), FakeEncoding(), (STOP,))
 
 
 def test_without_over_sampling_one_wave_is_generated_and_what_has_spread_is_trained(tmp_path):
     cursor = cursor_over(tmp_path, [1, 1, 1])
-    harvest = step(generator(FakeSampler({0: EQUAL, 1: SPREAD, 2: SPREAD})), cursor)
-    assert ids(p for p, _ in harvest.kept) == ["p1"]
-    assert [(drop.prompt.prompt_id, drop.reason) for drop in harvest.dropped] == [("p0", "zero_spread")]
+    batch = step(generator(FakeSampler({0: EQUAL, 1: SPREAD, 2: SPREAD})), cursor)
+    assert ids(p for p, _ in batch.kept) == ["p1"]
+    assert [(drop.prompt.prompt_id, drop.reason) for drop in batch.dropped] == [("p0", "zero_spread")]
     assert ids(cursor.take(1)) == ["p2"]
 
 
@@ -118,9 +118,9 @@ def test_groups_are_chosen_in_prompt_order_whoever_finishes_first(tmp_path, dela
     answers = {0: EQUAL, 1: SPREAD, 2: SPREAD, 3: SPREAD}
     sampler = FakeSampler(answers, delays)
     cursor = cursor_over(tmp_path, [1] * 6)
-    harvest = step(generator(sampler, over_sampling=4), cursor)
-    assert ids(p for p, _ in harvest.kept) == ["p1", "p2"]
-    assert ids(drop.prompt for drop in harvest.dropped) == ["p0"]
+    batch = step(generator(sampler, over_sampling=4), cursor)
+    assert ids(p for p, _ in batch.kept) == ["p1", "p2"]
+    assert ids(drop.prompt for drop in batch.dropped) == ["p0"]
     assert ids(cursor.take(2)) == ["p3", "p4"]  # p3 was generated for nothing; it comes first in the next step
 
 
@@ -131,7 +131,7 @@ def test_a_request_that_is_not_needed_any_more_is_aborted(tmp_path):
 
 
 def test_a_group_given_up_while_its_reward_is_computed_leaves_the_pool_its_futures(tmp_path):
-    late: list[Future[Score]] = []
+    late: list[Future[SampleReward]] = []
 
     class LatePool(FakePool):
         def submit_group(self, prompt, completions):
@@ -141,20 +141,20 @@ def test_a_group_given_up_while_its_reward_is_computed_leaves_the_pool_its_futur
             return late
 
     sampler = FakeSampler(dict.fromkeys(range(4), SPREAD), {0: 50, 1: 50})
-    made = Generator(config(over_sampling=4), sampler, LatePool(), FakeEncoding(), (STOP,))
+    made = RolloutGenerator(config(over_sampling=4), sampler, LatePool(), FakeEncoding(), (STOP,))
     step(made, cursor_over(tmp_path, [1] * 4))
     assert len(late) == 2 and not any(future.cancelled() for future in late)
 
 
 def test_with_over_sampling_waves_follow_until_enough_groups_pass(tmp_path):
     answers = dict.fromkeys(range(6), EQUAL) | {4: SPREAD, 5: SPREAD}
-    harvest = step(generator(FakeSampler(answers), over_sampling=2), cursor_over(tmp_path, [1] * 6))
-    assert ids(p for p, _ in harvest.kept) == ["p4", "p5"] and len(harvest.dropped) == 4
+    batch = step(generator(FakeSampler(answers), over_sampling=2), cursor_over(tmp_path, [1] * 6))
+    assert ids(p for p, _ in batch.kept) == ["p4", "p5"] and len(batch.dropped) == 4
 
 
 def test_a_rollout_says_what_was_sampled_by_whom_and_why_it_ended(tmp_path):
-    harvest = step(generator(FakeSampler({0: SPREAD, 1: SPREAD})), cursor_over(tmp_path, [3, 1]))
-    first, second = harvest.kept[0][1]
+    batch = step(generator(FakeSampler({0: SPREAD, 1: SPREAD})), cursor_over(tmp_path, [3, 1]))
+    first, second = batch.kept[0][1]
     assert first.group_id == "p0@0" and (first.sample_index, second.sample_index) == (0, 1)
     assert first.prompt_token_ids == (1, 1, 1) and first.sampled_token_ids == (ord("0"), STOP)
     span = first.spans[1]
@@ -165,20 +165,20 @@ def test_a_rollout_says_what_was_sampled_by_whom_and_why_it_ended(tmp_path):
 
 def test_a_sample_whose_reward_failed_is_left_out_and_a_group_of_one_is_dropped(tmp_path):
     sampler = FakeSampler({0: "?01", 1: "?0?"})
-    values = {"samples_per_prompt": 3, "most_failed_rewards": 0.5}
-    harvest = step(generator(sampler, **values), cursor_over(tmp_path, [1] * 2))
-    ((_, group),) = harvest.kept
+    values = {"samples_per_prompt": 3, "max_failed_rewards": 0.5}
+    batch = step(generator(sampler, **values), cursor_over(tmp_path, [1] * 2))
+    ((_, group),) = batch.kept
     assert [rollout.sample_index for rollout in group] == [1, 2]
-    assert [rollout.sample_index for rollout in harvest.failed] == [0] and len(harvest.all_rollouts) == 6
-    assert [drop.reason for drop in harvest.dropped] == ["reward_failed"]
-    assert harvest.dropped[0].rollouts[0].metadata == {"reward_error": "no number"}
+    assert [rollout.sample_index for rollout in batch.failed] == [0] and len(batch.all_rollouts) == 6
+    assert [drop.reason for drop in batch.dropped] == ["reward_failed"]
+    assert batch.dropped[0].rollouts[0].metadata == {"reward_error": "no number"}
 
 
 def test_groups_of_one_are_trained_where_nothing_is_compared(tmp_path):
-    values = {"samples_per_prompt": 1, "advantage": "reinforce_pp", "filters": [], "most_failed_rewards": 0.5}
-    harvest = step(generator(FakeSampler({0: "1", 1: "?"}), **values), cursor_over(tmp_path, [1] * 2))
-    assert [len(group) for _, group in harvest.kept] == [1]
-    assert [drop.reason for drop in harvest.dropped] == ["reward_failed"]
+    values = {"samples_per_prompt": 1, "advantage": "reinforce_pp", "filters": [], "max_failed_rewards": 0.5}
+    batch = step(generator(FakeSampler({0: "1", 1: "?"}), **values), cursor_over(tmp_path, [1] * 2))
+    assert [len(group) for _, group in batch.kept] == [1]
+    assert [drop.reason for drop in batch.dropped] == ["reward_failed"]
 
 
 def answers_with_failures(count: int) -> dict[int, str]:
@@ -192,12 +192,12 @@ def test_a_share_of_failed_rewards_above_the_limit_ends_the_stage_with_share_set
         step(made, cursor_over(tmp_path, [1] * 8), number=3)
     message = str(raised.value)
     assert "reward failed for 5 of 16 samples of step 3 (31.2%). The first reason: no number." in message
-    assert "most_failed_rewards 0.25" in message and "reward_timeout_s" in message
+    assert "max_failed_rewards 0.25" in message and "reward_timeout_s" in message
 
 
 @pytest.mark.parametrize("limit", [0.25, 1.0])
 def test_when_every_reward_of_a_step_fails_the_stage_ends_whatever_the_limit(tmp_path, limit):
-    made = generator(FakeSampler({0: "??", 1: "??"}), most_failed_rewards=limit)
+    made = generator(FakeSampler({0: "??", 1: "??"}), max_failed_rewards=limit)
     with pytest.raises(StageFailed, match=r"4 of 4 samples .* no number"):
         step(made, cursor_over(tmp_path, [1] * 2))
 
@@ -224,21 +224,21 @@ def test_failed_rewards_of_an_evaluation_end_the_stage_too(tmp_path):
 class MendedPool(FakePool):
     """The function after its repair: what failed is worth 0.5."""
 
-    def _score(self, completion) -> "Future[Score]":
-        future: Future[Score] = Future()
-        future.set_result(Score(0.5 if completion == "?" else float(completion), {}))
+    def _score(self, completion) -> "Future[SampleReward]":
+        future: Future[SampleReward] = Future()
+        future.set_result(SampleReward(0.5 if completion == "?" else float(completion), {}))
         return future
 
 
-def judged_again(harvest, cursor, folder, pool, **values):
+def judged_again(batch, cursor, folder, pool, **values):
     """As a checkpoint has it, by a stage that was started again."""
-    write_harvest(folder / "harvest.json", harvest)
-    made = Generator(config(**values), FakeSampler({}), pool, FakeEncoding(), (STOP,))
-    return asyncio.run(made.judged_again(cursor, 1, read_harvest(folder / "harvest.json")))
+    write_batch(folder / "batch.json", batch)
+    made = RolloutGenerator(config(**values), FakeSampler({}), pool, FakeEncoding(), (STOP,))
+    return asyncio.run(made.judged_again(cursor, 1, read_batch(folder / "batch.json")))
 
 
 def test_rewards_that_failed_are_computed_again_when_a_checkpoint_is_read(tmp_path):
-    values = {"prompts_per_step": 4, "most_failed_rewards": 0.5}
+    values = {"prompts_per_step": 4, "max_failed_rewards": 0.5}
     answers = {0: "??", 1: SPREAD, 2: EQUAL, 3: "?1"}
     cursor = cursor_over(tmp_path, [1] * 4)
     before = step(generator(FakeSampler(answers), **values), cursor)
@@ -252,8 +252,8 @@ def test_rewards_that_failed_are_computed_again_when_a_checkpoint_is_read(tmp_pa
     assert not any("reward_error" in rollout.metadata for rollout in after.all_rollouts)
 
 
-def test_rewards_that_fail_again_leave_a_harvest_as_it_was(tmp_path):
-    values = {"prompts_per_step": 4, "samples_per_prompt": 3, "most_failed_rewards": 0.5}
+def test_rewards_that_fail_again_leave_a_batch_as_it_was(tmp_path):
+    values = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_failed_rewards": 0.5}
     answers = {0: "?01", 1: "???", 2: "011", 3: "1?1"}
     cursor = cursor_over(tmp_path, [1] * 4)
     before = step(generator(FakeSampler(answers), **values), cursor)
@@ -262,7 +262,7 @@ def test_rewards_that_fail_again_leave_a_harvest_as_it_was(tmp_path):
 
 
 def test_groups_beyond_those_that_a_step_trains_go_back_to_the_cursor_when_others_are_mended(tmp_path):
-    values = {"prompts_per_step": 2, "over_sampling": 4, "most_failed_rewards": 0.5}
+    values = {"prompts_per_step": 2, "over_sampling": 4, "max_failed_rewards": 0.5}
     cursor = cursor_over(tmp_path, [1] * 5)
     before = step(generator(FakeSampler({0: "?1", 1: SPREAD, 2: SPREAD, 3: SPREAD}), **values), cursor)
     assert ids(prompt for prompt, _ in before.kept) == ["p1", "p2"]
@@ -275,8 +275,8 @@ def test_a_function_mended_in_part_still_ends_the_stage_above_the_limit(tmp_path
     cursor = cursor_over(tmp_path, [1] * 8)
     values = {"prompts_per_step": 8}
     before = step(generator(FakeSampler(answers_with_failures(4)), **values), cursor)
-    with pytest.raises(StageFailed, match=r"most_failed_rewards 0\.1"):
-        judged_again(before, cursor, tmp_path, FakePool(), **values, most_failed_rewards=0.1)
+    with pytest.raises(StageFailed, match=r"max_failed_rewards 0\.1"):
+        judged_again(before, cursor, tmp_path, FakePool(), **values, max_failed_rewards=0.1)
 
 
 def test_an_aborted_sample_is_an_error_of_the_sampler(tmp_path):
@@ -315,10 +315,10 @@ def test_overlong_prompts_are_dropped_and_handed_to_the_ledger_once(tmp_path):
 
 def test_a_share_of_the_prompts_without_spread_is_passed_over_in_the_next_pass_and_comes_again_later(tmp_path):
     cursor = cursor_over(tmp_path, [1] * 40, skip_share=0.5, seed=3)
-    harvest = step(
+    batch = step(
         generator(FakeSampler({n: SPREAD if n < 10 else EQUAL for n in range(40)}), prompts_per_step=40), cursor
     )
-    assert len(harvest.kept) == 10 and harvest.passed_over == []
+    assert len(batch.kept) == 10 and batch.passed_over == []
     second = ids(cursor.take(10))
     assert second == [f"p{n}" for n in range(10)]  # those with spread are never passed over
     saved = cursor.state_dict()
@@ -398,12 +398,12 @@ class EndingSampler(FakeSampler):
 def ended_by_syncs(tmp_path, answers, **values):
     sampler = EndingSampler({0: answers})
     values |= {"max_staleness": 1, "sampler": {"deterministic": False}, "prompts_per_step": 1}
-    made = Generator(config(sync_mode="abort", **values), sampler, FakePool(), FakeEncoding(), (STOP,))
+    made = RolloutGenerator(config(sync_mode="abort", **values), sampler, FakePool(), FakeEncoding(), (STOP,))
     ((_, group),) = step(made, cursor_over(tmp_path, [1])).kept
     return group, sampler.requests
 
 
-def test_what_new_weights_end_is_gone_on_with_from_its_last_token(tmp_path):
+def test_what_new_weights_end_is_resumed_from_its_last_token(tmp_path):
     (short, long), (first, *rest) = ended_by_syncs(tmp_path, ["321", "12345"], max_new_tokens=9)
     assert [list(one.response_token_ids) for one in (short, long)] == [[*map(ord, "321"), 0], [*map(ord, "12345"), 0]]
     assert (short.reward, long.reward) == (321.0, 12345.0)

@@ -19,7 +19,7 @@ from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.trainer.critic import ValueModel, whitened
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.update import Objective, Scored
+from nanodag.rl.trainer.update import PolicyObjective, Scored
 from tests.rl.models import save_tiny_model
 from tests.rl.test_packing import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice
@@ -82,7 +82,7 @@ def test_every_loss_is_the_same(field, name):
     config = RLStage(kind="rl", data=["file:x"], kl_coefficient=0.1, entropy_coefficient=0.1, **{field: name})
 
     def work(device):
-        loss, sums = Objective(config)(scored_row(device), TOTALS)
+        loss, sums = PolicyObjective(config)(scored_row(device), TOTALS)
         return [loss, *sums.summed.values(), *sums.largest.values()]
 
     same_on_both(work)
@@ -97,7 +97,7 @@ def test_what_goes_into_advantages_is_the_same():
         steps = step_rewards([[(0, 1.0)]] * len(RAGGED), row.mask, row.sequence_ids)
         advantages, returns = gae(of_last + steps, values, row.mask, row.sequence_ids, gamma=0.9, gae_lambda=0.8)
         ((white,),) = whitened([[advantages]], [[row]], lambda *numbers: list(numbers))
-        kl = Objective(RLStage(kind="rl", data=["file:x"])).kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
+        kl = PolicyObjective(RLStage(kind="rl", data=["file:x"])).kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
         return [of_last, steps, advantages, returns, white, kl, *distilled(values, values, values - 1, coefficient=0.5)]
 
     same_on_both(work)

@@ -212,6 +212,6 @@ def test_kept_and_fused_attention_agree(monkeypatch, tmp_path):
     policy = load_policy(tmp_path, temperature=1.0)
     row = to_row(pack(RAGGED, budget_tokens=100)[0][0], CPU)
     kept = torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters()))
-    monkeypatch.setattr("nanodag.rl.trainer.group_attention.MOST_KEPT_PROBABILITIES", 0)
+    monkeypatch.setattr("nanodag.rl.trainer.group_attention.MAX_KEPT_PROBABILITIES", 0)
     fused = torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters()))
     torch.testing.assert_close(kept, fused, rtol=1e-4, atol=1e-5)

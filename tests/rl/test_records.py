@@ -4,7 +4,7 @@ import json
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job
@@ -76,7 +76,7 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     records = Records(job, resume_step=-1)
     prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2"}, token_ids=(1,))]
     for step in (1, 2):
-        records.rollouts(step, Harvest(kept=[(prompts[0], [rollout([0])])]))
+        records.rollouts(step, RolloutBatch(kept=[(prompts[0], [rollout([0])])]))
         records.evaluation(step, [rollout([0])], 0.1, prompts)
     records.close()
     folder = job.records / "rollouts"

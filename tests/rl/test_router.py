@@ -187,7 +187,7 @@ def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(m
         with pytest.raises(SamplerLost, match=r"failed 2 times behind the router.*code 1"):
             await samplers.generate(requests(1))
 
-    with_fake(model, tmp_path, work, most_losses=1)
+    with_fake(model, tmp_path, work, max_restarts=1)
 
 
 @pytest.mark.slow

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import pytest
 
 from nanodag.errors import SamplerError, StageFailed
-from nanodag.rl.control.schedule import Position, Schedule, Stopped
-from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.control.schedule import Position, Schedule, StopRequested
+from nanodag.rl.rollouts.batch import RolloutBatch
 
 STEPS = 5
 
 
 class FakeWork:
-    """Notes what is called. Each call takes as many turns of the event loop as `slow` says for its kind."""
+    """Notes what is called. Each call takes as many rounds of the event loop as `slow` says for its kind."""
 
     def __init__(self, *, evals=(), saves=(), slow=(), stop_at=None, fail=None) -> None:
         self.evals, self.saves, self.slow = set(evals), set(saves), dict(slow)
@@ -24,7 +24,7 @@ class FakeWork:
         self.sampled_by: dict[int, int] = {}
         self.busy: set[str] = set()
         self.beside: set[frozenset] = set()
-        self.num_used = 0  # harvests whose prompts count as used
+        self.num_used = 0  # rollout batches whose prompts count as used
 
     @contextmanager
     def timed(self, name):
@@ -44,36 +44,36 @@ class FakeWork:
         self.busy.discard(kind)
         self.log.append((kind, number))
 
-    async def load(self, turn):
-        self.loaded = turn
-        assert ("publish", turn) in self.log or turn in getattr(self, "kept", ())
-        await self.takes("load", turn)
+    async def load(self, policy):
+        self.loaded = policy
+        assert ("publish", policy) in self.log or policy in getattr(self, "kept", ())
+        await self.takes("load", policy)
 
     async def generate(self, step):
         weights = self.loaded
         await self.takes("generate", step)
         if self.stopping:
-            raise Stopped
-        assert self.loaded == weights  # no weights change under a harvest
+            raise StopRequested
+        assert self.loaded == weights  # no weights change under a rollout batch
         self.sampled_by[step] = weights
         self.num_used = step
-        return Harvest(seconds=step)
+        return RolloutBatch(seconds=step)
 
-    def is_evaluation_due(self, turn):
-        return turn in self.evals
+    def is_evaluation_due(self, policy):
+        return policy in self.evals
 
-    async def evaluate(self, turn):
-        assert self.loaded == turn
-        await self.takes("evaluate", turn)
-        assert self.loaded == turn
-        self.evals.discard(turn)
+    async def evaluate(self, policy):
+        assert self.loaded == policy
+        await self.takes("evaluate", policy)
+        assert self.loaded == policy
+        self.evals.discard(policy)
 
-    async def train(self, step, harvest):
-        assert harvest.seconds == step
+    async def train(self, step, batch):
+        assert batch.seconds == step
         await self.takes("train", step)
 
-    async def publish(self, turn):
-        await self.takes("publish", turn)
+    async def publish(self, policy):
+        await self.takes("publish", policy)
 
     def note(self, step):
         self.log.append(("note", step))
@@ -103,7 +103,7 @@ def schedule(
     return Schedule(work, position=position or Position(), timed=work.timed, **options)
 
 
-def carry_out(work: FakeWork, lag: int, **options) -> FakeWork:
+def run_schedule(work: FakeWork, lag: int, **options) -> FakeWork:
     asyncio.run(schedule(work, lag, **options).run())
     return work
 
@@ -117,8 +117,8 @@ SPEEDS = [{}, {"train": 40}, {"generate": 40}, {"evaluate": 60, "publish": 9}]
 
 @pytest.mark.parametrize("slow", SPEEDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_which_weights_sample_a_harvest_depends_on_its_step_alone(lag, slow):
-    work = carry_out(FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow), lag)
+def test_which_weights_sample_a_batch_depends_on_its_step_alone(lag, slow):
+    work = run_schedule(FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow), lag)
     assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
     assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5]
     assert of(work, "evaluate") == [0, 2, 5] and of(work, "save") == [2, 4]
@@ -129,12 +129,12 @@ def test_which_weights_sample_a_harvest_depends_on_its_step_alone(lag, slow):
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
 def test_no_step_changes_weights_that_the_samplers_are_still_to_take(lag, slow, is_exact):
     work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
-    carry_out(work, lag, is_exact=is_exact, keeps_trainer=True)
+    run_schedule(work, lag, is_exact=is_exact, keeps_trainer=True)
     if is_exact:
         assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
     assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5] and of(work, "evaluate") == [0, 2, 5]
-    for turn in of(work, "load"):  # noted when it ends, as a step is: no later step is before it
-        assert all(work.log.index(("train", step)) > work.log.index(("load", turn)) for step in range(turn + 1, 6))
+    for policy in of(work, "load"):  # noted when it ends, as a step is: no later step is before it
+        assert all(work.log.index(("train", step)) > work.log.index(("load", policy)) for step in range(policy + 1, 6))
     assert frozenset({"load", "train"}) not in work.beside
     if lag:
         assert any({"train", "generate"} <= both for both in work.beside)
@@ -142,39 +142,39 @@ def test_no_step_changes_weights_that_the_samplers_are_still_to_take(lag, slow, 
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_with_a_lag_a_step_trains_while_the_next_rollouts_are_generated(lag):
-    work = carry_out(FakeWork(evals=(2,), slow={"train": 30}), lag)
+    work = run_schedule(FakeWork(evals=(2,), slow={"train": 30}), lag)
     assert {"generate", "train"} in work.beside and any({"evaluate", "train"} <= busy for busy in work.beside)
 
 
 def test_without_a_lag_nothing_is_generated_while_a_step_trains():
-    work = carry_out(FakeWork(), 0)
+    work = run_schedule(FakeWork(), 0)
     assert not any({"generate", "train"} <= busy for busy in work.beside)
 
 
-def test_no_more_harvests_than_the_lag_wait_behind_the_one_that_trains():
+def test_no_more_batches_than_the_lag_wait_behind_the_one_that_trains():
     class Counting(FakeWork):
         most = 0
 
-        async def train(self, step, harvest):
-            await super().train(step, harvest)
+        async def train(self, step, batch):
+            await super().train(step, batch)
             self.most = max(self.most, len(of(self, "generate")) - step)
 
-    assert carry_out(Counting(slow={"train": 90}), 2).most == 2
+    assert run_schedule(Counting(slow={"train": 90}), 2).most == 2
 
 
 def test_the_last_weights_are_published_only_to_be_evaluated():
-    assert of(carry_out(FakeWork(), 1), "publish") == [0, 1, 2, 3, 4]
-    assert of(carry_out(FakeWork(evals=(5,)), 1), "publish") == [0, 1, 2, 3, 4, 5]
+    assert of(run_schedule(FakeWork(), 1), "publish") == [0, 1, 2, 3, 4]
+    assert of(run_schedule(FakeWork(evals=(5,)), 1), "publish") == [0, 1, 2, 3, 4, 5]
 
 
 def test_where_bytes_are_not_promised_the_newest_weights_sample_and_the_cap_holds():
-    work = carry_out(FakeWork(slow={"generate": 40}), 3, is_exact=False)
+    work = run_schedule(FakeWork(slow={"generate": 40}), 3, is_exact=False)
     assert work.sampled_by[STEPS] > STEPS - 1 - 3
-    assert all(step - 1 - turn <= 3 for step, turn in work.sampled_by.items())
+    assert all(step - 1 - policy <= 3 for step, policy in work.sampled_by.items())
 
 
 class ChangingWork(FakeWork):
-    """Whose harvests may get new weights in their midst."""
+    """Whose rollout batches may get new weights in their midst."""
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -189,10 +189,10 @@ class ChangingWork(FakeWork):
             self.beside.add(frozenset(self.busy))
         await self.takes("generate", step)
         self.num_used = step
-        return Harvest(seconds=step)
+        return RolloutBatch(seconds=step)
 
 
-MIDWAY = {"is_exact": False, "is_midway": True}
+IN_FLIGHT = {"is_exact": False, "loads_in_flight": True}
 
 
 @pytest.mark.parametrize(
@@ -200,57 +200,57 @@ MIDWAY = {"is_exact": False, "is_midway": True}
 )
 @pytest.mark.parametrize("keeps_trainer", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
-def test_weights_may_come_in_the_midst_of_a_harvest_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
+def test_weights_may_come_in_the_midst_of_a_batch_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
     work = ChangingWork(
         evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow
     )  # what is evaluated sees that its weights stay
-    carry_out(work, lag, keeps_trainer=keeps_trainer, **MIDWAY)
+    run_schedule(work, lag, keeps_trainer=keeps_trainer, **IN_FLIGHT)
     assert of(work, "train") == of(work, "note") == of(work, "generate") == [1, 2, 3, 4, 5]
     assert of(work, "evaluate") == [0, 2, 3, 5] and of(work, "load") == sorted(set(of(work, "load")))
-    for step, turns in work.seen.items():
-        assert turns == sorted(turns) and turns[0] >= step - 1 - lag and turns[-1] < step
+    for step, policies in work.seen.items():
+        assert policies == sorted(policies) and policies[0] >= step - 1 - lag and policies[-1] < step
     if keeps_trainer:
         assert frozenset({"load", "train"}) not in work.beside
     is_long = slow.get("generate", 0) == 200
-    assert any(len(set(turns)) > 1 for turns in work.seen.values()) or not is_long
+    assert any(len(set(policies)) > 1 for policies in work.seen.values()) or not is_long
     assert any({"load", "generate"} <= both for both in work.beside) or not is_long
 
 
 @pytest.mark.parametrize("moment", [("load", 1), ("train", 2), ("train", 5), ("generate", 4), ("evaluate", 2)])
-def test_asked_to_stop_in_the_midst_of_a_harvest_the_rest_follows(moment):
+def test_asked_to_stop_in_the_midst_of_a_batch_the_rest_follows(moment):
     work = ChangingWork(evals=(0, 2, 5), slow={"generate": 60}, stop_at=moment)
-    begun = schedule(work, 1, **MIDWAY)
-    with pytest.raises(Stopped):
+    begun = schedule(work, 1, **IN_FLIGHT)
+    with pytest.raises(StopRequested):
         asyncio.run(begun.run())
     found = begun.position
     work.check_that_nothing_is_lost(found)
-    assert found.turn <= found.step + 1
+    assert found.policy <= found.step + 1
     rest = ChangingWork(evals=work.evals, slow={"generate": 60})
-    rest.kept = range(found.turn, found.step)
-    carry_out(rest, 1, position=found, **MIDWAY)
+    rest.kept = range(found.policy, found.step)
+    run_schedule(rest, 1, position=found, **IN_FLIGHT)
     assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
     assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
 
 
 @pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
-def test_an_error_ends_both_sides_and_the_harvest_that_is_under_way(kind):
+def test_an_error_ends_both_sides_and_the_batch_that_is_under_way(kind):
     work = ChangingWork(evals=(2,), fail=(kind, 2, StageFailed("broken")), slow={"generate": 60})
 
-    async def carried_out():
+    async def ended_without_tasks():
         with pytest.raises(StageFailed, match="broken"):
-            await schedule(work, 1, **MIDWAY).run()
+            await schedule(work, 1, **IN_FLIGHT).run()
         return asyncio.all_tasks() - {asyncio.current_task()}
 
-    assert not asyncio.run(carried_out())
+    assert not asyncio.run(ended_without_tasks())
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
-    whole = carry_out(FakeWork(evals=(0, 3), saves=range(1, STEPS)), lag)
+    whole = run_schedule(FakeWork(evals=(0, 3), saves=range(1, STEPS)), lag)
     assert [position.step for position in whole.positions] == [1, 2, 3, 4]
     for position in whole.positions:
-        assert position.turn >= position.step  # no older weights are needed
-        rest = carry_out(FakeWork(evals={t for t in (0, 3) if t >= position.turn}), lag, position=position)
+        assert position.policy >= position.step  # no older weights are needed
+        rest = run_schedule(FakeWork(evals={t for t in (0, 3) if t >= position.policy}), lag, position=position)
         waiting = {position.step + 1 + n for n in range(len(position.waiting))}
         assert rest.sampled_by == {s: t for s, t in whole.sampled_by.items() if s > position.step and s not in waiting}
         assert of(rest, "train") == list(range(position.step + 1, STEPS + 1))
@@ -261,14 +261,14 @@ def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
 def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, moment):
     work = FakeWork(evals=(0, 2, 5), slow={"evaluate": 20}, stop_at=moment)
     begun = schedule(work, lag)
-    with pytest.raises(Stopped):
+    with pytest.raises(StopRequested):
         asyncio.run(begun.run())
     found = begun.position
     work.check_that_nothing_is_lost(found)
     assert found.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
     rest = FakeWork(evals=work.evals)
-    rest.kept = range(found.turn, found.step)  # the controller keeps these weights in the checkpoint
-    carry_out(rest, lag, position=found)
+    rest.kept = range(found.policy, found.step)  # the controller keeps these weights in the checkpoint
+    run_schedule(rest, lag, position=found)
     assert work.sampled_by | rest.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
     assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
     assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
@@ -278,12 +278,12 @@ def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_sto
 def test_an_error_on_either_side_ends_both(kind):
     work = FakeWork(evals=(2,), fail=(kind, 2, StageFailed("broken")))
     with pytest.raises(StageFailed, match="broken"):
-        carry_out(work, 1)
+        run_schedule(work, 1)
 
 
 def test_a_sampler_that_the_stop_signal_ended_is_no_error():
     work = FakeWork(fail=("generate", 3, SamplerError("gone")))
     work.is_stop_requested = lambda: ("train", 1) in work.log
-    with pytest.raises(Stopped):
-        carry_out(work, 1)
+    with pytest.raises(StopRequested):
+        run_schedule(work, 1)
     assert of(work, "note") == of(work, "train")

@@ -7,7 +7,7 @@ import pytest
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.control.generation import Generator
+from nanodag.rl.control.generation import RolloutGenerator
 from tests.rl.test_generation import STOP, FakeEncoding, FakePool, config, cursor_over, ids
 
 LONGEST = 6
@@ -54,12 +54,12 @@ class Lengths(FakePool):
         return super()._score(str(len(completion)))
 
 
-def generator(sampler: WritingSampler, **values) -> Generator:
+def generator(sampler: WritingSampler, **values) -> RolloutGenerator:
     options = {"partial_rollout_tokens": 2, "max_new_tokens": LONGEST, "over_sampling": 2} | values
-    return Generator(config(**options), sampler, Lengths(), FakeEncoding(), (STOP,))
+    return RolloutGenerator(config(**options), sampler, Lengths(), FakeEncoding(), (STOP,))
 
 
-def step(made: Generator, cursor, number: int):
+def step(made: RolloutGenerator, cursor, number: int):
     made._sampler.version = number - 1
     return asyncio.run(made.step(cursor, number))
 
@@ -68,9 +68,9 @@ def test_groups_that_are_not_finished_when_a_step_is_full_go_on_in_the_next_and_
     sampler = WritingSampler({0: ["a", "abcd"], 1: ["a", ""], 2: ["", "a"]})
     made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 3)
     first = step(made, cursor, 1)
-    assert ids(prompt for prompt, _ in first.kept) == ["p1"] and first.num_carried == 1
+    assert ids(prompt for prompt, _ in first.kept) == ["p1"] and first.num_partial == 1
     second = step(made, cursor, 2)
-    assert ids(prompt for prompt, _ in second.kept) == ["p2"] and second.num_carried == 1
+    assert ids(prompt for prompt, _ in second.kept) == ["p2"] and second.num_partial == 1
     ((prompt, (short, long)),) = step(made, cursor, 3).kept
     assert prompt.prompt_id == "p0" and prompt.begun == ()
     assert short.sampled_token_ids == (ord("a"), STOP) and short.versions == (0, 0)
@@ -82,12 +82,12 @@ def test_a_step_goes_on_in_rounds_and_refills_until_it_has_its_groups(tmp_path):
     sampler = WritingSampler({0: ["abc", "a"], 1: ["a", "a"], 2: ["", "a"], 3: ["", "a"]})
     made, cursor = generator(sampler, filters=["nonzero_spread"]), cursor_over(tmp_path, [1] * 5)
     found = step(made, cursor, 1)
-    assert ids(prompt for prompt, _ in found.kept) == ["p0", "p2"] and found.num_carried == 0
+    assert ids(prompt for prompt, _ in found.kept) == ["p0", "p2"] and found.num_partial == 0
     assert ids(drop.prompt for drop in found.dropped) == ["p1"]
     assert ids(cursor.take(1)) == ["p3"]
 
 
-def test_what_is_finished_and_not_needed_is_begun_anew_in_the_next_step(tmp_path):
+def test_what_is_finished_and_not_needed_is_begun_again_in_the_next_step(tmp_path):
     sampler = WritingSampler({n: ["", "a"] for n in range(4)})
     made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 4)
     step(made, cursor, 1)
@@ -109,7 +109,7 @@ def test_only_the_unfinished_sample_is_asked_for_again_with_what_it_has_and_a_se
 def test_what_was_begun_survives_a_save(tmp_path):
     sampler = WritingSampler({0: ["abcde", "a"], 1: ["", "a"]})
     made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 2)
-    assert step(made, cursor, 1).num_carried == 1
+    assert step(made, cursor, 1).num_partial == 1
     saved = json.loads(json.dumps(cursor.state_dict()))
     whole = step(made, cursor, 2)
     again = cursor_over(tmp_path, [1] * 2)

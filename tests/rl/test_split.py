@@ -21,7 +21,7 @@ warnings.simplefilter("ignore")
 from safetensors.torch import save_file
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
-from nanodag.train.engine import leave
+from nanodag.train.deepspeed_engine import leave
 from tests.rl.models import rollout, save_tiny_model
 
 ALGORITHMS = {

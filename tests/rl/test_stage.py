@@ -245,7 +245,7 @@ def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
 
 @pytest.mark.slow
 def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path):
-    settings = AHEAD | {"max_staleness": 3, "most_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
+    settings = AHEAD | {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
     job = make_job(tmp_path, **settings, filters=[], advantage="reinforce_pp")
     mended = (tmp_path / "tiny_reward.py").read_text()
     fails = "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
@@ -254,10 +254,10 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     wait_for_step(job, process, 2)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
-    harvests = list(job.checkpoints.rglob("harvest-*.json"))
-    assert any("RuntimeError: odd" in path.read_text() for path in harvests)  # or this test shows nothing
+    batches = list(job.checkpoints.rglob("batch-*.json"))
+    assert any("RuntimeError: odd" in path.read_text() for path in batches)  # or this test shows nothing
     (tmp_path / "tiny_reward.py").write_text(mended)
     run(job)
-    resumed = min(int(path.stem.rpartition("-")[2]) for path in harvests)
+    resumed = min(int(path.stem.rpartition("-")[2]) for path in batches)
     failed = {line["step"]: line["reward_failed"] for line in metrics(job)}
     assert len(failed) == 6 and all(count == 0.0 for step, count in failed.items() if step >= resumed), failed

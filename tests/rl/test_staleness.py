@@ -1,14 +1,14 @@
-"""A token older than the cap is never trained, and a harvest that waits is the same after a restart."""
+"""A token older than the cap is never trained, and a rollout batch that waits is the same after a restart."""
 
 import json
 
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.rollouts.batch import Dropped, Harvest, read_harvest, write_harvest
+from nanodag.rl.rollouts.batch import Dropped, RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
-from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_carried, without_stale
+from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_older, without_stale
 
 
 def prompt(name: str) -> Prompt:
@@ -36,11 +36,11 @@ def rollout(versions: list[int], *, reward: float | None = 1.0, sample: int = 0)
     )
 
 
-def harvest(*groups: list[Rollout]) -> Harvest:
-    return Harvest(kept=[(prompt(f"p{n}"), list(group)) for n, group in enumerate(groups)])
+def batch(*groups: list[Rollout]) -> RolloutBatch:
+    return RolloutBatch(kept=[(prompt(f"p{n}"), list(group)) for n, group in enumerate(groups)])
 
 
-def masks(found: Harvest) -> list[tuple[int, ...]]:
+def masks(found: RolloutBatch) -> list[tuple[int, ...]]:
     return [rollout.spans[1].mask for rollout in found.trained]
 
 
@@ -55,7 +55,7 @@ def test_a_version_that_the_trainer_has_not_reached_is_an_error():
 
 
 def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained():
-    found = without_stale(harvest([rollout([0, 1, 2]), rollout([2, 2])]), [0, 1, 2], largest=1)
+    found = without_stale(batch([rollout([0, 1, 2]), rollout([2, 2])]), [0, 1, 2], largest=1)
     assert masks(found) == [(0, 1, 1), (1, 1)] and not found.dropped
     assert staleness_metrics(found.trained, [0, 1, 2]) == {
         "staleness": 0.25,
@@ -65,40 +65,40 @@ def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained
 
 
 def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason():
-    found = without_stale(harvest([rollout([0, 0])], [rollout([1])]), [0, 1, 2], largest=1)
+    found = without_stale(batch([rollout([0, 0])], [rollout([1])]), [0, 1, 2], largest=1)
     assert [group[0].versions for _, group in found.kept] == [(1,)]
     assert [(drop.prompt.prompt_id, drop.reason) for drop in found.dropped] == [("p0", "too_stale")]
 
 
-def test_what_was_carried_over_is_masked_though_the_cap_would_allow_it():
-    given = harvest([rollout([0, 0, 1]), rollout([1, 1])])
+def test_older_tokens_of_partial_rollouts_are_masked_though_the_cap_would_allow_it():
+    given = batch([rollout([0, 0, 1]), rollout([1, 1])])
     assert without_stale(given, [0, 1, 2], largest=2) is given
-    assert masks(without_carried(given)) == [(0, 0, 1), (1, 1)]
+    assert masks(without_older(given)) == [(0, 0, 1), (1, 1)]
     given.failed.append(rollout([2], reward=None))
-    assert [drop.reason for drop in without_carried(given).dropped] == ["too_stale"]
-    fresh = harvest([rollout([1, 1])])
-    assert without_carried(fresh) is fresh
+    assert [drop.reason for drop in without_older(given).dropped] == ["too_stale"]
+    fresh = batch([rollout([1, 1])])
+    assert without_older(fresh) is fresh
 
 
 def test_what_is_fresh_enough_is_left_as_it_is():
-    given = harvest([rollout([1, 2])])
+    given = batch([rollout([1, 2])])
     assert without_stale(given, [0, 1, 2], largest=1) is given
     assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0, "masked_tokens": 0.0}
 
 
-def test_a_harvest_that_waits_is_written_and_read_bit_for_bit(tmp_path):
-    given = Harvest(
+def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
+    given = RolloutBatch(
         kept=[(prompt("a"), [rollout([1], reward=0.1 + 0.2), rollout([1], sample=1)])],
         failed=[rollout([1], reward=None, sample=2)],
         dropped=[Dropped(prompt("b"), [rollout([0])], "zero_spread")],
         passed_over=[(prompt("c"), "prompt_too_long")],
-        num_carried=3,
+        num_partial=3,
         seconds=0.25,
     )
-    path = tmp_path / "harvest.json"
-    write_harvest(path, given)
-    assert read_harvest(path) == given
+    path = tmp_path / "batch.json"
+    write_batch(path, given)
+    assert read_batch(path) == given
     written = json.loads(path.read_text())
     written["overlong"] = [found for found, _ in written.pop("passed_over")]  # as it was before the curriculum
     path.write_text(json.dumps(written))
-    assert read_harvest(path) == given
+    assert read_batch(path) == given

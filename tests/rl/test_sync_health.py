@@ -16,7 +16,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.watch import Watch
+from nanodag.rl.fleet.server_watch import ServerWatch
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, run, start
 
@@ -128,7 +128,7 @@ def test_one_lost_question_after_its_health_does_not_end_the_watch_over_a_sample
 
     server = Killed()
     ended = []
-    watch = Watch(server, Client(), every_s=0.01, timeout_s=0.05, on_end=ended.append)
+    watch = ServerWatch(server, Client(), every_s=0.01, timeout_s=0.05, on_end=ended.append)
     asyncio.run(asyncio.wait_for(watch.look(), 30))
     assert len(ended) == 1
     assert not server.is_alive
@@ -186,10 +186,10 @@ def test_a_sampler_lost_while_it_takes_weights_has_them_when_it_is_back(model, t
     with_samplers(launch_in(tmp_path), model, work)
 
 
-def test_samplers_that_stand_do_so_all_and_one_that_is_lost_meanwhile_too_and_all_go_on(model, tmp_path):
+def test_all_samplers_are_paused_even_one_that_is_lost_meanwhile_and_all_resume(model, tmp_path):
     """With so short a patience that whoever is taken for ill is killed."""
 
-    async def standing(url) -> tuple[bool, int]:
+    async def paused(url) -> tuple[bool, int]:
         async with SamplerClient(url) as client:
             info = json.loads(await client._call("GET", "/get_server_info"))
             return info["is_paused"], info["num_running_samples"]
@@ -198,12 +198,12 @@ def test_samplers_that_stand_do_so_all_and_one_that_is_lost_meanwhile_too_and_al
         undisturbed = await answers(samplers, 4)
         step = asyncio.ensure_future(answers(samplers, 4))
         await until_busy(servers[1].url)
-        async with samplers.standing():
+        async with samplers.paused():
             os.kill(servers[1].pid, signal.SIGKILL)
             while samplers.num_restarts == 0 or not samplers._replicas[1].is_up:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(1.5)
-            found = [await standing(replica.server.url) for replica in samplers._replicas]
+            found = [await paused(replica.server.url) for replica in samplers._replicas]
             assert [is_paused for is_paused, _ in found] == [True, True] and servers[0].is_alive
             assert not step.done()
         assert await asyncio.wait_for(step, 60) == undisturbed
@@ -228,7 +228,7 @@ def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log
         with pytest.raises(SamplerLost, match=r"(?s)lost 3 times .*code 1.*The end of its log:.*ready on port"):
             await answers(samplers, 1)
 
-    with_samplers(dying, model, work, count=1, most_losses=2)
+    with_samplers(dying, model, work, count=1, max_restarts=2)
     assert len(numbers) == 3
 
 

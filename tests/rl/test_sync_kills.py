@@ -11,7 +11,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
 from nanodag.inference.router_process import RouterClient
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.watch import Watch
+from nanodag.rl.fleet.server_watch import ServerWatch
 from nanodag.rl.fleet.weight_sync import DiskSync
 from tests.rl.fake_samplers import PATIENCE_S, World
 
@@ -33,9 +33,9 @@ async def three_loads(folder, way, *, is_busy, kill_at, has_router):
             if version == 3 and kill_at is None:
                 break
             world.trainer.weights = str(version)
-            await sync.publish(folder / f"turn-{version}", version)
-            async with world.samplers.standing():
-                await sync.load(folder / f"turn-{version}", version)
+            await sync.publish(folder / f"policy-{version}", version)
+            async with world.samplers.paused():
+                await sync.load(folder / f"policy-{version}", version)
             assert await world.samplers.versions() == [str(version)] * 2
             assert await world.samplers.fingerprints() == [[{"w": str(version)}]] * 2
         num_steps = len(world.steps)
@@ -107,7 +107,7 @@ def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
 
     async def work():
         client = Client()
-        watch = Watch(Alive(), client, every_s=0.001, timeout_s=60.0)
+        watch = ServerWatch(Alive(), client, every_s=0.001, timeout_s=60.0)
         under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
         await client.is_asked.wait()
         client.answer.set_result(True)

@@ -8,7 +8,7 @@ from nanodag.errors import MissingTool
 from nanodag.inference.sglang_install import find_python
 from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl.stages import make_job, metrics, start
-from tests.rl.test_sync_midway import SETTINGS, check_that_responses_went_on
+from tests.rl.test_sync_in_flight import SETTINGS, check_that_responses_went_on
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
 
@@ -24,7 +24,7 @@ def sglang():
 
 
 def finished(job):
-    """Carry the stage out; its log."""
+    """Run the stage; its log."""
     code = start(job).wait(timeout=2 * START_S - 60)
     log = (job.workspace / "worker.log").read_text()
     assert code == 0, log[-6000:]

@@ -17,7 +17,7 @@ from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.run.stage import server_identity
+from nanodag.run.build_stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
 from tests.rl.models import rollout, save_tiny_model

@@ -15,12 +15,12 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.control.generation import Generator
+from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
-from nanodag.run.stage import code_identity, with_identities
+from nanodag.run.build_stage import code_identity, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
@@ -120,10 +120,10 @@ def config(**values) -> RLStage:
     return RLStage(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT}} | values))
 
 
-def made(folder, sampler, pool=None, **values) -> Generator:
+def made(folder, sampler, pool=None, **values) -> RolloutGenerator:
     stage, encoding, renderer = config(**values), Encoding(folder), load_renderer(folder)
     turns = Turns(stage, encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
-    return Generator(stage, sampler, pool or SeenPool(), encoding, renderer.stop_ids, turns)
+    return RolloutGenerator(stage, sampler, pool or SeenPool(), encoding, renderer.stop_ids, turns)
 
 
 def prompts(ids, count: int = 1) -> list[Prompt]:
@@ -133,7 +133,7 @@ def prompts(ids, count: int = 1) -> list[Prompt]:
     ]
 
 
-def harvest_of(generator, prompts):
+def batch_of(generator, prompts):
     async def all_of_it():
         return await generator.step(Cursor(prompts), 1)
 
@@ -144,12 +144,12 @@ def harvest_of(generator, prompts):
 
 
 async def twice(sampler, sample, *, said: str = "sure?"):
-    sample = await sampler.turn(sample, most_tokens=4)
+    sample = await sampler.turn(sample, max_tokens=4)
     return await sampler.turn(sample.with_tool(sampler.encode(said)))
 
 
 async def fanned_out(sampler, sample):
-    sample = await sampler.turn(sample, most_tokens=2)
+    sample = await sampler.turn(sample, max_tokens=2)
     return list(await asyncio.gather(*(sampler.turn(one) for one in sample.forked(3))))
 
 
@@ -194,8 +194,8 @@ def test_a_calculator_answers_calls_and_only_what_was_sampled_is_trained(folder,
     sampler = Script(lambda request: answer if ids("<|tool_result|>")[0] in request.input_ids else call)
     pool = SeenPool()
     (prompt,) = prompts(ids)
-    harvest = harvest_of(made(folder, sampler, pool, generate="calculator"), [prompt])
-    first, second = harvest.kept[0][1]
+    batch = batch_of(made(folder, sampler, pool, generate="calculator"), [prompt])
+    first, second = batch.kept[0][1]
     result = ids("<|tool_result|>8<|tool_result_end|>")
     assert [span.kind for span in first.spans] == ["prompt", "sampled", "tool", "sampled"]
     assert [list(span.token_ids) for span in first.spans] == [list(prompt.token_ids), call, result, answer]
@@ -217,8 +217,8 @@ def test_a_program_is_run_in_the_sandbox_and_its_error_is_shown(folder, ids):
             return ids("done<|end|>")
         return ids(f"<|tool_call|>{next(programs)}<|tool_call_end|>")
 
-    harvest = harvest_of(made(folder, Script(says), generate="python", max_new_tokens=32), prompts(ids))
-    said = {Encoding(folder).decode(rollout.spans[2].token_ids) for rollout in harvest.kept[0][1]}
+    batch = batch_of(made(folder, Script(says), generate="python", max_new_tokens=32), prompts(ids))
+    said = {Encoding(folder).decode(rollout.spans[2].token_ids) for rollout in batch.kept[0][1]}
     wanted = {"42", "error: ZeroDivisionError: division by zero"}
     assert {text.removeprefix(layout.TOOL_RESULT).removesuffix(layout.TOOL_RESULT_END)[:20] for text in said} == {
         text[:20] for text in wanted
@@ -227,10 +227,10 @@ def test_a_program_is_run_in_the_sandbox_and_its_error_is_shown(folder, ids):
 
 def test_who_calls_too_often_or_fills_the_context_is_cut_off_with_a_turn_of_its_own_at_the_end(folder, ids):
     call = ids("<|tool_call|>1<|tool_call_end|>")
-    for options, calls in (({"most_calls": 2}, 3), ({}, 6)):  # 16 tokens of 3 each, and one
+    for options, calls in (({"max_calls": 2}, 3), ({}, 6)):  # 16 tokens of 3 each, and one
         values = {"generate": {"name": "calculator", "options": options}}
-        harvest = harvest_of(made(folder, Script(lambda request: call), **values), prompts(ids))
-        for rollout in harvest.kept[0][1]:
+        batch = batch_of(made(folder, Script(lambda request: call), **values), prompts(ids))
+        for rollout in batch.kept[0][1]:
             kinds = [span.kind for span in rollout.spans]
             assert kinds.count("sampled") == calls and kinds[-1] == "sampled" and rollout.finish_reason == "length"
             assert rollout.num_sampled <= 16
@@ -238,8 +238,8 @@ def test_who_calls_too_often_or_fills_the_context_is_cut_off_with_a_turn_of_its_
 
 def test_a_sample_may_become_several_which_are_one_group_and_drawn_differently(folder, ids):
     sampler = Script(lambda request: ids("ab<|end|>"))
-    harvest = harvest_of(made(folder, sampler, generate=here("fanned_out")), prompts(ids))
-    ((_, group),) = harvest.kept
+    batch = batch_of(made(folder, sampler, generate=here("fanned_out")), prompts(ids))
+    ((_, group),) = batch.kept
     assert [rollout.sample_index for rollout in group] == list(range(6))
     assert {rollout.group_id for rollout in group} == {"p0@0"}
     seeds = [request.params.sampling_seed for request in sampler.requests]
@@ -256,9 +256,9 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
             return ids("ab<|end|>")
 
         sampler = Script(says)
-        harvest = harvest_of(made(folder, sampler, generate=here("twice")), prompts(ids))
+        batch = batch_of(made(folder, sampler, generate=here("twice")), prompts(ids))
         seeds = {request.rid: request.params.sampling_seed for request in sampler.requests}
-        found.append((seeds, [rollout.spans for rollout in harvest.kept[0][1]]))
+        found.append((seeds, [rollout.spans for rollout in batch.kept[0][1]]))
     assert found[0] == found[1] and len(set(found[0][0].values())) == 4
 
 
@@ -280,10 +280,10 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
 def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, how, reason):
     generate = {"name": here("broken"), "options": {"how": how}, "timeout_s": 0.5}
     generator = made(folder, Script(lambda request: ids("a<|end|>")), generate=generate, samples_per_prompt=4)
-    harvest = harvest_of(generator, prompts(ids))
-    ((_, group),) = harvest.kept
-    assert len(group) == 2 and len(harvest.failed) == 2
-    for rollout in harvest.failed:
+    batch = batch_of(generator, prompts(ids))
+    ((_, group),) = batch.kept
+    assert len(group) == 2 and len(batch.failed) == 2
+    for rollout in batch.failed:
         assert rollout.finish_reason == "error" and rollout.reward is None
         assert reason in rollout.metadata["generate_error"]
     deadline = time.monotonic() + 10
@@ -301,10 +301,10 @@ def test_when_all_fail_the_stage_ends_with_the_reason_and_a_lost_sampler_is_not_
         raise SamplerLost("gone")
 
     with pytest.raises(SamplerLost, match="gone"):
-        harvest_of(made(folder, Script(lost), generate=here("twice")), prompts(ids))
+        batch_of(made(folder, Script(lost), generate=here("twice")), prompts(ids))
     generate = {"name": here("twice"), "options": {"said": "x" * 100}}
     with pytest.raises(StageFailed, match=r"function that generates failed for 2 of 2 samples"):
-        harvest_of(made(folder, Script(lambda request: ids("a<|end|>")), generate=generate), prompts(ids))
+        batch_of(made(folder, Script(lambda request: ids("a<|end|>")), generate=generate), prompts(ids))
 
 
 def test_a_group_that_is_not_needed_any_more_is_ended_and_its_turns_aborted(folder, ids):
@@ -313,8 +313,8 @@ def test_a_group_that_is_not_needed_any_more_is_ended_and_its_turns_aborted(fold
         return ids("a<|end|>")
 
     sampler = Script(says)
-    harvest = harvest_of(made(folder, sampler, generate=here("twice"), over_sampling=2), prompts(ids, 2))
-    assert [prompt.prompt_id for prompt, _ in harvest.kept] == ["p0"]
+    batch = batch_of(made(folder, sampler, generate=here("twice"), over_sampling=2), prompts(ids, 2))
+    assert [prompt.prompt_id for prompt, _ in batch.kept] == ["p0"]
     assert sorted(sampler.aborted) == ["step-1-p1@0-0-1", "step-1-p1@0-1-1"]
 
 

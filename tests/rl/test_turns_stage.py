@@ -20,7 +20,7 @@ async def talk(sampler, sample, *, said):
     fails."""
     if sample.seed % 9 == 0:
         raise RuntimeError("no luck")
-    sample = await sampler.turn(sample, most_tokens=3)
+    sample = await sampler.turn(sample, max_tokens=3)
     sample = sample.with_tool(sampler.encode(said + sampler.decode(sample.last_turn)[:2]))
     await asyncio.sleep(sample.seed % 7 / 200)
     return list(await asyncio.gather(*(sampler.turn(one) for one in sample.forked(2))))

@@ -14,7 +14,7 @@ from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.shaping import with_overlong_penalty
-from nanodag.rl.trainer.update import Objective, Scored
+from nanodag.rl.trainer.update import PolicyObjective, Scored
 from tests.rl.models import rollout
 from tests.rl.stages import make_job, metrics, run
 
@@ -39,7 +39,7 @@ def loss_of(reference=None, sampler=ROW.sampler_logprobs, **config) -> tuple[flo
         advantages=torch.tensor([1.0, 1.0, 1.0, -2.0]),
         reference_logprobs=reference,
     )
-    loss, sums = Objective(RLStage(kind="rl", data=["file:x"], **config))(scored, TOTALS)
+    loss, sums = PolicyObjective(RLStage(kind="rl", data=["file:x"], **config))(scored, TOTALS)
     (gradient,) = torch.autograd.grad(loss, trainer)
     return loss.item(), gradient, trainer_metrics([sums], num_updates=1)
 
@@ -74,7 +74,7 @@ def test_kl_in_the_reward_is_summed_over_each_rollout_and_leaves_the_loss_alone(
     plain, _, _ = loss_of(reference)
     loss, _, metrics = loss_of(reference, kl_coefficient=0.5, kl_kind="k1", kl_in="reward")
     assert loss == plain and metrics["kl"] == pytest.approx((0.5 - 0.25 + 0.5) / 3)
-    objective = Objective(RLStage(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
+    objective = PolicyObjective(RLStage(kind="rl", data=["file:x"], kl_coefficient=0.5, kl_kind="k1", kl_in="reward"))
     row = SimpleNamespace(mask=MASK, sequence_ids=ROW.sequence_ids, rollouts=torch.tensor([2, 0]))
     sums = objective.kl_of_rollouts(row, OLD, reference, 4)
     assert sums.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.0])
@@ -136,9 +136,9 @@ def test_what_a_loss_of_ones_own_does_not_name_is_refused_when_it_is_loaded(monk
         raise AssertionError
 
     monkeypatch.setattr("nanodag.rl.trainer.update.entries.load", lambda kind, name: own)
-    assert Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
+    assert PolicyObjective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", clip_low=0.1))
     with pytest.raises(ConfigError, match=r"my\.losses:own does not name dual_clip 3\.0"):
-        Objective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
+        PolicyObjective(RLStage(kind="rl", data=["file:x"], policy_loss="my.losses:own", dual_clip=3.0))
 
 
 @pytest.mark.parametrize(("num_tokens", "taken"), [(1, 0.0), (60, 0.0), (61, -0.05), (80, -1.0), (70, -0.5)])

@@ -33,10 +33,10 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return carry_out(function, args, kwargs or {})
+        return call_on_device(function, args, kwargs or {})
 
 
-def carry_out(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def call_on_device(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of the dispatcher, on whichever device. Raises RuntimeError where devices are mixed."""
     name = function._schema.name.removeprefix("aten::")
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
@@ -75,4 +75,4 @@ class OtherDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(False)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return carry_out(function, args, kwargs or {})
+        return call_on_device(function, args, kwargs or {})

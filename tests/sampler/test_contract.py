@@ -194,7 +194,7 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(sampler):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_what_is_paused_goes_on_with_the_new_weights_and_says_from_which_token(sampler, mode):
+def test_what_is_paused_continues_with_the_new_weights_and_says_from_which_token(sampler, mode):
     async def work(client):
         others = asyncio.create_task(client.generate([request((7, 7), n=7, max_new_tokens=LONG)]))
         chunks = client.stream(request(max_new_tokens=LONG))

@@ -11,7 +11,7 @@ from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler import model
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.invariance import invariant_row_sizes
-from nanodag.sampler.model import Model
+from nanodag.sampler.model import SamplerModel
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 
@@ -41,7 +41,7 @@ def bits(completions):
 
 
 def after_some_steps(engine, request, others, num_steps):
-    """Submit ``others``, make some steps, then admit the request midway."""
+    """Submit ``others``, make some steps, then admit the request."""
     found = {}
     for other in others:
         engine.submit(other, lambda index, completion: None)
@@ -71,13 +71,13 @@ def torch_decodes(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.6}, {"top_k": 9}, {"temperature": 0.0}])
-def test_alone_among_others_and_midway_give_the_same_bits(folder, decoding, changes):
+def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, decoding, changes):
     request = subject(**changes)
     (alone,) = Engine(folder, max_batch=64, deterministic=True).generate([request])
     among = Engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), request, *crowd(22, seed=1)])[40]
-    midway = after_some_steps(Engine(folder, max_batch=64, deterministic=True), request, crowd(63), 37)
+    later = after_some_steps(Engine(folder, max_batch=64, deterministic=True), request, crowd(63), 37)
     assert bits(among) == bits(alone)
-    assert bits(midway) == bits(alone)
+    assert bits(later) == bits(alone)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_weights_reloaded_from_disk_give_the_same_bits(folder, make_checkpoint):
     assert bits(changed) == bits(Engine(other, deterministic=True).generate([subject()])[0])
 
 
-def test_a_retracted_sample_goes_on_with_the_same_bits_where_prompts_are_compiled(folder):
+def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder):
     (alone,) = Engine(folder, deterministic=True).generate([subject()])
     engine, found = Engine(folder, deterministic=True), {}
     engine.submit(subject(), found.__setitem__)
@@ -138,7 +138,7 @@ def test_a_retracted_sample_goes_on_with_the_same_bits_where_prompts_are_compile
     assert bits([found[0], found[1]]) == bits(alone)
 
 
-class UnevenModel(Model):
+class UnevenModel(SamplerModel):
     """A model on a machine whose kernels compute small batches otherwise, and row 9 always."""
 
     def decode(self, tokens, positions, length):
@@ -163,7 +163,7 @@ def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoi
     before = [tensor.clone() for tensor in zeroed.model.weights.tensors()]
     for tensor in zeroed.model.weights.tensors():
         tensor.zero_()
-    decoder = Model(
+    decoder = SamplerModel(
         zeroed.checkpoint.architecture, zeroed.model.weights, num_slots=64, capacity=256, deterministic=True
     )
     assert invariant_row_sizes(decoder) == Engine(folder, deterministic=True).row_sizes

@@ -1,4 +1,4 @@
-"""Continuous batching: slots, stops, cached prompts, weights that change midway, refusals."""
+"""Continuous batching: slots, stops, cached prompts, weights that change in flight, refusals."""
 
 import json
 
@@ -192,7 +192,7 @@ def stale_cache_logprobs(old_folder, new_folder, prompt, output_ids, swap):
     return logprobs.gather(1, torch.tensor(output_ids[swap:])[:, None])[:, 0].numpy()
 
 
-def test_weights_that_change_midway_split_the_versions_at_the_very_token(engine, folder, make_checkpoint):
+def test_weights_that_change_in_flight_split_the_versions_at_the_very_token(engine, folder, make_checkpoint):
     other = make_checkpoint("qwen3", seed=1)
     found = submit(engine, request(ignore_eos=True))
     for _ in range(8):

@@ -23,7 +23,7 @@ def product_in(folder):
 def forge(store, artifact, change):
     """Have a manifest say something else, sealed as by somebody who means it."""
     path = f"{artifact.folder}/manifest.json"
-    raw = json.loads(store._place.read_text(path))
+    raw = json.loads(store._backend.read_text(path))
     raw.pop("seal")
     change(raw)
-    store._place.write_text(path, json.dumps({**raw, "seal": _seal(raw)}))
+    store._backend.write_text(path, json.dumps({**raw, "seal": _seal(raw)}))

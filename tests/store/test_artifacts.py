@@ -50,8 +50,8 @@ def test_a_second_attempt_counts_and_the_first_stays(store, product):
 def test_an_attempt_without_manifest_is_half_a_write_and_does_not_count(store, product):
     good = publish(store, product)
     # A writer that was killed before its last act, and one that was killed in it.
-    store._place.write_text(f"artifacts/{KEY}/0002/files/weights", "abc")
-    store._place.write_text(f"artifacts/{KEY}/0003/manifest.json", '{"format": 1, "key":')
+    store._backend.write_text(f"artifacts/{KEY}/0002/files/weights", "abc")
+    store._backend.write_text(f"artifacts/{KEY}/0003/manifest.json", '{"format": 1, "key":')
     assert store.lookup(KEY) == good
     assert publish(store, product).attempt[:4] == "0004"
 
@@ -60,13 +60,13 @@ def test_a_file_cut_short_means_that_the_attempt_does_not_count(store, product):
     artifact = publish(store, product)
     if not store.is_remote:
         (store.local / artifact.folder / "files" / "weights").chmod(0o644)
-    store._place.write_text(f"{artifact.folder}/files/weights", "abc")
+    store._backend.write_text(f"{artifact.folder}/files/weights", "abc")
     assert store.lookup(KEY) is None
 
 
 def test_a_flipped_byte_is_named(store, product):
     artifact = publish(store, product)
-    store._place.write_text(f"{artifact.folder}/files/weights", "abcdefgX")
+    store._backend.write_text(f"{artifact.folder}/files/weights", "abcdefgX")
     with pytest.raises(CorruptArtifact, match=r"weights .* differ from their recorded sha256 9c56cc51b374"):
         store.materialize(artifact)
 
@@ -106,8 +106,8 @@ def test_a_manifest_that_is_none_does_not_count(store, product, change):
 
 def test_a_manifest_changed_without_its_seal_does_not_count(store, product):
     artifact = publish(store, product)
-    text = store._place.read_text(f"{artifact.folder}/manifest.json").replace('"loss": 1.5', '"loss": 1.4')
-    store._place.write_text(f"{artifact.folder}/manifest.json", text)
+    text = store._backend.read_text(f"{artifact.folder}/manifest.json").replace('"loss": 1.5', '"loss": 1.4')
+    store._backend.write_text(f"{artifact.folder}/manifest.json", text)
     with pytest.raises(CorruptArtifact, match="was changed after it was written"):
         store.attempt(KEY, artifact.attempt)
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from nanodag.errors import StoreError
-from nanodag.run.retention import Policy, free, plan
+from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Checkpoints, Store
 from tests.store.making import KEY
 
@@ -23,7 +23,7 @@ def save(checkpoints, step):
 
 
 def copies(store):
-    return store._place.names(f"checkpoints/{KEY}")
+    return store._backend.names(f"checkpoints/{KEY}")
 
 
 def test_another_machine_goes_on_from_the_newest(store, tmp_path):
@@ -46,12 +46,12 @@ def test_a_damaged_or_half_copied_one_gives_way_to_the_one_before(store, tmp_pat
     save(here, 10)
     assert mirror.copy_newest() and not mirror.copy_newest()
     for step, text in ((20, '{"step": 20, "files": {"../../x": {}}}'), (30, "{")):
-        store._place.write_text(f"checkpoints/{KEY}/step-{step:08d}/checkpoint.json", text)
-    store._place.write_text(f"checkpoints/{KEY}/step-00000040/rank-0/state", "half")
+        store._backend.write_text(f"checkpoints/{KEY}/step-{step:08d}/checkpoint.json", text)
+    store._backend.write_text(f"checkpoints/{KEY}/step-00000040/rank-0/state", "half")
     with caplog.at_level(logging.WARNING):
         assert store.mirror(KEY, tmp_path / "b").restore() == 10
     assert "lies outside" in caplog.text and "no readable checkpoint.json" in caplog.text
-    store._place.write_text(f"checkpoints/{KEY}/step-00000010/rank-0/state", "state of 11")
+    store._backend.write_text(f"checkpoints/{KEY}/step-00000010/rank-0/state", "state of 11")
     assert store.mirror(KEY, tmp_path / "c").restore() is None
     assert Checkpoints(tmp_path / "c").newest_valid() is None
 
@@ -63,7 +63,7 @@ def test_a_store_that_is_away_does_not_end_the_stage(store, tmp_path, monkeypatc
     def away(source, path):
         raise StoreError("the network is away")
 
-    monkeypatch.setattr(store._place, "push", away)
+    monkeypatch.setattr(store._backend, "push", away)
     with caplog.at_level(logging.WARNING):
         with store.mirror(KEY, here.path):
             pass
@@ -74,12 +74,12 @@ def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
     save(Checkpoints(tmp_path / "a"), 10)
     assert store.mirror(KEY, tmp_path / "a").copy_newest()
     store.write_run("r", {"stages": {"s": {"key": KEY, "state": "stopped"}}})
-    assert plan(store, Policy()).items == ()
+    assert plan(store, RetentionPolicy()).items == ()
     store.remove_run("r")
     with store.building(KEY):
-        _, stayed = free(store, plan(store, Policy()), settle_s=0)
+        _, stayed = free(store, plan(store, RetentionPolicy()), settle_s=0)
     assert stayed == [f"checkpoints/{KEY}: somebody is building that key"] and copies(store) != []
-    free(store, plan(store, Policy()), settle_s=0)
+    free(store, plan(store, RetentionPolicy()), settle_s=0)
     assert copies(store) == []
 
 

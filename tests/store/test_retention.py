@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nanodag.errors import ConfigError, StoreError
-from nanodag.run.retention import Best, Policy, best_of, free, plan
+from nanodag.run.retention import Best, RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
 from tests.store.making import forge, product_in, publish
 
@@ -43,7 +43,7 @@ def write_run(store, name, *artifacts, **fields):
 
 
 def can_go(store, **policy):
-    return {(item.what, item.name) for item in plan(store, Policy(**policy)).items}
+    return {(item.what, item.name) for item in plan(store, RetentionPolicy(**policy)).items}
 
 
 def name_of(artifact):
@@ -57,7 +57,7 @@ def test_only_what_no_run_refers_to_goes(store, product):
     newest = publish(store, product, key("c"))
     write_run(store, "r", used, newest)  # base is not named, but `used` was made from it
     assert can_go(store) == {name_of(superseded)}
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     assert found.num_kept == 3 and found.num_bytes == 9
     freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, [])
@@ -75,7 +75,7 @@ def test_all_attempts_of_a_stage_that_is_under_way_stay(store, product):
 
 def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, monkeypatch):
     artifact, other = publish(store, product, key("a")), publish(store, product, key("b"))
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     was_hidden = []
 
     def meanwhile(seconds):
@@ -93,7 +93,7 @@ def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, 
 def test_what_comes_back_comes_back_first_with_its_origins_and_beside_what_took_its_number(store, product, monkeypatch):
     base, other = publish(store, product, key("a")), publish(store, product, key("b"))
     useless = publish(store, product, key("c"))
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     delete, order = store.delete, []
 
     def meanwhile(seconds):
@@ -116,7 +116,7 @@ def test_what_comes_back_comes_back_first_with_its_origins_and_beside_what_took_
 
 def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, product, monkeypatch):
     first, second = publish(store, product, key("a")), publish(store, product, key("b"))
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     bring_back = store.bring_back
 
     def broken(at, *others):
@@ -131,17 +131,17 @@ def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, pr
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_run_that_is_gone_on_with_meanwhile_keeps_its_record_and_its_workspace(store, product, ended):
+def test_a_run_that_is_resumed_meanwhile_keeps_its_record_and_its_workspace(store, product, ended):
     artifact = publish(store, product, key("a"))
     old = {"run": "r", "state": "failed", "created": OLD, "started": OLD}
     old["stages"] = {"s": entry(artifact), "t": {"key": key("b"), "state": "failed", "inputs": {}}}
     store.write_run("r", old)
     (store.workspace(key("b")) / "state").write_text("abc")
-    found = plan(store, Policy(keep_days=1.0))
+    found = plan(store, RetentionPolicy(keep_days=1.0))
     assert {item.what for item in found.items} >= {"run", "workspace"}
     store.write_run("r", {**old, "state": "failed" if ended else "running", "started": NOW if ended else OLD})
     _, stayed = free(store, found, settle_s=0)
-    assert "r: that run has been gone on with" in stayed and store.runs() == ["r"]
+    assert "r: that run has been resumed" in stayed and store.runs() == ["r"]
     assert store.lookup(key("a")) == artifact and (store.workspace(key("b")) / "state").exists()
 
 
@@ -153,14 +153,14 @@ def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, mo
 
     monkeypatch.setattr(time, "sleep", ended)
     with pytest.raises(KeyboardInterrupt):
-        free(store, plan(store, Policy()))
+        free(store, plan(store, RetentionPolicy()))
     assert [store.lookup(a.key) for a in artifacts] == artifacts
 
 
 def test_a_key_that_is_being_built_is_left_alone(store, product):
     artifact = publish(store, product, key("a"))
     with store.building(key("a")):
-        _, stayed = free(store, plan(store, Policy()), settle_s=0)
+        _, stayed = free(store, plan(store, RetentionPolicy()), settle_s=0)
     assert len(stayed) == 1 and "is building that key" in stayed[0]
     assert store.lookup(key("a")) == artifact
 
@@ -174,9 +174,9 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
     by_age = can_go(store, keep_days=1.0)
     assert {name for what, name in by_age if what == "run"} == {"r0", "r1", "r2"}
     assert not any(what == "attempt" for what, _ in by_age), "they were made today"
-    both = plan(store, Policy(keep_runs=2, keep_days=1.0))
+    both = plan(store, RetentionPolicy(keep_runs=2, keep_days=1.0))
     assert [i.name for i in both.items if i.what == "run"] == ["r0", "r1"]
-    free(store, plan(store, Policy(keep_runs=2)), settle_s=0)
+    free(store, plan(store, RetentionPolicy(keep_runs=2)), settle_s=0)
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
 
 
@@ -208,7 +208,7 @@ def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
     lowest = can_go(store, best=(best_of("eval.gsm.accuracy:min"),))
     assert name_of(evals[0]) not in lowest and name_of(evals[1]) in lowest
     with pytest.raises(ConfigError, match="no stage of that name"):
-        plan(store, Policy(best=(best_of("eval.acuracy"),)))
+        plan(store, RetentionPolicy(best=(best_of("eval.acuracy"),)))
     with pytest.raises(ConfigError, match=r"STAGE\.METRIC"):
         best_of("accuracy")
 
@@ -216,11 +216,11 @@ def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
 def test_what_cannot_be_read_is_not_judged(store, product):
     newer = publish(store, product, key("a"))
     forge(store, newer, lambda raw: raw.update(format=9))
-    assert can_go(store) == set() and "has format 9" in plan(store, Policy()).notes[0]
+    assert can_go(store) == set() and "has format 9" in plan(store, RetentionPolicy()).notes[0]
     store.write_run("r", {"stages": {}})
-    store._place.write_text("runs/r.json", '{"stages"')
+    store._backend.write_text("runs/r.json", '{"stages"')
     with pytest.raises(StoreError, match=r"record of run r .* is damaged"):
-        plan(store, Policy())
+        plan(store, RetentionPolicy())
 
 
 def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
@@ -228,7 +228,7 @@ def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
         (store.workspace(key(letter)) / "state").write_text("abc")
     store.write_run("r", {"stages": {"s": {"key": key("a"), "state": "stopped"}}})
     assert can_go(store) == {("workspace", f"work/{key('b')}")}
-    free(store, plan(store, Policy()), settle_s=0)
+    free(store, plan(store, RetentionPolicy()), settle_s=0)
     assert [path.name for path in (store.local / "work").iterdir()] == [key("a")]
 
 
@@ -237,7 +237,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_other_hosts_stay(tmp_path, 
     good = publish(store, product)
     write_run(store, "r", good)
     home = store.local / "artifacts" / good.key
-    from nanodag.store.places import _host
+    from nanodag.store.local_backend import _host
 
     for name in (f".{_host()}-999999999-00000000.tmp", f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"):
         (home / name).mkdir()
@@ -259,7 +259,7 @@ def test_a_records_temporary_file_is_left_over_when_it_is_old_and_its_writer_gon
     for name in names.values():
         os.utime(store.local / "runs" / name, (OLD, OLD))
     assert can_go(store) == {("leftover", f"runs/{names['dead']}")}
-    free(store, plan(store, Policy()))
+    free(store, plan(store, RetentionPolicy()))
     assert {path.name for path in (store.local / "runs").iterdir()} == {"r.json", names["alive"]}
 
 
@@ -281,7 +281,7 @@ def test_whatever_the_runs_and_the_policy_what_remains_is_whole(tmp_path, produc
         made.append(publish(store, product, key("abcdef"[number % 6]), lineage=lineage))
     for number in range(4):
         write_run(store, f"r{number}", *source.sample(made, 2), created=source.choice([OLD, NOW]))
-    policy = Policy(keep_runs=source.randrange(3), keep_days=source.choice([0.0, 1.0]))
+    policy = RetentionPolicy(keep_runs=source.randrange(3), keep_days=source.choice([0.0, 1.0]))
     free(store, plan(store, policy), settle_s=0)
     for record in store.records_of_runs().values():
         waiting = [(e["key"], e["attempt"]) for e in record["stages"].values()]

@@ -12,7 +12,7 @@ import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
 from nanodag.host.folders import PROJECT
-from nanodag.run.retention import Policy, free, plan
+from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
 from tests.store.making import KEY, product_in, publish
 
@@ -71,7 +71,7 @@ def product(tmp_path):
 
 
 def overwrite(store, path, text):
-    store._place._fs.pipe_file(f"{store._place._root}/{path}", text)
+    store._backend._fs.pipe_file(f"{store._backend._root}/{path}", text)
 
 
 def test_what_is_published_is_pulled_only_when_it_is_wanted(store, product, tmp_path):
@@ -112,7 +112,7 @@ def test_a_damaged_attempt_gives_way_to_the_one_before(store, product, damage):
         overwrite(store, f"{bad.folder}/manifest.json", b'{"format": 1,')
     else:
         name = "manifest.json" if damage == "no manifest" else "files/weights"
-        store._place._fs.rm_file(f"{store._place._root}/{bad.folder}/{name}")
+        store._backend._fs.rm_file(f"{store._backend._root}/{bad.folder}/{name}")
     assert store.lookup(KEY) == good
     if damage in ("truncated", "deleted"):
         with pytest.raises(CorruptArtifact):
@@ -133,7 +133,7 @@ def test_gc_and_setting_aside_work_without_rename(store, product):
     used, useless = publish(store, product), publish(store, product, "b" * 40)
     entry = {"key": used.key, "attempt": used.attempt, "state": "built"}
     store.write_run("r", {"stages": {"s": entry}})
-    found = plan(store, Policy())
+    found = plan(store, RetentionPolicy())
     assert [item.name for item in found.items] == [f"{useless.key}/{useless.attempt}"]
     freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, []) and store.keys() == [KEY]

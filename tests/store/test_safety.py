@@ -149,7 +149,7 @@ def test_a_workspace_of_another_user_is_refused(store, monkeypatch):
     assert store.workspace(KEY) == folder
 
 
-def test_a_record_of_another_user_is_read_and_not_gone_on_with(store, monkeypatch):
+def test_a_record_of_another_user_is_read_and_not_resumed(store, monkeypatch):
     store.write_run("r", {"file": "/tmp/evil/pipeline.yaml"})
     assert store.own_run("r")["file"] == "/tmp/evil/pipeline.yaml"
     path = store.local / "runs" / "r.json"

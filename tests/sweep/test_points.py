@@ -5,8 +5,8 @@ import yaml
 
 from nanodag.config import order_of
 from nanodag.errors import ConfigError
+from nanodag.sweep.begin import in_waves
 from nanodag.sweep.points import make_sweep, points_of
-from nanodag.sweep.run import in_waves
 from tests.flow.conftest import STAGES
 
 

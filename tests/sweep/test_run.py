@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from nanodag.errors import ConfigError, StoreBusy
+from nanodag.run.build_stage import key_of
 from nanodag.run.record import result_of
-from nanodag.run.stage import key_of
 from nanodag.store import Store
 from nanodag.store.provenance import process_started
-from nanodag.sweep.findings import conclude
-from nanodag.sweep.run import begin_sweep, find_built
+from nanodag.sweep.begin import begin_sweep, find_built
+from nanodag.sweep.conclude import conclude
 from tests.flow.conftest import STAGES
-from tests.nightly.nights import FACTS, publish_eval
+from tests.nightly.made_nights import FACTS, publish_eval
 
 SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "", "flow_run": ""}
 
@@ -108,5 +108,5 @@ def test_a_sweep_that_another_process_is_at_is_left_to_it_also_by_a_retry(projec
     other = psutil.Process(os.getppid())
     theirs = {"pid": other.pid, "pid_started": process_started(other)}
     run.store.change_run("s", lambda record: record.update(theirs))
-    with pytest.raises(StoreBusy, match=f"carried out by process {other.pid}"):
+    with pytest.raises(StoreBusy, match=f"under way in process {other.pid}"):
         begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)

@@ -67,7 +67,7 @@ def test_a_file_that_is_no_login_is_refused_without_saying_what_it_holds(tmp_pat
 def test_the_key_that_the_ui_calls_out_with_is_in_prefects_build_and_taken_out_of_our_copy(tmp_path):
     import prefect
 
-    from flows.server import AMPLITUDE_KEY, without_key
+    from flows.prefect_server import AMPLITUDE_KEY, without_key
 
     build = shutil.copytree(prefect.__ui_v2_static_path__, tmp_path / "ui")
     assert without_key(build) == 1  # another Prefect may call out in another way: look, then change this

@@ -14,24 +14,24 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from nanodag.config.dial import Shape  # noqa: E402
-from nanodag.config.stage import Resources  # noqa: E402
+from nanodag.config.stage_base import Resources  # noqa: E402
 from nanodag.config.supervised import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
 from nanodag.model.lora import add_lora  # noqa: E402
-from nanodag.train.engine import Engine, leave  # noqa: E402
+from nanodag.train.deepspeed_engine import TrainEngine, leave  # noqa: E402
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 12, 61, 4
 SHAPE = Shape(depth=2, width=32, num_heads=2, num_kv_heads=1, head_width=16, mlp_width=64, tied_embeddings=True)
 
 
-def engine_of(case: dict[str, Any]) -> Engine:
+def engine_of(case: dict[str, Any]) -> TrainEngine:
     model = Decoder(qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH))
     initialise(model, 0)
     if "lora" in case:
         add_lora(model, rank=4, alpha=8.0, seed=1)
-    return Engine(
+    return TrainEngine(
         model,
         optimizer=OptimizerConfig(name=case.get("optimizer", "muon"), weight_decay=0.1),
         zero_stage=case["stage"],
@@ -42,7 +42,7 @@ def engine_of(case: dict[str, Any]) -> Engine:
     )
 
 
-def step_on(engine: Engine, step: int, micro_rows: int, *, poison: bool = False) -> tuple[float, float]:
+def step_on(engine: TrainEngine, step: int, micro_rows: int, *, poison: bool = False) -> tuple[float, float]:
     """One step on all rows, this rank's in micro-batches of micro_rows; loss a token and gradient norm."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)

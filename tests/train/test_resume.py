@@ -36,7 +36,7 @@ def test_before_the_first_checkpoint_and_after_the_last_step_nothing_is_lost_or_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 0), (0, 2)])
-def test_under_another_zero_stage_a_stage_goes_on_with_the_same_documents_and_losses(runs, before, after):
+def test_under_another_zero_stage_a_stage_continues_with_the_same_documents_and_losses(runs, before, after):
     case = Case(zero_stage=before, num_ranks=2, optimizer="muon", ended="killed", weight_decay=0.1, keeps_best=False)
     assert runs.moved(case, after) < 1e-5
 

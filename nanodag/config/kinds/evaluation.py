@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Precision, Section, operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 

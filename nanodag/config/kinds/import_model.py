@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 
 
 class ImportStage(StageBase):

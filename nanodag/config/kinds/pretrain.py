@@ -26,14 +26,14 @@ class PretrainStage(SupervisedStage):
         if ("tokenizer" in self.inputs) == ("model" in self.inputs):
             found = ", ".join(self.inputs) or "none"
             raise ValueError(
-                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to go on with"
+                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to continue"
             )
         if "tokenizer" in self.inputs:
             if self.continues:
                 raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
             return
         if self.shape != ShapeConfig():
-            raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin anew")
+            raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin from scratch")
         if self.horizon_tokens in ("auto", 0):
             raise ValueError(
                 f"horizon_tokens {self.horizon_tokens}: the dial's is for random weights; say for how many tokens the "

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from nanodag import registry as entries
 from nanodag.config.rl_parts import CriticConfig, FilterConfig, GenerateConfig, SamplerConfig, TeacherConfig
 from nanodag.config.section import Auto, Precision, Share, later, operational
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.errors.words import listed, said
 
@@ -53,13 +53,13 @@ class RLStage(StageBase):
     (nanodag.rl.trainer.sequence_parallel). placement: `shared` puts trainer and sampler on the same devices.
     sync: how weights reach the samplers; `disk`: safetensors, in memory where there is room; `distributed`: the
     trainer's rank 0 broadcasts them in a process group, sync_bucket_bytes at once, each within sync_timeout_s.
-    sync_mode: what becomes of requests under way: `finish`, they are waited for, whole harvests at a time; `in_place`,
-    they go on with the new weights; `retract`, and are computed anew up to there; `abort`, they end, and what they have
-    is asked to be gone on with. sync_check_every: the first sync and
+    sync_mode: of requests in flight: `finish`, they are waited for, so batches have one version; `in_place`,
+    they continue with the new weights; `retract`, and are computed again up to there; `abort`, they end, and each
+    is continued by a new request. sync_check_every: the first sync and
     every one of that number is verified tensor by tensor, 0 for none.
     reward, advantage, policy_loss: names of nanodag.registry, or functions of one's own as package.module:function;
     reward `auto` is what each prompt says; names with weights are summed; `process:` scores steps, with grpo and gae.
-    most_failed_rewards: share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end
+    max_failed_rewards: share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end
     their process. Above it the stage ends; below it these samples are left out, and above 1 % the log says so.
     critic: of the advantage gae. teacher: of on-policy distillation, on top of any advantage.
     clip_low, clip_high: of ppo_clip, gspo and cispo, whose bounds are 1 - clip_low and 1 + clip_high. dual_clip: of
@@ -139,7 +139,7 @@ class RLStage(StageBase):
     eval_every: int = Field(20, ge=1)
     eval_prompts: int = Field(128, ge=0)
     reward_timeout_s: float = Field(10.0, gt=0)
-    most_failed_rewards: float = operational(0.25, ge=0, le=1)
+    max_failed_rewards: float = operational(0.25, ge=0, le=1)
     reward_processes: int = operational(1, ge=1)
     checkpoint_every: int = operational(20, ge=1)
     keep_checkpoints: int = operational(2, ge=1)
@@ -167,7 +167,7 @@ class RLStage(StageBase):
                 f"{self.sampler.context} tokens; raise the one or lower the other"
             )
         if self.sync_mode != "finish":
-            self._check_midway()
+            self._check_in_flight()
         if self.sync == "distributed" and self.lora_rank:
             raise ValueError(
                 f"sync: distributed with lora_rank {self.lora_rank}: adapters are merged where weights are written, "
@@ -268,7 +268,7 @@ class RLStage(StageBase):
                 if (found := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} {found} means nothing with {why}; leave it out, or change the latter")
 
-    def _check_midway(self) -> None:
+    def _check_in_flight(self) -> None:
         """Of weights that come while rollouts are under way."""
         if self.sampler.deterministic or not self.max_staleness:
             raise ValueError(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from nanodag.config.stage import StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
 

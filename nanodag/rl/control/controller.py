@@ -29,19 +29,19 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.rewards import sandbox
-from nanodag.rl.control.generation import Generator
-from nanodag.rl.control.schedule import Position, Schedule, Stopped
+from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.rollouts.batch import Harvest, read_harvest, write_harvest
+from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.learning import learning_of
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor, first_prompts
-from nanodag.rl.rollouts.staleness import staleness_metrics, without_carried, without_stale
+from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns
+from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
-from nanodag.store.files import write_json
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job, finish, leave_stopped, load_job, stop_requested
@@ -75,7 +75,7 @@ class Controller:
             skip_share=self._config.curriculum_skip,
             seed=int(self._config.seed),
         )
-        self._used_up = self._cursor.state_dict()  # by finished harvests, not by one under way
+        self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
         self._held_out = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
@@ -84,18 +84,18 @@ class Controller:
         if not self._config.generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
-        self._generator = Generator(
+        self._generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
-        self._published: dict[int, tuple[int, Path]] = {}  # turn -> version and folder of its weights
+        self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
         self._stopwatch = Stopwatch()
         self._values: dict[str, float] = {}
 
     def run(self) -> None:
-        """Carry out the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
+        """Run the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
         for, leaves a checkpoint and ends the process."""
         position = self._resume()
         self._records = Records(
@@ -106,17 +106,17 @@ class Controller:
         schedule = Schedule(
             self,
             num_steps=self._config.num_steps,
-            # a token carried over once is a step older than what is generated beside it
+            # a token of a partial rollout is a step older than what is generated beside it
             lag=self._config.max_staleness - (self._config.partial_rollouts == "correct"),
             is_exact=self._config.sampler.deterministic,
             position=position or Position(),
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
-            is_midway=self._config.sync_mode != "finish",
+            loads_in_flight=self._config.sync_mode != "finish",
         )
         try:
             self._runner.run(schedule.run())
-        except Stopped:
+        except StopRequested:
             self._leave(schedule.position)
         self._finish()
 
@@ -130,54 +130,54 @@ class Controller:
 
     # The samplers' side
 
-    async def load(self, turn: int) -> None:
-        """Give the samplers the weights of a turn. Raises SamplerError when they do not have them then."""
-        version, folder = self._published[turn]
+    async def load(self, policy: int) -> None:
+        """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
+        version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
-            async with self._services.samplers.standing():
+            async with self._services.samplers.paused():
                 await self._services.sync.load(folder, version)
-        for older in [found for found in self._published if found < turn]:
+        for older in [found for found in self._published if found < policy]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 
-    async def generate(self, step: int) -> Harvest:
+    async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
         with self._stopwatch.timed("generate"):
-            harvest = await _unless_stopped(self._generator.step(self._cursor, step))
+            batch = await _unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
-        return harvest
+        return batch
 
-    def is_evaluation_due(self, turn: int) -> bool:
-        """Whether the weights of a turn are to be evaluated and have not been."""
-        is_time = turn % self._config.eval_every == 0 or turn == self._config.num_steps
-        return bool(self._held_out) and is_time and str(turn) not in self._state["evals"]
+    def is_evaluation_due(self, policy: int) -> bool:
+        """Whether the weights of a policy are to be evaluated and have not been."""
+        is_time = policy % self._config.eval_every == 0 or policy == self._config.num_steps
+        return bool(self._held_out) and is_time and str(policy) not in self._state["evals"]
 
-    async def evaluate(self, turn: int) -> None:
+    async def evaluate(self, policy: int) -> None:
         """Answer the held-out prompts greedily."""
         began = time.monotonic()
         with self._stopwatch.timed("evaluate"):
             rollouts = await _unless_stopped(self._generator.greedy(self._held_out))
         seconds = time.monotonic() - began
-        self._state["evals"][str(turn)] = self._records.evaluation(turn, rollouts, seconds, self._held_out)
+        self._state["evals"][str(policy)] = self._records.evaluation(policy, rollouts, seconds, self._held_out)
 
     # The trainer's side
 
-    async def train(self, step: int, harvest: Harvest) -> None:
+    async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
-        harvest = without_stale(harvest, self._state["versions"], largest=self._config.max_staleness)
+        batch = without_stale(batch, self._state["versions"], largest=self._config.max_staleness)
         if self._config.partial_rollout_tokens and self._config.partial_rollouts == "mask":
-            harvest = without_carried(harvest)
-        reasons = [drop.reason for drop in harvest.dropped] + [reason for _, reason in harvest.passed_over]
-        values = rollout_metrics(harvest.all_rollouts) | drop_counts(reasons)
-        values |= staleness_metrics(harvest.trained, self._state["versions"])
-        path = self._records.rollouts(step, harvest)
-        if harvest.kept:
+            batch = without_older(batch)
+        reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
+        values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
+        values |= staleness_metrics(batch.trained, self._state["versions"])
+        path = self._records.rollouts(step, batch)
+        if batch.kept:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
             self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
-        self._count(harvest, values)
-        self._records.ledger(step, harvest)
-        sampled = sum(rollout.num_sampled for rollout in harvest.all_rollouts)
-        values |= {"sampled_tokens": sampled, "seconds_generate": harvest.seconds, "carried_over": harvest.num_carried}
+        self._count(batch, values)
+        self._records.ledger(step, batch)
+        sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
+        values |= {"sampled_tokens": sampled, "seconds_generate": batch.seconds, "partial_groups": batch.num_partial}
         self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
@@ -187,12 +187,12 @@ class Controller:
         self._records.step(step, seconds, self._values | rates)
         self._records.timeline(step, spans)
 
-    async def publish(self, turn: int) -> None:
+    async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
         with self._stopwatch.timed("sync"):
-            folder = self._services.sync_folder / f"turn-{turn}"
+            folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
-            self._published[turn] = (self._state["version"], folder)
+            self._published[policy] = (self._state["version"], folder)
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange("train", step=step, rollouts=path)
@@ -225,15 +225,15 @@ class Controller:
                 + (", or learning_rate is far too high." * is_stale or ".")
             )
 
-    def _count(self, harvest: Harvest, values: dict[str, float]) -> None:
+    def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
         """Add up what the stage's cost is made of; end it when nothing is left to learn from."""
         totals = self._state["totals"]
-        totals["sampled"] += sum(rollout.num_sampled for rollout in harvest.all_rollouts)
-        totals["prompt"] += sum(len(prompt.token_ids) for prompt in harvest.prompts)
+        totals["sampled"] += sum(rollout.num_sampled for rollout in batch.all_rollouts)
+        totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
         totals["computed"] += values.get("computed_tokens", 0)
-        totals["empty_steps"] = 0 if harvest.kept or harvest.num_carried else totals["empty_steps"] + 1
+        totals["empty_steps"] = 0 if batch.kept or batch.num_partial else totals["empty_steps"] + 1
         if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
-            reasons = drop_counts([drop.reason for drop in harvest.dropped])
+            reasons = drop_counts([drop.reason for drop in batch.dropped])
             raise StageFailed(
                 f"No group passed the filters in {EMPTY_STEPS_IN_A_ROW} steps in a row; the last one: {reasons}. The "
                 "prompts are all too hard or all too easy for this model: train it on their format first, or choose "
@@ -248,24 +248,24 @@ class Controller:
 
     async def save(self, position: Position) -> None:
         """One commit of everything that the rest of the stage depends on, as it is when this is called."""
-        weights = {t: self._published[t] for t in range(position.turn, position.step) if t in self._published}
+        weights = {t: self._published[t] for t in range(position.policy, position.step) if t in self._published}
         saved = json.dumps(
             {
                 "state": self._state,
                 "cursor": self._used_up,
                 "step": position.step,
-                "turn": position.turn,
-                "weights": {turn: version for turn, (version, _) in weights.items()},
+                "policy": position.policy,
+                "weights": {policy: version for policy, (version, _) in weights.items()},
             }
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
             check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
-            for number, harvest in enumerate(position.waiting, start=position.step + 1):
-                write_harvest(folder / f"harvest-{number}.json", harvest)
-            for turn, (_, source) in weights.items():
+            for number, batch in enumerate(position.waiting, start=position.step + 1):
+                write_batch(folder / f"batch-{number}.json", batch)
+            for policy, (_, source) in weights.items():
                 await self._services.sync.write(source)
-                shutil.copytree(source, folder / f"turn-{turn}")
+                shutil.copytree(source, folder / f"policy-{policy}")
             write_json(folder / "controller.json", json.loads(saved))
             self._checkpoints.commit(position.step)
         log.info("step %d: checkpoint (%.2f s)", position.step, time.monotonic() - began)
@@ -279,20 +279,20 @@ class Controller:
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
-        for turn, version in saved["weights"].items():
-            copy = self._services.sync_folder / f"turn-{turn}"
-            shutil.copytree(folder / f"turn-{turn}", copy)
-            self._published[int(turn)] = (version, copy)
+        for policy, version in saved["weights"].items():
+            copy = self._services.sync_folder / f"policy-{policy}"
+            shutil.copytree(folder / f"policy-{policy}", copy)
+            self._published[int(policy)] = (version, copy)
         check_ranks(folder, self._services.link.ask("load", folder=str(folder)), self._state["version"])
-        waiting = sorted(folder.glob("harvest-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
-        log.info("going on after step %d; %d harvests wait", step, len(waiting))
-        return Position(step, saved["turn"], self._judged_again(step, [read_harvest(path) for path in waiting]))
+        waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        log.info("going on after step %d; %d rollout batches wait", step, len(waiting))
+        return Position(step, saved["policy"], self._judged_again(step, [read_batch(path) for path in waiting]))
 
-    def _judged_again(self, step: int, waiting: Sequence[Harvest]) -> tuple[Harvest, ...]:
-        """The harvests of a checkpoint of this step. A reward that failed is no result, so it is computed again."""
+    def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
+        """The rollout batches of this step's checkpoint. A reward that failed is no result: it is computed again."""
         judged = tuple(
-            self._runner.run(self._generator.judged_again(self._cursor, number, harvest))
-            for number, harvest in enumerate(waiting, start=step + 1)
+            self._runner.run(self._generator.judged_again(self._cursor, number, batch))
+            for number, batch in enumerate(waiting, start=step + 1)
         )
         self._used_up = self._cursor.state_dict()
         return judged
@@ -364,14 +364,14 @@ async def _unless_stopped(work: Awaitable[T]) -> T:
     except StageFailed:
         if not stop_requested():
             raise
-        raise Stopped from None
+        raise StopRequested from None
     if stop_requested():
-        raise Stopped
+        raise StopRequested
     return found
 
 
 def main() -> None:
-    """Carry out the job named on the command line."""
+    """Run the job named on the command line."""
     job = load_job()
     services = Services(job)
     try:

@@ -16,9 +16,9 @@ from typing import Protocol
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
-from nanodag.rewards.pool import RewardPool, Score
-from nanodag.rewards.steps import token_places
-from nanodag.rl.rollouts.batch import Dropped, Harvest
+from nanodag.rewards.reward_pool import RewardPool, SampleReward
+from nanodag.rewards.step_reward import token_places
+from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout, reward_spread
@@ -37,7 +37,7 @@ from nanodag.rl.rollouts.turns.runner import ANSWER, Turns
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
-MOST_PARTS = 1000  # of one completion that is ended again and again
+MAX_PARTS = 1000  # of one completion that is ended again and again
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 
@@ -54,7 +54,7 @@ class Sampler(Protocol):
         ...
 
 
-class Generator:
+class RolloutGenerator:
     """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated;
     turns: where the config names a function that generates."""
 
@@ -75,32 +75,32 @@ class Generator:
         self._turns = turns
         self._filters = [entries.load_filter(one.name, one.options) for one in config.filters]
 
-    async def step(self, cursor: PromptCursor, step: int) -> Harvest:
+    async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
 
         Without over-sampling one wave of `prompts_per_step` prompts is generated, and what passes is trained. With it,
         waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
-        harvest, began = Harvest(), time.monotonic()
+        batch, began = RolloutBatch(), time.monotonic()
         if self._config.partial_rollout_tokens:
-            await self._rounds(cursor, step, harvest)
+            await self._rounds(cursor, step, batch)
         else:
-            await self._waves(cursor, step, harvest)
-        self._conclude(cursor, step, harvest)
-        harvest.passed_over = cursor.passed_over()
-        harvest.seconds = time.monotonic() - began
-        return harvest
+            await self._waves(cursor, step, batch)
+        self._conclude(cursor, step, batch)
+        batch.passed_over = cursor.passed_over()
+        batch.seconds = time.monotonic() - began
+        return batch
 
-    async def judged_again(self, cursor: PromptCursor, step: int, harvest: Harvest) -> Harvest:
-        """A harvest from a checkpoint, with the rewards that failed computed again: the function may have been mended.
+    async def judged_again(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> RolloutBatch:
+        """A checkpoint's rollout batch, with the rewards that failed computed again: the function may be mended by now.
 
-        Groups are chosen anew in the order of their prompts; those that are not needed any more go back to the cursor.
+        Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor.
         """
-        if not any(map(has_failed_reward, harvest.all_rollouts)):
-            return harvest
-        again = Harvest(passed_over=harvest.passed_over, num_carried=harvest.num_carried, seconds=harvest.seconds)
-        judged = harvest.in_order()
+        if not any(map(has_failed_reward, batch.all_rollouts)):
+            return batch
+        again = RolloutBatch(passed_over=batch.passed_over, num_partial=batch.num_partial, seconds=batch.seconds)
+        judged = batch.in_order()
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
         spare = []
         for (prompt, _), group in zip(judged, groups, strict=True):
@@ -112,11 +112,11 @@ class Generator:
         self._conclude(cursor, step, again)
         return again
 
-    def _conclude(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+    def _conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
-        limit = self._config.most_failed_rewards
-        check_failures(harvest.all_rollouts, of=f"step {step}", most_failed_rewards=limit)
-        for prompt, group in [*harvest.kept, *((drop.prompt, drop.rollouts) for drop in harvest.dropped)]:
+        limit = self._config.max_failed_rewards
+        check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)
+        for prompt, group in [*batch.kept, *((drop.prompt, drop.rollouts) for drop in batch.dropped)]:
             if sum(rollout.reward is not None for rollout in group) > 1:
                 cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
 
@@ -128,58 +128,60 @@ class Generator:
         )
         groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
-        limit = self._config.most_failed_rewards
-        check_failures(rollouts, of="an evaluation", most_failed_rewards=limit)
+        limit = self._config.max_failed_rewards
+        check_failures(rollouts, of="an evaluation", max_failed_rewards=limit)
         return rollouts
 
-    async def _rounds(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+    async def _rounds(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
         this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
-        on in the next step, but a finished one that was not needed is generated anew there."""
+        on in the next step, but a finished one that was not needed is generated again there."""
         config = self._config
         groups: list[Prompt] = []
         num_drawn = 0
-        while len(harvest.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
+        while len(batch.kept) < config.prompts_per_step and num_drawn < WAVES_A_STEP * config.over_sampling:
             new = cursor.take(config.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
             answered = await asyncio.gather(*(self._rollouts(self._group(step, prompt)) for prompt in groups))
-            groups = self._finished(groups, answered, harvest)
+            groups = self._finished(groups, answered, batch)
         cursor.give_back(groups)
-        harvest.num_carried = sum(bool(prompt.begun) for prompt in groups)
+        batch.num_partial = sum(bool(prompt.begun) for prompt in groups)
 
-    def _finished(self, prompts: Sequence[Prompt], groups: Sequence[list[Rollout]], harvest: Harvest) -> list[Prompt]:
+    def _finished(
+        self, prompts: Sequence[Prompt], groups: Sequence[list[Rollout]], batch: RolloutBatch
+    ) -> list[Prompt]:
         """Judge the finished groups as long as more are needed; returns the prompts of the others. What is finished and
         not needed is generated again later, with fresher weights."""
         rest = []
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(harvest.kept) < self._config.prompts_per_step:
-                self._judge(replace(prompt, begun=()), group, harvest)
+            elif len(batch.kept) < self._config.prompts_per_step:
+                self._judge(replace(prompt, begun=()), group, batch)
             else:
                 rest.append(replace(prompt, begun=()))
         return rest
 
-    async def _waves(self, cursor: PromptCursor, step: int, harvest: Harvest) -> None:
+    async def _waves(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         config = self._config
         for _ in range(WAVES_A_STEP if config.over_sampling else 1):
             prompts = cursor.take(config.over_sampling or config.prompts_per_step)
-            num_used = await self._wave(prompts, step, harvest)
+            num_used = await self._wave(prompts, step, batch)
             cursor.give_back(prompts[num_used:])
-            if len(harvest.kept) == config.prompts_per_step:
+            if len(batch.kept) == config.prompts_per_step:
                 break
 
-    async def _wave(self, prompts: Sequence[Prompt], step: int, harvest: Harvest) -> int:
+    async def _wave(self, prompts: Sequence[Prompt], step: int, batch: RolloutBatch) -> int:
         """Generate all, judge in order until enough are kept; returns how many were judged."""
         groups = [self._group(step, prompt) for prompt in prompts]
         tasks = [asyncio.create_task(self._rollouts(group)) for group in groups]
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(harvest.kept) == self._config.prompts_per_step:
+                if len(batch.kept) == self._config.prompts_per_step:
                     break
-                self._judge(prompt, await task, harvest)
+                self._judge(prompt, await task, batch)
                 used += 1
         finally:
             for task in tasks:
@@ -189,23 +191,23 @@ class Generator:
             await self._sampler.abort(rid)
         return used
 
-    def _judge(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
-        self._choose(prompt, [shaped(rollout, self._config) for rollout in group], harvest)
+    def _judge(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
+        self._choose(prompt, [shaped(rollout, self._config) for rollout in group], batch)
 
-    def _choose(self, prompt: Prompt, group: list[Rollout], harvest: Harvest) -> None:
+    def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
-        num_before = len(harvest.kept)
+        num_before = len(batch.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
         if len(scored) < min(2, self._config.samples_per_prompt):
             reason = REWARD_FAILED if any(map(has_failed_reward, group)) else GENERATE_FAILED
-            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
+            batch.dropped.append(Dropped(prompt, group, reason, num_before))
             return
         reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
         if reason is not None:
-            harvest.dropped.append(Dropped(prompt, group, reason, num_before))
+            batch.dropped.append(Dropped(prompt, group, reason, num_before))
             return
-        harvest.kept.append((prompt, scored))
-        harvest.failed += [rollout for rollout in group if rollout.reward is None]
+        batch.kept.append((prompt, scored))
+        batch.failed += [rollout for rollout in group if rollout.reward is None]
 
     def _group(self, step: int, prompt: Prompt) -> "_Group":
         config = self._config
@@ -263,7 +265,7 @@ class Generator:
         ids = _last_words(rollout)
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
 
-    def _with_score(self, rollout: Rollout, answer: str, score: Score) -> Rollout:
+    def _with_score(self, rollout: Rollout, answer: str, score: SampleReward) -> Rollout:
         reason = {REASON: score.error} if score.error else {}
         if score.steps is None or not self._config.has_process_reward:
             return rollout.with_reward(score.value, score.components, **reason)
@@ -279,7 +281,7 @@ class Generator:
 
 class _Group:
     """What is asked for one prompt. under_way: names of requests that were sent and not answered. is_ended_by_syncs:
-    new weights end what is under way, which is then asked to be gone on with."""
+    new weights end what is under way, which is then continued by a new request."""
 
     def __init__(
         self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler, *, is_ended_by_syncs: bool = False
@@ -301,7 +303,7 @@ class _Group:
         return [list(found) for found in await asyncio.gather(*whole)]
 
     async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
-        for _ in range(MOST_PARTS):
+        for _ in range(MAX_PARTS):
             completion = as_it_ended(request, completion)
             if not was_ended(completion):
                 break

@@ -1,21 +1,22 @@
 """Who runs beside whom: the samplers' loop and the trainer's, tied together by weights and rollouts. No torch here.
 
-Step k trains harvest k and leaves the weights of *turn* k; those of turn 0 the stage began with. The samplers take the
-turns in order, and with lag L (`max_staleness`) the weights of turn j sample harvest j + 1 + L:
+Step k trains rollout batch k and leaves the weights of *policy* k; policy 0 the stage began with. The number counts
+steps; a policy version counts updates, of which a step may have none or several. The samplers take the
+policies in order, and with lag L (`max_staleness`) the weights of policy j sample rollout batch j + 1 + L:
 
-    lag 0   samplers | harvest 1 |        | harvest 2 |        |         harvest 2 with turn 1
+    lag 0   samplers | batch 1   |        | batch 2   |        |         batch 2 with policy 1
             trainer              | step 1 |           | step 2 |
 
-    lag 1   samplers | harvest 1 | harvest 2 | harvest 3 | harvest 4     1 and 2 with turn 0, 3 with turn 1
+    lag 1   samplers | batch 1   | batch 2   | batch 3   | batch 4       1 and 2 with policy 0, 3 with policy 1
             trainer              | step 1    | step 2    | step 3
 
 So which weights sample what depends on the step alone, not on who was faster: with a deterministic sampler a stage ends
-on the same bytes whatever the timing. Each side goes on until it lacks something: the trainer a harvest, the samplers
-weights that are fresh enough. At most L + 1 harvests are there at once. Where bytes are not promised (`is_exact` false)
-the samplers take the newest weights before each harvest, so what they make is at most L steps behind, often less; and
-in the middle of one where they may (`is_midway`), so that a harvest has tokens of several versions.
+on the same bytes whatever the timing. Each side goes on until it lacks something: the trainer a batch, the samplers
+weights that are fresh enough. At most L + 1 batches are there at once. Where bytes are not promised (`is_exact` false)
+the samplers take the newest weights before each batch, so what they make is at most L steps behind, often less; and
+in the middle of one where they may (`loads_in_flight`), so that a rollout batch has tokens of several versions.
 
-An evaluation of turn j runs while the samplers have its weights, beside their next harvest and beside training.
+An evaluation of policy j runs while the samplers have its weights, beside their next rollout batch and beside training.
 """
 
 import asyncio
@@ -26,39 +27,39 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanodag.errors import SamplerError
-from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.rollouts.batch import RolloutBatch
 
 POLL_S = 0.2
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """A stop was asked for; a checkpoint can be written."""
 
 
 class Work(Protocol):
     """What the loops call. The samplers': load, generate, evaluate. The trainer's: train, publish, note, save."""
 
-    async def load(self, turn: int) -> None:
-        """Give the samplers the weights of a turn, which were published."""
+    async def load(self, policy: int) -> None:
+        """Give the samplers the weights of a policy, which were published."""
         ...
 
-    async def generate(self, step: int) -> Harvest:
+    async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
         ...
 
-    def is_evaluation_due(self, turn: int) -> bool:
-        """Whether the weights of a turn are to be evaluated and have not been."""
+    def is_evaluation_due(self, policy: int) -> bool:
+        """Whether the weights of a policy are to be evaluated and have not been."""
         ...
 
-    async def evaluate(self, turn: int) -> None:
+    async def evaluate(self, policy: int) -> None:
         """Answer the held-out prompts."""
         ...
 
-    async def train(self, step: int, harvest: Harvest) -> None:
+    async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step."""
         ...
 
-    async def publish(self, turn: int) -> None:
+    async def publish(self, policy: int) -> None:
         """Put the trainer's weights where `load` finds them."""
         ...
 
@@ -85,18 +86,18 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the loops are. step: steps trained; turn: whose weights the samplers work with, or wait for; waiting:
-    finished harvests, of step + 1 and on."""
+    """Where the loops are. step: steps trained; policy: whose weights the samplers work with, or wait for; waiting:
+    finished rollout batches, of step + 1 and on."""
 
     step: int = 0
-    turn: int = 0
-    waiting: tuple[Harvest, ...] = ()
+    policy: int = 0
+    waiting: tuple[RolloutBatch, ...] = ()
 
 
 class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over. is_midway: weights may be loaded while a harvest is under way; not with is_exact."""
+    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact."""
 
     def __init__(
         self,
@@ -108,28 +109,28 @@ class Schedule:
         position: Position,
         timed: Callable[[str], AbstractContextManager[None]],
         keeps_trainer: bool = False,
-        is_midway: bool = False,
+        loads_in_flight: bool = False,
     ) -> None:
-        assert not (is_exact and is_midway)
+        assert not (is_exact and loads_in_flight)
         self._work = work
         self._num_steps = num_steps
         self._lag = lag
         self._is_exact = is_exact
         self._timed = timed
         self._step = position.step
-        self._turn = position.turn
+        self._policy = position.policy
         self._waiting = deque(position.waiting)
         self._published = position.step - 1
         self._keeps_trainer = keeps_trainer
-        self._is_midway = is_midway
+        self._loads_in_flight = loads_in_flight
         self._under_way: asyncio.Task[None] | None = None
-        self._taken = position.turn - 1  # the last turn whose weights the samplers have taken or passed over
+        self._taken = position.policy - 1  # the last policy whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
 
     @property
     def position(self) -> Position:
-        return Position(self._step, self._turn, tuple(self._waiting))
+        return Position(self._step, self._policy, tuple(self._waiting))
 
     async def run(self) -> None:
         """To the end. Raises what a loop raised, or Stopped; then nothing of it runs any more."""
@@ -146,8 +147,8 @@ class Schedule:
             await loops
         finally:
             await _end(loops, training, sampling, watching)
-        if self._turn <= self._num_steps:
-            raise Stopped
+        if self._policy <= self._num_steps:
+            raise StopRequested
 
     # The trainer's side
 
@@ -174,64 +175,64 @@ class Schedule:
         """A checkpoint has no weights but the trainer's, so the samplers must be done with older ones."""
         if self._work.is_checkpoint_due(self._step):
             with self._timed("trainer_waits"):
-                await self._until(lambda: self._turn >= self._step)
+                await self._until(lambda: self._policy >= self._step)
             await self._work.save(self.position)
 
     # The samplers' side
 
     async def _sampling(self) -> None:
         try:
-            await self._turns()
+            await self._policies()
         finally:
             if self._under_way is not None:
                 await _end(self._under_way)
 
-    async def _turns(self) -> None:
-        while self._turn <= self._num_steps:
-            turn = self._turn
-            if self._is_wanted(turn):
+    async def _policies(self) -> None:
+        while self._policy <= self._num_steps:
+            policy = self._policy
+            if self._is_wanted(policy):
                 with self._timed("samplers_wait"):
-                    await self._until(lambda: self._published >= turn)  # noqa: B023 - awaited in this very round
-                if not self._is_outdated(turn) or self._work.is_evaluation_due(turn):
-                    await self._work.load(turn)
-                    self._now_taken(turn)
-                    await asyncio.gather(self._harvests(turn), self._evaluation(turn))
-            self._turn += 1
-            self._now_taken(turn)
+                    await self._until(lambda: self._published >= policy)  # noqa: B023 - awaited in this very round
+                if not self._is_outdated(policy) or self._work.is_evaluation_due(policy):
+                    await self._work.load(policy)
+                    self._now_taken(policy)
+                    await asyncio.gather(self._batches(policy), self._evaluation(policy))
+            self._policy += 1
+            self._now_taken(policy)
 
-    def _now_taken(self, turn: int) -> None:
-        self._taken = turn
+    def _now_taken(self, policy: int) -> None:
+        self._taken = policy
         self._changed.set()
 
     @property
     def _may_change_weights(self) -> bool:
         return not self._keeps_trainer or self._taken >= self._step
 
-    def _is_wanted(self, turn: int) -> bool:
-        return self._num_generated < self._last_harvest(turn) or self._work.is_evaluation_due(turn)
+    def _is_wanted(self, policy: int) -> bool:
+        return self._num_generated < self._last_step(policy) or self._work.is_evaluation_due(policy)
 
-    def _is_outdated(self, turn: int) -> bool:
-        return not self._is_exact and self._published > turn
+    def _is_outdated(self, policy: int) -> bool:
+        return not self._is_exact and self._published > policy
 
-    def _last_harvest(self, turn: int) -> int:
-        """The last one that the weights of a turn are fresh enough for."""
-        return min(turn + 1 + self._lag, self._num_steps)
+    def _last_step(self, policy: int) -> int:
+        """The last one that the weights of a policy are fresh enough for."""
+        return min(policy + 1 + self._lag, self._num_steps)
 
     @property
     def _num_generated(self) -> int:
         return self._step + len(self._waiting)
 
-    async def _harvests(self, turn: int) -> None:
-        """Those that the weights of a turn are fresh enough for; with is_midway until there are fresher ones."""
+    async def _batches(self, policy: int) -> None:
+        """Those that a policy's weights are fresh enough for; with loads_in_flight until there are fresher ones."""
         while self._under_way is not None or (
-            self._num_generated < self._last_harvest(turn) and not self._is_outdated(turn)
+            self._num_generated < self._last_step(policy) and not self._is_outdated(policy)
         ):
-            task = self._under_way = self._under_way or asyncio.create_task(self._harvest())
-            if self._is_midway and not await self._ends_first(task, lambda: self._is_outdated(turn)):
+            task = self._under_way = self._under_way or asyncio.create_task(self._batch())
+            if self._loads_in_flight and not await self._ends_first(task, lambda: self._is_outdated(policy)):
                 return
             await task
 
-    async def _harvest(self) -> None:
+    async def _batch(self) -> None:
         """One. It waits from the moment on at which its prompts count as used: a checkpoint has both or neither."""
         self._waiting.append(await self._work.generate(self._num_generated + 1))
         self._under_way = None
@@ -248,9 +249,9 @@ class Schedule:
         finally:
             await _end(other)
 
-    async def _evaluation(self, turn: int) -> None:
-        if self._work.is_evaluation_due(turn):
-            await self._work.evaluate(turn)
+    async def _evaluation(self, policy: int) -> None:
+        if self._work.is_evaluation_due(policy):
+            await self._work.evaluate(policy)
 
     # Waiting and stopping
 
@@ -260,7 +261,7 @@ class Schedule:
             self._changed.clear()
             await self._changed.wait()
         if self._stop.is_set():
-            raise Stopped
+            raise StopRequested
 
     async def _watch(self) -> None:
         while True:
@@ -274,13 +275,13 @@ class Schedule:
         self._changed.set()
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Carry out the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
+        """Run the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
-        except Stopped:
+        except StopRequested:
             self._ask_to_stop()
         except SamplerError:
             if not self._work.is_stop_requested():

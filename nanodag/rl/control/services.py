@@ -21,11 +21,11 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
-from nanodag.rewards.pool import RewardPool
+from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.watch import Server
+from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
@@ -60,7 +60,7 @@ class Services:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(job.workspace, self.model.num_bytes, num_copies=2 + self._config.max_staleness)
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
-        self._servers: list[Server] = []
+        self._servers: list[ChildServer] = []
         self._router: Router | None = None
         self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
@@ -103,7 +103,7 @@ class Services:
             connect=self._connect,
             is_stopping=stop_requested,
             health_timeout_s=self._config.sampler.health_timeout_s,
-            most_losses=self._config.sampler.most_losses,
+            max_restarts=self._config.sampler.max_restarts,
             router=self._router,
             pause=None if self._config.sync_mode == "finish" else self._config.sync_mode,
         )
@@ -179,7 +179,7 @@ class Services:
         """Whether sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
         return self._config.sampler.engine == "sglang" and self._config.sampler.router and self.num_samplers > 1
 
-    def _make_router(self, server: Server) -> Router:
+    def _make_router(self, server: ChildServer) -> Router:
         return Router(
             server,
             launch=self._launch_router,
@@ -193,7 +193,7 @@ class Services:
             timeout_s=self._config.sampler.health_timeout_s,
         )
 
-    def _launch_router(self) -> Server:
+    def _launch_router(self) -> ChildServer:
         config = self._config.sampler
         return RouterProcess.start(
             self._sglang_python,
@@ -204,7 +204,7 @@ class Services:
             start_timeout_s=config.start_timeout_s,
         )
 
-    def _launch(self, number: int, model: Path, version: int) -> Server:
+    def _launch(self, number: int, model: Path, version: int) -> ChildServer:
         """Start a sampler with the weights in a folder."""
         config, resources = self._config.sampler, self._config.resources
         if config.engine == "sglang":
@@ -224,7 +224,7 @@ class Services:
             start_timeout_s=config.start_timeout_s,
         )
 
-    def _launch_sglang(self, number: int, model: Path, version: int) -> Server:
+    def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
         own = {"disable_radix_cache": True} if self._config.sync_mode == "in_place" else {}

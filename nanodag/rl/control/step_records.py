@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.rollouts.batch import Harvest
+from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
 from nanodag.rl.rollouts.rollout import Rollout, write_rollouts
@@ -33,12 +33,12 @@ class Records:
         self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
         self._ledger = Ledger(job.records / "ledger.jsonl", resume_step=resume_step)
 
-    def rollouts(self, step: int, harvest: Harvest) -> str:
+    def rollouts(self, step: int, batch: RolloutBatch) -> str:
         """Write the rollouts of a step; returns the file of those that are trained."""
         path = self._folder / f"step-{step:08d}.jsonl"
-        write_rollouts(path, harvest.trained)
-        write_rollouts(path.with_suffix(".dropped.jsonl"), harvest.untrained)
-        _write_answers(path.with_suffix(".answers.jsonl"), harvest.prompts)
+        write_rollouts(path, batch.trained)
+        write_rollouts(path.with_suffix(".dropped.jsonl"), batch.untrained)
+        _write_answers(path.with_suffix(".answers.jsonl"), batch.prompts)
         return str(path)
 
     def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
@@ -80,13 +80,13 @@ class Records:
         log.info("step %d: held out, greedy: %s", step, {name: round(value, 4) for name, value in values.items()})
         return values.get("eval_reward")
 
-    def ledger(self, step: int, harvest: Harvest) -> None:
+    def ledger(self, step: int, batch: RolloutBatch) -> None:
         """What became of the prompts that a step used up."""
-        for prompt, _ in harvest.kept:
+        for prompt, _ in batch.kept:
             self._ledger.record(step, prompt, "trained")
-        for drop in harvest.dropped:
+        for drop in batch.dropped:
             self._ledger.record(step, drop.prompt, "dropped", drop.reason)
-        for prompt, reason in harvest.passed_over:
+        for prompt, reason in batch.passed_over:
             self._ledger.record(step, prompt, "dropped", reason)
         self._ledger.flush()
 

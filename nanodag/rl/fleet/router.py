@@ -10,7 +10,7 @@ from typing import TypeVar
 from nanodag.errors import SamplerLost
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.router_process import RouterClient
-from nanodag.rl.fleet.watch import Server, Watch
+from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,16 +21,16 @@ REGISTER_TIMEOUT_S = 60.0
 
 class Router:
     """server: a running one. launch: starts another, blocks, raises SamplerLost with the end of the log; connect: a
-    client of it. every_s, timeout_s: as of `Watch`.
+    client of it. every_s, timeout_s: as of `ServerWatch`.
 
     urls: of the servers that are to be behind it, as it is now.
     """
 
     def __init__(
         self,
-        server: Server,
+        server: ChildServer,
         *,
-        launch: Callable[[], Server],
+        launch: Callable[[], ChildServer],
         connect: Callable[[str], RouterClient],
         every_s: float = 5.0,
         timeout_s: float = 60.0,
@@ -85,9 +85,9 @@ class Router:
         self._take_up(server)
         self.num_restarts += 1
 
-    def _take_up(self, server: Server) -> None:
+    def _take_up(self, server: ChildServer) -> None:
         self._server, self._client = server, self._connect(server.url)
-        self._watch = Watch(server, self._client, every_s=self._every_s, timeout_s=self._timeout_s)
+        self._watch = ServerWatch(server, self._client, every_s=self._every_s, timeout_s=self._timeout_s)
 
     async def _registered(self) -> bool:
         """Add and remove servers until they are the right ones; False when it does not do so, or is lost."""

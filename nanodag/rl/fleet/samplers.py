@@ -20,14 +20,14 @@ from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
 from nanodag.rl.fleet.router import Router, in_thread
-from nanodag.rl.fleet.watch import Server, Watch
+from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
 
 log = logging.getLogger(__name__)
 MOMENT_S = 0.25  # for a server that ended to be seen to have ended; doubled at each attempt
 T = TypeVar("T")
 
 
-Launch = Callable[[int, Path, int], Server]
+Launch = Callable[[int, Path, int], ChildServer]
 """launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
 
 
@@ -36,7 +36,7 @@ class Member:
     """A sampler as it is now: another server in its place is another member."""
 
     number: int
-    server: Server
+    server: ChildServer
     client: SamplerClient
 
 
@@ -47,9 +47,9 @@ class Replica:
     between.
     """
 
-    server: Server
+    server: ChildServer
     client: SamplerClient
-    watch: Watch
+    watch: ServerWatch
     folder: Path
 
     def __init__(self, number: int) -> None:
@@ -69,7 +69,7 @@ class Samplers:
     servers: running ones. model, version: what they were started with. launch: starts one again; connect: a client of
     it. is_stopping: true once a stop was asked for; then nothing is started again. health_every_s, health_timeout_s:
     how often a sampler that has something under way is asked for its health, and how long it may take to answer.
-    most_losses: so many times in a row may one be lost, and may one prompt lose its sampler.
+    max_restarts: so many times in a row may one be lost, and may one prompt lose its sampler.
 
     router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
     come; None to wait for them.
@@ -79,7 +79,7 @@ class Samplers:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[ChildServer],
         *,
         model: Path,
         version: int,
@@ -88,17 +88,17 @@ class Samplers:
         is_stopping: Callable[[], bool] = lambda: False,
         health_every_s: float = 5.0,
         health_timeout_s: float = 60.0,
-        most_losses: int = 3,
+        max_restarts: int = 3,
         router: Router | None = None,
         pause: PauseMode | None = None,
     ) -> None:
         self._launch = launch
         self._pause = pause
-        self._is_standing = False
+        self._is_paused = False
         self._connect = connect
         self._is_stopping = is_stopping
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
-        self._most_losses = most_losses
+        self._max_restarts = max_restarts
         self._model, self._version = model, version
         self._replicas = [Replica(number) for number in range(len(servers))]
         for replica, server in zip(self._replicas, servers, strict=True):
@@ -118,7 +118,7 @@ class Samplers:
             return await self._through(self._router, requests)
         load = sum(request.params.n for request in requests)
         rids = [request.rid for request in requests if request.rid is not None]
-        for attempt in range(self._most_losses + 1):
+        for attempt in range(self._max_restarts + 1):
             replica = await self._choose()
             server = replica.server
             self._holder.update(dict.fromkeys(rids, replica))
@@ -130,7 +130,7 @@ class Samplers:
                 return answers
             except SamplerLost as error:
                 self._lost(replica, server, error)
-                if attempt == self._most_losses:
+                if attempt == self._max_restarts:
                     raise SamplerLost(
                         f"A prompt lost {attempt + 1} samplers, one after the other; the last: {error}. The end of its "
                         f"log:\n{server.last_log_lines()}"
@@ -141,7 +141,7 @@ class Samplers:
 
     async def _through(self, router: Router, requests: Sequence[Request]) -> list[list[Completion]]:
         """What the samplers answer by way of the router. What falls through is sent again."""
-        for attempt in range(self._most_losses + 1):
+        for attempt in range(self._max_restarts + 1):
             await self._choose()  # waits until one is up
             work: Awaitable[list[list[Completion]]] = router.generate(requests)
             for replica in self._replicas:
@@ -159,7 +159,7 @@ class Samplers:
                     self._noticed(replica, replica.server, SamplerLost(str(failure)))
             router.disarrange()
         raise SamplerLost(
-            f"A prompt failed {self._most_losses + 1} times behind the router, the last time: {failure}. The end of "
+            f"A prompt failed {self._max_restarts + 1} times behind the router, the last time: {failure}. The end of "
             f"the router's log:\n{router.last_log_lines()}"
         ) from failure
 
@@ -189,27 +189,27 @@ class Samplers:
                 replica.folder = self._model
 
     @asynccontextmanager
-    async def standing(self) -> AsyncIterator[None]:
-        """Inside, nothing is sampled: requests under way stand still, or were ended; also by one that is started again
+    async def paused(self) -> AsyncIterator[None]:
+        """Inside, nothing is sampled: requests in flight are paused, or were ended; also by one that is started again
         meanwhile. Not without `pause`: then who changes weights waits for them."""
         if self._pause is None:
             yield
             return
-        self._is_standing = True
+        self._is_paused = True
         try:
-            await asyncio.gather(*(self._on(replica, partial(self._stand, replica)) for replica in self._replicas))
+            await asyncio.gather(*(self._on(replica, partial(self._pause_one, replica)) for replica in self._replicas))
             yield
         finally:
-            self._is_standing = False
+            self._is_paused = False
             # Who waited for one that is being started again could not be stopped for minutes; it goes on by itself.
-            await asyncio.gather(*(self._go_on(replica) for replica in self._replicas if replica.is_up))
+            await asyncio.gather(*(self._resume(replica) for replica in self._replicas if replica.is_up))
 
-    async def _stand(self, replica: Replica, client: SamplerClient) -> None:
+    async def _pause_one(self, replica: Replica, client: SamplerClient) -> None:
         assert self._pause is not None
         replica.watch.is_excused = True
         await client.pause(self._pause)
 
-    async def _go_on(self, replica: Replica) -> None:
+    async def _resume(self, replica: Replica) -> None:
         server = replica.server
         try:
             await replica.client.resume()
@@ -226,7 +226,7 @@ class Samplers:
         """Have every sampler take the weights in a folder, also where it has that version from another one. Returns
         when all have.
 
-        What is under way is waited for, unless it stands. The folder must stay until the next call: a sampler that dies
+        Requests in flight are waited for, unless paused. The folder must stay until the next call: a sampler that dies
         is started with it, and the embedded one compares what it holds with it. One that has them already
         (`now_have`, or because it was started with the folder) is asked for nothing.
         """
@@ -243,7 +243,7 @@ class Samplers:
                 await client.update_weights_from_disk(path, version, flush_cache=self.forgets)
                 replica.folder = folder
             finally:
-                watch.is_excused = self._is_standing
+                watch.is_excused = self._is_paused
 
         await asyncio.gather(*(self._on(replica, partial(take, replica)) for replica in self._replicas))
 
@@ -302,7 +302,7 @@ class Samplers:
         while replica.restart is not None:
             await asyncio.shield(replica.restart)
 
-    def _lost(self, replica: Replica, server: Server, error: SamplerLost) -> None:
+    def _lost(self, replica: Replica, server: ChildServer, error: SamplerLost) -> None:
         """Begin to replace a server that was lost, unless that has begun. Raises when it is lost too often."""
         if server is not replica.server or replica.restart is not None:
             return
@@ -315,7 +315,7 @@ class Samplers:
         replacing.add_done_callback(self._replacing.discard)
         replacing.add_done_callback(_retrieved)
 
-    def _noticed(self, replica: Replica, server: Server, error: SamplerLost) -> None:
+    def _noticed(self, replica: Replica, server: ChildServer, error: SamplerLost) -> None:
         """The same for who has nobody to raise to: whoever needs the sampler next meets the error."""
         try:
             self._lost(replica, server, error)
@@ -326,7 +326,7 @@ class Samplers:
 
     def _count_loss(self, replica: Replica, error: SamplerLost) -> None:
         replica.lost_in_a_row += 1
-        if replica.lost_in_a_row > self._most_losses:
+        if replica.lost_in_a_row > self._max_restarts:
             raise SamplerLost(
                 f"{self.describe(replica.number)} was lost {replica.lost_in_a_row} times without having answered in "
                 f"between: {error}. The end of its log:\n{replica.server.last_log_lines()}"
@@ -355,11 +355,11 @@ class Samplers:
         self._take_up(replica, server, model)
         self.num_restarts += 1
         log.info("%s is up again, with weights %d", self.describe(replica.number), version)
-        if self._is_standing:
+        if self._is_paused:
             with suppress(SamplerLost):  # then whoever asks it next meets it
-                await self._stand(replica, replica.client)
-            if not self._is_standing:  # any more
-                await self._go_on(replica)
+                await self._pause_one(replica, replica.client)
+            if not self._is_paused:  # any more
+                await self._resume(replica)
         replica.restart = None
         await self._rearrange()
 
@@ -375,10 +375,10 @@ class Samplers:
         replica.lost_in_a_row = 0
         return result
 
-    def _take_up(self, replica: Replica, server: Server, folder: Path) -> None:
+    def _take_up(self, replica: Replica, server: ChildServer, folder: Path) -> None:
         """Note that a server, which has a folder's weights, is this sampler's."""
         replica.server, replica.client, replica.folder = server, self._connect(server.url), folder
-        replica.watch = Watch(
+        replica.watch = ServerWatch(
             server,
             replica.client,
             every_s=self._health_every_s,

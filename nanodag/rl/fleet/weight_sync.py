@@ -21,7 +21,7 @@ from nanodag.rl.fleet.samplers import Samplers
 
 log = logging.getLogger(__name__)
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 """ask("export", folder=...): has every rank of the trainer do something; their replies, by rank."""
@@ -99,10 +99,10 @@ async def check_weights(samplers: Samplers, version: int, expected: Mapping[str,
     for number, ranks in enumerate(await samplers.fingerprints()):
         for found in ranks:
             if wrong := differing(expected, found):
-                more = f", and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+                more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
                 raise SamplerError(
                     f"{samplers.describe(number)} does not hold the trainer's weights of version {version}: "
-                    f"{'; '.join(wrong[:MOST_NAMED])}{more}."
+                    f"{'; '.join(wrong[:MAX_NAMED])}{more}."
                 )
 
 

@@ -1,6 +1,6 @@
 """What the samplers made for one step: groups to train on, and what was left out with its reason. No torch here.
 
-A harvest may be generated steps before it is trained, so a checkpoint holds those that wait: one JSON object each, in
+It may be generated steps before it is trained, so a checkpoint holds those that wait: one JSON object each, in
 which a rollout is a line of nanodag.rl.rollouts.rollout.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from nanodag.rl.rollouts.prompts import OVERLONG, Prompt
 from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, to_json
-from nanodag.store.files import write_json
+from nanodag.store.atomic import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Dropped:
 
 
 @dataclass(slots=True)
-class Harvest:
+class RolloutBatch:
     """What was generated for one step.
 
     kept: groups to train on, in prompt order, without members whose reward failed, which are in `failed`; dropped: the
-    other groups that were judged; passed_over: prompts that were not tried, with the reason; num_carried: groups that
+    other groups that were judged; passed_over: prompts that were not tried, with the reason; num_partial: groups that
     go on in the next step; seconds: it took.
     """
 
@@ -38,7 +38,7 @@ class Harvest:
     failed: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     passed_over: list[tuple[Prompt, str]] = field(default_factory=list)
-    num_carried: int = 0
+    num_partial: int = 0
     seconds: float = 0.0
 
     @property
@@ -71,13 +71,13 @@ class Harvest:
         return kept
 
 
-def write_harvest(path: Path, harvest: Harvest) -> None:
-    """Write a harvest that waits to be trained on."""
+def write_batch(path: Path, batch: RolloutBatch) -> None:
+    """Write a rollout batch that waits to be trained on."""
     write_json(
         path,
         {
-            "kept": [{"prompt": _prompt_record(p), "rollouts": _rollout_records(group)} for p, group in harvest.kept],
-            "failed": _rollout_records(harvest.failed),
+            "kept": [{"prompt": _prompt_record(p), "rollouts": _rollout_records(group)} for p, group in batch.kept],
+            "failed": _rollout_records(batch.failed),
             "dropped": [
                 {
                     "prompt": _prompt_record(d.prompt),
@@ -85,19 +85,19 @@ def write_harvest(path: Path, harvest: Harvest) -> None:
                     "reason": d.reason,
                     "num_kept_before": d.num_kept_before,
                 }
-                for d in harvest.dropped
+                for d in batch.dropped
             ],
-            "passed_over": [[_prompt_record(prompt), reason] for prompt, reason in harvest.passed_over],
-            "num_carried": harvest.num_carried,
-            "seconds": harvest.seconds,
+            "passed_over": [[_prompt_record(prompt), reason] for prompt, reason in batch.passed_over],
+            "num_partial": batch.num_partial,
+            "seconds": batch.seconds,
         },
     )
 
 
-def read_harvest(path: Path) -> Harvest:
-    """What `write_harvest` wrote, bit for bit."""
+def read_batch(path: Path) -> RolloutBatch:
+    """What `write_batch` wrote, bit for bit."""
     saved = json.loads(path.read_text(encoding="utf-8"))
-    return Harvest(
+    return RolloutBatch(
         kept=[(_prompt_from(group["prompt"]), _rollouts_from(group["rollouts"])) for group in saved["kept"]],
         failed=_rollouts_from(saved["failed"]),
         dropped=[
@@ -110,7 +110,7 @@ def read_harvest(path: Path) -> Harvest:
             for drop in saved["dropped"]
         ],
         passed_over=[(_prompt_from(prompt), reason) for prompt, reason in _passed_over(saved)],
-        num_carried=saved["num_carried"],
+        num_partial=saved["num_partial"],
         seconds=saved["seconds"],
     )
 

@@ -18,10 +18,10 @@ def has_failed_reward(rollout: Rollout) -> bool:
     return rollout.reward is None and rollout.finish_reason != "error"
 
 
-def check_failures(rollouts: Sequence[Rollout], *, of: str, most_failed_rewards: float) -> None:
+def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: float) -> None:
     """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
 
-    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than most_failed_rewards of the rewards
+    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the rewards
     failed, or all of them, or when the function that generates failed for all.
     """
     broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
@@ -35,10 +35,10 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, most_failed_rewards:
     if failed:
         share = len(failed) / len(answered)
         said = _said("reward", failed, answered, of=of, reason=str(failed[0].metadata.get(REASON)))
-        if share > most_failed_rewards or share == 1.0:
+        if share > max_failed_rewards or share == 1.0:
             raise StageFailed(
-                f"{said} The limit is most_failed_rewards {most_failed_rewards:g}, and all is always too many. Repair "
-                "the reward function and start the stage again, raise reward_timeout_s, or raise most_failed_rewards."
+                f"{said} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. Repair "
+                "the reward function and start the stage again, raise reward_timeout_s, or raise max_failed_rewards."
             )
         _warn(said, share)
 

@@ -127,7 +127,7 @@ def continued(request: Request, index: int, completion: Completion) -> Request:
 
 
 def joined(begun: Completion, rest: Completion) -> Completion:
-    """A completion and what it was gone on with, as one."""
+    """A completion and its continuation, as one."""
     before = len(begun.output_ids)
     later = [replace(span, start=span.start + before, end=span.end + before) for span in rest.weight_versions]
     return replace(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from nanodag.errors import StageFailed
-from nanodag.rl.rollouts.batch import Dropped, Harvest
+from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.rollout import Rollout, Span
 
 TOO_STALE = "too_stale"
@@ -29,36 +29,36 @@ def staleness_of(version: int, versions: Sequence[int]) -> int:
     return sum(later > version for later in versions)
 
 
-def without_stale(harvest: Harvest, versions: Sequence[int], *, largest: int) -> Harvest:
-    """The harvest with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
+def without_stale(batch: RolloutBatch, versions: Sequence[int], *, largest: int) -> RolloutBatch:
+    """The batch with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
     without any token left is dropped as `too_stale`.
 
-    The schedule keeps to the cap, so this finds something only in rollouts that were carried over through several
+    The schedule keeps to the cap, so this finds something only in partial rollouts that went through several
     steps, or when a sampler had other weights than it was given.
     """
-    return _without(harvest, lambda version: staleness_of(version, versions) > largest)
+    return _without(batch, lambda version: staleness_of(version, versions) > largest)
 
 
-def without_carried(harvest: Harvest) -> Harvest:
-    """The harvest with every sampled token masked that weights older than the newest in it sampled: those of earlier
-    steps, carried over. A group without any token left is dropped as `too_stale`."""
-    newest = max((version for rollout in harvest.all_rollouts for version in rollout.versions), default=0)
-    return _without(harvest, lambda version: version < newest)
+def without_older(batch: RolloutBatch) -> RolloutBatch:
+    """The batch with every sampled token masked that weights older than the newest in it sampled: those of earlier
+    steps, in partial rollouts. A group without any token left is dropped as `too_stale`."""
+    newest = max((version for rollout in batch.all_rollouts for version in rollout.versions), default=0)
+    return _without(batch, lambda version: version < newest)
 
 
-def _without(harvest: Harvest, is_old: Callable[[int], bool]) -> Harvest:
-    found = {version for rollout in harvest.trained for version in rollout.versions}
+def _without(batch: RolloutBatch, is_old: Callable[[int], bool]) -> RolloutBatch:
+    found = {version for rollout in batch.trained for version in rollout.versions}
     old = frozenset(filter(is_old, found))
     if not old:
-        return harvest
-    kept, dropped = [], list(harvest.dropped)
-    for prompt, group in harvest.kept:
+        return batch
+    kept, dropped = [], list(batch.dropped)
+    for prompt, group in batch.kept:
         masked = [_masked(rollout, old) for rollout in group]
         if any(any(span.mask) for rollout in masked for span in rollout.spans):
             kept.append((prompt, masked))
         else:
             dropped.append(Dropped(prompt, masked, TOO_STALE))
-    return replace(harvest, kept=kept, dropped=dropped)
+    return replace(batch, kept=kept, dropped=dropped)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> dict[str, float]:

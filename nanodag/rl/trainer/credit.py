@@ -16,12 +16,12 @@ from nanodag.rl.advantages.process import process_grpo, step_rewards
 from nanodag.rl.rollouts.metrics import Sums
 from nanodag.rl.rollouts.rollout import Rollout, groups_of
 from nanodag.rl.trainer.critic import Critic
-from nanodag.rl.trainer.policy import Row, check_beside
+from nanodag.rl.trainer.policy import DeviceRow, check_beside
 from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import Objective, Scored
-from nanodag.train.engine import Engine
+from nanodag.rl.trainer.update import PolicyObjective, Scored
+from nanodag.train.deepspeed_engine import TrainEngine
 
 ByRow = list[list[Tensor]]
 """(N,) of each row of each part of a step."""
@@ -35,9 +35,9 @@ class Credit:
         self,
         config: RLStage,
         *,
-        engine: Engine,
+        engine: TrainEngine,
         group: SequenceGroup,
-        objective: Objective,
+        objective: PolicyObjective,
         inputs: Mapping[str, Path],
         device: str,
     ) -> None:
@@ -65,7 +65,7 @@ class Credit:
         self,
         step: int,
         parts: Sequence[Sequence[Rollout]],
-        rows: list[list[Row]],
+        rows: list[list[DeviceRow]],
         old: ByRow | None,
         reference: ByRow | None,
     ) -> tuple[ByRow, dict[str, Any]]:
@@ -81,7 +81,7 @@ class Credit:
         return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
 
     @torch.no_grad()
-    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow | None:
+    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
         """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
         if isinstance(self._teacher, Reference):
             policy = self._teacher.policy
@@ -103,7 +103,7 @@ class Credit:
         return replace(scored, advantages=advantages), share
 
     def _by_group(
-        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]], rewards: Sequence[Tensor]
+        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]], rewards: Sequence[Tensor]
     ) -> ByRow:
         rollouts = [rollout for part in parts for rollout in part]
         group_ids = _numbered_groups(rollouts)
@@ -112,7 +112,7 @@ class Credit:
         by_part = advantages.split([len(part) for part in parts])
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
-    def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> ByRow:
+    def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow:
         """By the scores of steps. A row's tokens are those of its rollouts, one after the other."""
         rollouts = [rollout for part in parts for rollout in part]
         steps = [rollout.steps or () for rollout in rollouts]
@@ -127,7 +127,7 @@ class Credit:
     def _token_rewards(
         self,
         parts: Sequence[Sequence[Rollout]],
-        rows: Sequence[Sequence[Row]],
+        rows: Sequence[Sequence[DeviceRow]],
         rewards: Sequence[Tensor],
         old: ByRow | None,
         reference: ByRow | None,
@@ -154,7 +154,7 @@ class Credit:
     def _less_kl(
         self,
         parts: Sequence[Sequence[Rollout]],
-        rows: list[list[Row]],
+        rows: list[list[DeviceRow]],
         rewards: list[Tensor],
         old: ByRow | None,
         reference: ByRow | None,
@@ -166,7 +166,7 @@ class Credit:
         taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
         return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
 
-    def _kl_penalties(self, rows: list[Row], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
+    def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
         """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
         the same rewards."""
         found = torch.zeros(size, dtype=torch.float64)

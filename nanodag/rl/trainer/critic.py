@@ -20,7 +20,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.rl.advantages.gae import gae
 from nanodag.rl.losses.value_loss import value_loss
 from nanodag.rl.rollouts.metrics import Sums
-from nanodag.rl.trainer.policy import Row, engine_of, hidden_states
+from nanodag.rl.trainer.policy import DeviceRow, engine_of, hidden_states
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
 
 FOLDER = "critic"
@@ -49,7 +49,7 @@ class ValueModel(nn.Module):
         self._group = group
         self.head = ValueHead(decoder.architecture.hidden_size)
 
-    def forward(self, row: Row) -> Tensor:
+    def forward(self, row: DeviceRow) -> Tensor:
         """The value before each of the row's targets was sampled, (N,) float32."""
         hidden, share = hidden_states(self.decoder, row, self._group)
         return self._group.whole(self.head(hidden)[0], share, len(row.targets))
@@ -67,7 +67,7 @@ class Critic:
     def step(
         self,
         step: int,
-        rows: Sequence[Sequence[Row]],
+        rows: Sequence[Sequence[DeviceRow]],
         rewards: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
     ) -> tuple[list[list[Tensor]], dict[str, Any]]:
@@ -96,13 +96,13 @@ class Critic:
         return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
 
     @torch.no_grad()
-    def _values(self, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+    def _values(self, rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
         return [[self.engine(row) for row in part] for part in rows]
 
     def _learn(
         self,
         step: int,
-        rows: Sequence[Sequence[Row]],
+        rows: Sequence[Sequence[DeviceRow]],
         values: Sequence[Sequence[Tensor]],
         returns: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
@@ -150,7 +150,7 @@ class Critic:
 
 
 def whitened(
-    advantages: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Row]], summed: Callable[..., list[float]]
+    advantages: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[DeviceRow]], summed: Callable[..., list[float]]
 ) -> list[list[Tensor]]:
     """(A - mean) / sqrt(variance + 1e-8) over the trained tokens of all rows on all ranks, the variance unbiased.
 
@@ -166,7 +166,7 @@ def whitened(
     return [[((one - mean) * scale).float() for one in own] for own in advantages]
 
 
-def _quality(row: Row, values: Tensor, returns: Tensor) -> Sums:
+def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> Sums:
     """Sums over the trained tokens of a row: how well values of before the step say the returns."""
     values, returns = values[row.mask], returns[row.mask]
     errors = returns - values

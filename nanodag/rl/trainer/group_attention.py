@@ -18,7 +18,7 @@ from nanodag.model.attention import Attend
 from nanodag.rl.trainer.kept_attention import KeptAttention
 from nanodag.rl.trainer.rows import MicroBatch
 
-MOST_KEPT_PROBABILITIES = 64 << 20  # a layer; 128 MiB in bfloat16
+MAX_KEPT_PROBABILITIES = 64 << 20  # a layer; 128 MiB in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def group_attention(layout: GroupLayout) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_probabilities = layout.visible.numel() * query.shape[2]
-        if query.device.type == "cpu" and num_probabilities <= MOST_KEPT_PROBABILITIES:
+        if query.device.type == "cpu" and num_probabilities <= MAX_KEPT_PROBABILITIES:
             return KeptAttention.apply(query[0], key[0], value[0], layout)[None]
         return _fused(query[0], key[0], value[0], layout)[None]
 

@@ -18,11 +18,11 @@ from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, lay
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.engine import Engine
+from nanodag.train.deepspeed_engine import TrainEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceRow:
     """A micro-batch on the device. Shapes as in MicroBatch; layout: for the attention."""
 
     token_ids: Tensor
@@ -36,14 +36,14 @@ class Row:
     layout: GroupLayout
 
 
-def to_row(batch: MicroBatch, device: torch.device) -> Row:
+def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
     """Move a micro-batch to the device and lay out its attention."""
-    names = [name for name in Row.__slots__ if name != "layout"]
+    names = [name for name in DeviceRow.__slots__ if name != "layout"]
     tensors = {name: torch.from_numpy(getattr(batch, name)).to(device) for name in names}
-    return Row(layout=layout_of(batch, device), **tensors)
+    return DeviceRow(layout=layout_of(batch, device), **tensors)
 
 
-def hidden_states(decoder: Decoder, row: Row, group: SequenceGroup) -> tuple[Tensor, Share]:
+def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
     attend = group.attention(group_attention(row.layout), len(row.token_ids))
@@ -63,7 +63,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self._group = group
 
-    def forward(self, row: Row) -> tuple[Tensor, Tensor]:
+    def forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
         hidden, share = hidden_states(self.decoder, row, self._group)
         logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "logprobs", self.temperature)
@@ -84,9 +84,9 @@ def load_policy(
     return Policy(decoder, temperature=temperature, group=group)
 
 
-def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> Engine:
+def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
     """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
-    return Engine(
+    return TrainEngine(
         model,
         optimizer=OptimizerConfig(
             name="adamw", learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanodag.rl.trainer.policy import load_policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
-from nanodag.train.engine import Engine
+from nanodag.train.deepspeed_engine import TrainEngine
 
 FILE_NAME = "reference.safetensors"
 
@@ -17,7 +17,7 @@ FILE_NAME = "reference.safetensors"
 class Reference:
     """Every rank holds all of it, in the training precision. A refreshed one is part of a checkpoint."""
 
-    def __init__(self, model_path: Path, *, temperature: float, engine: Engine, group: SequenceGroup) -> None:
+    def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
         policy = load_policy(model_path, temperature=temperature, group=group).requires_grad_(False)
         self.policy = policy.to(engine.device, engine.dtype)
         self._engine = engine

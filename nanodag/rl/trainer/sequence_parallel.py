@@ -21,7 +21,7 @@ from torch.nn import functional
 from nanodag.errors import ConfigError
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend
-from nanodag.train.engine import start_ranks
+from nanodag.train.deepspeed_engine import start_ranks
 
 
 @dataclass(frozen=True, slots=True)

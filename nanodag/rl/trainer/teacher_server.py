@@ -17,7 +17,7 @@ from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.trainer.policy import Row, check_tokens
+from nanodag.rl.trainer.policy import DeviceRow, check_tokens
 from nanodag.tokenizer.encoding import Encoding
 
 ATTEMPTS = 6
@@ -38,7 +38,7 @@ class TeacherServer:
         self._version = ""
         asyncio.run(self._check(policy, context))
 
-    def logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+    def logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
         """Of the tokens of each row of each part of a step, (N,) float32; 0 in a row without trained tokens.
 
         Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning.
@@ -53,7 +53,7 @@ class TeacherServer:
         found = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in asked])))
         answers = iter([next(found)[len(prompt) :] for prompt, _ in asked])
 
-        def of_row(row: Row) -> Tensor:
+        def of_row(row: DeviceRow) -> Tensor:
             if not row.mask.any():
                 return torch.zeros(row.mask.shape, device=row.mask.device)
             values = [value for _ in row.rollouts.tolist() for value in next(answers)]

@@ -38,14 +38,14 @@ from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.credit import Credit, num_trained
 from nanodag.rl.trainer.export import write_model
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.trainer.policy import Row, engine_of, load_policy, to_row
+from nanodag.rl.trainer.policy import DeviceRow, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.scores import Scores, write_scores
 from nanodag.rl.trainer.sequence_parallel import join
-from nanodag.rl.trainer.update import Objective, Scored
+from nanodag.rl.trainer.token_scores import Scores, write_scores
+from nanodag.rl.trainer.update import PolicyObjective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.train.engine import DTYPES, leave
+from nanodag.train.deepspeed_engine import DTYPES, leave
 from nanodag.train.peak import matmul_peak
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
@@ -65,7 +65,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.model_path = model_path
-        self._objective = Objective(config)
+        self._objective = PolicyObjective(config)
         self._group = join(config.sequence_parallel, device)
         policy = load_policy(
             model_path,
@@ -244,7 +244,7 @@ class Trainer:
         warmup = self.config.warmup_steps * self.config.updates_per_step * self.config.epochs_per_step
         return self.config.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
 
-    def _rows_of(self, part: Sequence[Rollout]) -> list[Row]:
+    def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group = self._group
         groups = pack(part, budget_tokens=self.config.micro_batch_tokens, num_ranks=group.num_groups)
         return [to_row(batch, self.engine.device) for batch in groups[group.number]]
@@ -256,7 +256,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _scores(self, model: Any, rows: Sequence[Sequence[Row]]) -> list[list[Tensor]]:
+    def _scores(self, model: Any, rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
         return [[model(row)[0] for row in part] for part in rows]
 
 
@@ -266,7 +266,7 @@ def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[R
     return [groups[start:end] for start, end in pairwise(bounds)]
 
 
-def _carry_out(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
+def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     reply: dict[str, Any] = {}
     match message["do"]:
@@ -297,7 +297,7 @@ def _serve(job: Job, link: ControllerLink) -> None:
     trainer = Trainer(job.config, job.inputs["model"], device=device, beside=job.inputs)
     link.reply({"ready": True})
     while (message := link.next())["do"] != "end":
-        link.reply(_carry_out(trainer, message))
+        link.reply(_execute(trainer, message))
     trainer.broadcaster.close()
     trainer.engine.barrier()
 

@@ -22,10 +22,10 @@ from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
 from nanodag.rl.losses.sequences import sequence_sums
 from nanodag.rl.rollouts.metrics import Sums
-from nanodag.rl.trainer.policy import Row
+from nanodag.rl.trainer.policy import DeviceRow
 
 
-class Objective:
+class PolicyObjective:
     """The loss that a config chose, its entries loaded. kl: the estimator of a token's KL (nanodag.rl.losses.kl)."""
 
     def __init__(self, config: RLStage) -> None:
@@ -63,7 +63,7 @@ class Objective:
         return loss, _sums(loss, scored, policy, weights, kl)
 
     @torch.no_grad()
-    def kl_of_rollouts(self, row: Row, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
+    def kl_of_rollouts(self, row: DeviceRow, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
         """KL summed over the trained tokens of each rollout, (size,) float64; 0 for those that are not in the row."""
         kl = self.kl(old_logprobs, reference_logprobs)
         sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
@@ -95,7 +95,7 @@ class Objective:
 class Scored:
     """A row with what the loss needs, (N,) float32 each. reference_logprobs: None when there is no KL term."""
 
-    row: Row
+    row: DeviceRow
     trainer_logprobs: Tensor
     entropies: Tensor
     old_logprobs: Tensor

@@ -9,7 +9,7 @@ from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.tools import with_tool
 
 LONGEST_EXPRESSION = 200
-MOST_BITS = 512
+MAX_BITS = 512
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -20,10 +20,10 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 }
 
 
-async def calculator(sampler: TurnSampler, sample: Sample, *, most_calls: int = 8) -> Sample:
+async def calculator(sampler: TurnSampler, sample: Sample, *, max_calls: int = 8) -> Sample:
     """Calls such as `48/2` are answered `24`, and what is no sum `error`: as in nanodag's GSM8K conversations with
     tools (`nanodag.data.adapter_entries`), on which a policy learns to call it."""
-    return await with_tool(sampler, sample, calculated, most_calls=most_calls, most_result_tokens=64)
+    return await with_tool(sampler, sample, calculated, max_calls=max_calls, max_result_tokens=64)
 
 
 def calculated(expression: str) -> str:
@@ -57,12 +57,12 @@ def _value(node: ast.expr) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if exponent.denominator != 1 or abs(exponent) * bits > MOST_BITS:
+    if exponent.denominator != 1 or abs(exponent) * bits > MAX_BITS:
         raise ValueError("a power that is no fraction, or too large")
     return Fraction(base**exponent.numerator)
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("too large")
     return value

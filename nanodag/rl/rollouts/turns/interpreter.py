@@ -12,7 +12,7 @@ _RUNNING = threading.BoundedSemaphore(usable_cores())
 
 
 async def interpreter(
-    sampler: TurnSampler, sample: Sample, *, most_calls: int = 4, seconds: float = 5.0, most_result_tokens: int = 256
+    sampler: TurnSampler, sample: Sample, *, max_calls: int = 4, seconds: float = 5.0, max_result_tokens: int = 256
 ) -> Sample:
     """A call is a program of its own, run in the sandbox (`nanodag.rewards.sandbox`) for at most `seconds`; its result
     is what it printed, or the last line of its error. Nothing is kept from one call to the next.
@@ -27,7 +27,7 @@ async def interpreter(
             return "error: it took too long"
         if done.returncode:
             lines = done.stderr.strip().splitlines()
-            return f"{done.stdout[:most_result_tokens]}error: {lines[-1] if lines else 'it was ended'}"
+            return f"{done.stdout[:max_result_tokens]}error: {lines[-1] if lines else 'it was ended'}"
         return done.stdout.rstrip("\n")
 
-    return await with_tool(sampler, sample, run, most_calls=most_calls, most_result_tokens=most_result_tokens)
+    return await with_tool(sampler, sample, run, max_calls=max_calls, max_result_tokens=max_result_tokens)

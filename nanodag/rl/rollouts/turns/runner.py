@@ -31,7 +31,7 @@ FAILED = "generate_error"  # the metadata that says why there is no response
 ANSWER = "answer"  # and what the reward sees, where the function says it
 THREAD_NAME = "generate"
 POLL_S = 0.2
-MOST_AT_ONCE = 256  # each holds a thread and three file descriptors
+MAX_AT_ONCE = 256  # each holds a thread and three file descriptors
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
@@ -54,7 +54,7 @@ class Turns:
             )
         self._encoding, self._renderer = encoding, renderer
         self._context, self._vocabulary = context, vocabulary
-        self._places = asyncio.Semaphore(min(MOST_AT_ONCE, 2 * config.sampler.max_batch))
+        self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * config.sampler.max_batch))
 
     async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
         """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose
@@ -80,8 +80,8 @@ class Turns:
             record=prompt.record,
             spans=(prompt_span(prompt.token_ids),),
             seed=seed,
-            most_sampled=self._longest,
-            most_tokens=self._context,
+            max_sampled=self._longest,
+            max_tokens=self._context,
         )
 
     async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> list[Sample] | str:

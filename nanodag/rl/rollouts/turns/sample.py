@@ -15,8 +15,8 @@ from nanodag.tokenizer.encoding import Encoding
 class Sample:
     """One response as far as it is written. It is never changed: what adds to it makes another one.
 
-    record: the prompt's (nanodag.data.records). spans: the prompt's, then what was sampled and what tools said. seed:
-    decides what is drawn. most_sampled, most_tokens: `max_new_tokens`, and what the context holds, prompt included.
+    record: the prompt's (nanodag.data.canonical). spans: the prompt's, then what was sampled and what tools said. seed:
+    decides what is drawn. max_sampled, max_tokens: `max_new_tokens`, and what the context holds, prompt included.
     finish_reason: of the last turn; a sample that is returned must have one, `stop` or `length`. answer: what the
     reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
     """
@@ -24,8 +24,8 @@ class Sample:
     record: Mapping[str, Any]
     spans: tuple[Span, ...]
     seed: int
-    most_sampled: int
-    most_tokens: int
+    max_sampled: int
+    max_tokens: int
     finish_reason: FinishReason | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Sample:
     @property
     def room(self) -> int:
         """How many tokens may still be sampled. Tool tokens take from the context, not from `max_new_tokens`."""
-        return max(0, min(self.most_sampled - self.num_sampled, self.most_tokens - len(self.token_ids)))
+        return max(0, min(self.max_sampled - self.num_sampled, self.max_tokens - len(self.token_ids)))
 
     def with_tool(self, token_ids: Sequence[int]) -> "Sample":
         """This with tokens that are not the policy's, which are never trained."""
@@ -80,14 +80,14 @@ class TurnSampler:
         self.stop_ids = params.stop_token_ids
 
     async def turn(
-        self, sample: Sample, *, most_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Sample:
         """The sample with one more sampled span, which ends with a token of `stop_ids` or of these, or is cut off.
 
-        most_tokens: of this turn. Where there is no room left nothing is sampled, and the sample ends as cut off.
+        max_tokens: of this turn. Where there is no room left nothing is sampled, and the sample ends as cut off.
         Raises BadRequest for what no sampler can serve.
         """
-        wanted = sample.room if most_tokens is None else min(most_tokens, sample.room)
+        wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
         own = {

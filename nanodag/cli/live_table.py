@@ -1,0 +1,127 @@
+"""The live table of a run's stages; plain lines where the output is no terminal."""
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nanodag.errors.words import duration
+from nanodag.run.progress import StageProgress, progress_of
+from nanodag.store import Store
+
+STYLES = {
+    **{"built": "green", "found": "cyan", "starting": "yellow", "running": "yellow"},
+    **{"failed": "red", "stopped": "magenta", "stale": "dark_orange"},
+}
+COLUMNS = ("stage", "state", "", "progress", "reached", "speed", "left", "took", "key")  # without a title: the bar
+NUMBERS = ("progress", "speed", "left", "took")
+BAR_WIDTH = 12
+LINE_EVERY_S = 30.0
+
+
+def make_console() -> Console:
+    """The terminal; into a pipe or a file lines are long rather than broken."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+class LiveTable:
+    """Shows a run while it goes on. Use as a context; `show` as often as there is time."""
+
+    def __init__(self, console: Console, store: Store) -> None:
+        self._console = console
+        self._store = store
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._said: dict[str, tuple[str, float]] = {}
+        self._state = ""
+
+    def __enter__(self) -> "LiveTable":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, record: Mapping[str, Any], state: Mapping[str, str]) -> None:
+        """Bring what is shown up to date. record: the run's, empty before the flow has begun. state: Prefect's."""
+        stages = progress_of(self._store, record) if record else []
+        if self._live is None:
+            self._print_changes(stages, state)
+        elif stages:
+            self._live.update(StageTable(stages))
+        else:
+            self._live.update(Text(f"{state['name']}: waiting for the flow's process", style="dim"))
+
+    def _print_changes(self, stages: list[StageProgress], state: Mapping[str, str]) -> None:
+        if not stages and state["name"] != self._state:
+            self._state = state["name"]
+            self._console.print(f"flow run {self._state}")
+        for stage in stages:
+            said, at = self._said.get(stage.name, ("waiting", time.monotonic()))
+            is_due = stage.state == "running" and time.monotonic() - at > LINE_EVERY_S
+            if stage.state != said or is_due:
+                self._said[stage.name] = (stage.state, time.monotonic())
+                self._console.print(_line(stage), markup=False, highlight=False, soft_wrap=True)
+
+
+def _line(stage: StageProgress) -> str:
+    parts = [f"{stage.name:<14} {stage.state:<8}"]
+    if stage.state == "running":
+        parts.append(stage.amount)
+    parts.append(stage.reached)
+    if stage.left_s >= 0:
+        parts.append(f"{duration(stage.left_s)} left")
+    parts += [stage.speed, duration(stage.elapsed_s) if stage.state != "waiting" else "", stage.key[:12]]
+    return "  ".join(p for p in parts if p)
+
+
+class StageTable:
+    """Stages with state, progress, loss, reward or score, speed, time left, time taken and key, as wide as the
+    terminal is: where it is narrow, the key is left out, then the bar, then speed."""
+
+    def __init__(self, stages: Sequence[StageProgress]) -> None:
+        self._stages = stages
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tables = [_table_of(self._stages, left_out) for left_out in ((), ("key",), ("key", ""), ("key", "", "speed"))]
+        endless = options.update(max_width=1000)
+        widths = [Measurement.get(console, endless, table).maximum for table in tables]
+        yield next((t for t, width in zip(tables, widths) if width <= options.max_width), tables[-1])
+
+
+def _table_of(stages: Sequence[StageProgress], left_out: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    titles = [title for title in COLUMNS if title not in left_out]
+    for title in titles:
+        table.add_column(title, justify="right" if title in NUMBERS else "left", no_wrap=True)
+    for stage in stages:
+        cells = _cells(stage)
+        table.add_row(*(cells[title] for title in titles))
+    return table
+
+
+def _cells(stage: StageProgress) -> dict[str, RenderableType]:
+    is_shown = stage.state not in ("waiting", "not run")
+    bar = ProgressBar(total=1.0, completed=stage.done, width=BAR_WIDTH, complete_style="yellow", finished_style="green")
+    return {
+        "stage": stage.name,
+        "state": Text(stage.state, style=STYLES.get(stage.state, "dim")),
+        "": bar if is_shown else "",
+        "progress": stage.amount,
+        "reached": stage.reached,
+        "speed": stage.speed,
+        "left": duration(stage.left_s),
+        "took": duration(stage.elapsed_s) if is_shown else "",
+        "key": Text(stage.key[:12], style="dim"),
+    }

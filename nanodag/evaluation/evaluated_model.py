@@ -1,0 +1,228 @@
+"""A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with the embedded sampler.
+
+Either is loaded when a benchmark first needs it; the model classes of transformers, which take seconds to import, are
+not. Plain text becomes the tokens that lm-eval's own HFLM makes of it: with the start-of-document token where the
+tokenizer puts it there itself, unless the config says otherwise. A chat prompt is taken as its template renders it.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from nanodag.errors import ConfigError
+from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
+from nanodag.model.architecture import read_checkpoint
+from nanodag.model.build import load
+from nanodag.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Progress = Callable[[int, int], None]
+
+
+class EvaluatedModel(TemplateLM):
+    """A Hugging Face folder for lm-eval.
+
+    is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. bos: as EvalStage's.
+    on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
+    the start. Raises ConfigError for bos `always` where the tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        precision: str,
+        device: str,
+        batch_size: int,
+        max_new_tokens: int,
+        bos: str = "auto",
+        on_progress: Progress = lambda done, total: None,
+    ) -> None:
+        super().__init__()
+        from transformers import AutoTokenizer
+
+        self.folder = folder
+        self.is_chat = False
+        self.tokens_read = 0
+        self.tokens_written = 0
+        self._device = device
+        self._precision = precision
+        self._batch_size = batch_size
+        self._max_new_tokens = max_new_tokens
+        self._on_progress = on_progress
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.max_positions = read_checkpoint(folder).architecture.max_positions
+        self._bos = bos
+        if bos == "always" and self.tokenizer.bos_token_id is None:
+            raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
+
+    @cached_property
+    def model(self) -> Decoder:
+        """The model, for log-probabilities."""
+        return load(self.folder).to(self._device, DTYPES[self._precision])
+
+    @cached_property
+    def generator(self) -> "CheckpointSampler":
+        """The embedded sampler."""
+        from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
+
+        return CheckpointSampler(
+            self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size
+        )
+
+    # ---- tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context: the start of a document."""
+        start = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if start is None else start
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids. Plain text gets what `bos` says in front, unless add_special_tokens is False or it is there."""
+        ids = self.tokenizer.encode(string, add_special_tokens=False)
+        has_start = ids[:1] == [self.tokenizer.bos_token_id]
+        if self.is_chat or add_special_tokens is False or self._bos == "never" or has_start:
+            return ids
+        return self.document(string) if self._bos == "always" else self.tokenizer.encode(string)
+
+    def document(self, text: str) -> list[int]:
+        """Token ids with the start-of-document token in front, where the tokenizer has one: as CORE is scored."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        start = self.tokenizer.bos_token_id
+        return ids if start is None or ids[:1] == [start] else [start, *ids]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt up to where the assistant speaks. Raises ConfigError for a tokenizer without a template."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"{self.folder} has no chat template; set chat: false for this eval stage.")
+        text = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        assert isinstance(text, str)
+        return text
+
+    # ---- what lm-eval asks for
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Requests with the same context, as a question's choices are, are scored as one question."""
+        by_context: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+        for _, context, answer in requests:
+            by_context.setdefault(tuple(context), {})[tuple(answer)] = None
+        questions = [Question(context, tuple(answers)) for context, answers in by_context.items()]
+        scored = self.score(questions)
+        found = {
+            (question.context, answer): score
+            for question, scores in zip(questions, scored, strict=True)
+            for answer, score in zip(question.answers, scores, strict=True)
+        }
+        picked = [found[tuple(context), tuple(answer)] for _, context, answer in requests]
+        return [(score.logprob, score.is_greedy) for score in picked]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-probability of whole texts, each from the start-of-document token; a text longer than the model's
+        positions is cut into windows, each with one token of context."""
+        questions: list[Question] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(
+                token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_positions, context_len=1
+            )
+            for context, answer in map(make_disjoint_window, windows):
+                questions.append(Question(tuple(context), (tuple(answer),)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, scores in zip(owners, self.score(questions), strict=True):
+            totals[owner] += scores[0].logprob
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Greedy texts, each cut before the first of its `until` strings. Raises ConfigError for sampling settings."""
+        prompts, stops = [], []
+        for request in requests:
+            context, settings = request.args
+            if settings.get("do_sample") or settings.get("temperature", 0.0) > 0:
+                raise ConfigError(f"Benchmarks are answered greedily; {request.task_name} asks for {settings}.")
+            prompts.append(self.tok_encode(context))
+            stops.append(tuple(settings.get("until", ())))
+        return self.complete(prompts, stops)
+
+    # ---- shared with the samples of the report
+
+    def complete(self, prompts: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[str]:
+        """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn."""
+        context = self.generator.context
+        limit = min(self._max_new_tokens, context - 1)
+        if too_long := sum(len(prompt) > context - limit for prompt in prompts):
+            log.warning(
+                "%d prompts of %d exceed %d tokens: their beginning goes", too_long, len(prompts), context - limit
+            )
+        prompts = [prompt[-(context - limit) :] for prompt in prompts]
+        written = self.generator.greedy(
+            prompts,
+            max_new_tokens=limit,
+            stop_ids=self._stop_ids,
+            stops=stops,
+            on_done=lambda done: self._on_progress(done, len(prompts)),
+        )
+        self.tokens_read += sum(map(len, prompts))
+        self.tokens_written += sum(map(len, written))
+        return [_before(self._decode(ids), stop) for ids, stop in zip(written, stops, strict=True)]
+
+    @cached_property
+    def _stop_ids(self) -> list[int]:
+        """What ends a text: the end tokens of generation_config.json and tokenizer, and a next document's start."""
+        path = self.folder / "generation_config.json"
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        ends = named if isinstance(named, list) else [named]
+        return sorted({i for i in (*ends, self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) if i is not None})
+
+    def _decode(self, ids: Iterable[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def score(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
+        """Scores of every answer of every question, in order."""
+        self.tokens_read += sum(question.num_tokens for question in questions)
+        return score_questions(
+            self.model,
+            questions,
+            batch_size=self._batch_size,
+            max_positions=self.max_positions,
+            on_batch=lambda done: self._on_progress(done, len(questions)),
+        )
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,118 @@
+"""One process of the reward pool.
+
+`python -m nanodag.rewards.pool_process ASK ANSWER TIMEOUT_S MAX_BYTES`.
+
+Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
+`{"load": name}` -> `{}` or `{"error"}`; `{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list
+of `{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from nanodag import registry as entries
+from nanodag.errors import ConfigError
+from nanodag.own_code.blame import with_place
+from nanodag.rewards.reward import Reward
+from nanodag.rewards.weighted import weighted_sum
+from nanodag.worker.children import ignore_stop_signals
+
+ALARM_GRACE_S = 5.0
+MAX_TEXT = 1000  # with file and line, or of what a server says
+
+
+def main() -> None:
+    """Serve until the asking end is closed."""
+    asked, answered, timeout_s, max_bytes = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    if max_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    ignore_stop_signals()
+    with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(answered, "w", encoding="utf-8") as answers:
+        for line in questions:
+            answers.write(json.dumps(_answer(json.loads(line), timeout_s)) + "\n")
+            answers.flush()
+
+
+def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
+    if "load" in question:
+        return _load(question["load"])
+    samples = question["samples"]
+    # The asker ends this process at the time limit. Should the asker be gone, the kernel does: nothing handles SIGALRM.
+    signal.setitimer(signal.ITIMER_REAL, timeout_s * len(samples) + ALARM_GRACE_S)
+    try:
+        return _scores(question["score"], samples)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _scores(weights: Mapping[str, float], samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
+    by_reward = [_rewards(name, samples) for name in weights]
+    return [_score(weights, [rewards[place] for rewards in by_reward]) for place in range(len(samples))]
+
+
+def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
+    """One sample's answer. found: its reward by each name, or the reason why there is none."""
+    rewards = [one for one in found if isinstance(one, Reward)]
+    if len(rewards) < len(found):
+        reasons = [
+            one[:MAX_TEXT] if len(found) == 1 else f"{name}: {one[:MAX_TEXT]}"
+            for name, one in zip(weights, found, strict=True)
+            if isinstance(one, str)
+        ]
+        return {"error": "; ".join(reasons)}
+    try:
+        reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
+    except ValueError as error:  # not finite
+        return {"error": str(error) if isinstance(error, ConfigError) else with_place(error)}
+    return {
+        "value": float(reward.value),
+        "components": {k: float(v) for k, v in reward.components.items()},
+        "steps": reward.steps,
+    }
+
+
+def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
+    function = _function(name)
+    try:
+        if hasattr(function, "score_batch"):
+            return function.score_batch(samples)
+    except Exception as error:  # noqa: BLE001 - as below
+        return [_reason(error, function)] * len(samples)
+    return [_reward(function, prompt, completion) for prompt, completion in samples]
+
+
+def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion: str) -> Reward | str:
+    try:
+        found = function(prompt, completion)
+        return found if isinstance(found, Reward) else Reward(float(found))
+    except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
+        return _reason(error, function)
+
+
+def _reason(error: Exception, function: Any) -> str:
+    """Type, message, and the line that a user can mend: the deepest of their own, else where their function begins."""
+    begin = getattr(getattr(function, "function", function), "__code__", None)  # of a `group:` or `process:` reward
+    return with_place(error, begin)
+
+
+def _load(name: str) -> dict[str, Any]:
+    try:
+        _function(name)
+    except Exception as error:  # noqa: BLE001 - whatever a module raises when it is imported
+        return {"error": str(error)}
+    return {}
+
+
+@cache
+def _function(name: str) -> Any:
+    return entries.load("reward", name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Processes that compute rewards, each sample under a time limit, beside generation. No torch here.
+
+A sample whose reward raises, hangs, eats the memory or kills its process fails with the reason, and the process is
+replaced. Processes talk JSON lines over pipes of their own, so a reward that prints breaks nothing.
+"""
+
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag import registry as entries
+from nanodag.errors import ConfigError
+from nanodag.rewards import sandbox
+
+START_TIMEOUT_S = 120.0
+DEFAULT_MAX_BYTES = 4 << 30
+MAX_TOGETHER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReward:
+    """The reward of one sample. value None: it failed, and `error` says why. steps: as nanodag.rewards.step_reward has
+    them, None where the reward is of another kind."""
+
+    value: float | None
+    components: Mapping[str, float]
+    error: str = ""
+    steps: Sequence[tuple[int, float]] | None = None
+
+
+class RewardPool:
+    """Scores samples in `num_processes` processes.
+
+    reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights, whose sum it
+    is. A name that does not exist raises ConfigError when the pool is made, one that cannot be imported when it is
+    first used. timeout_s: for each sample, from when a process takes it. max_bytes: address space of a process; none
+    for a reward model.
+    """
+
+    def __init__(
+        self,
+        reward: str | Mapping[str, float] = "auto",
+        *,
+        num_processes: int = 1,
+        timeout_s: float = 10.0,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        for name in self._weights:
+            if name != "auto":
+                entries.import_path("reward", name)
+        self._timeout_s = timeout_s
+        self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
+        self._is_closed = False
+        self._waiting: queue.SimpleQueue[list[_Sample] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[SampleReward]":
+        """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
+        return self.submit_group(prompt, [completion])[0]
+
+    def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[SampleReward]]":
+        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). Raises
+        ConfigError when it does not exist, MissingTool when it needs a sandbox and there is none."""
+        weights: dict[str, float] = {}
+        for name, weight in self._weights.items():
+            own = prompt["reward"] if name == "auto" else name
+            entries.import_path("reward", own)
+            if own == "code":
+                sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
+            if name == "auto" and own not in entries.names("reward"):
+                raise ConfigError(
+                    f"A prompt asks for the reward {own}, and data may only ask for those that come with nanodag "
+                    f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
+                )
+            weights[own] = weights.get(own, 0.0) + weight
+        samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
+        for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
+            self._waiting.put(lot)
+        return [sample.future for sample in samples]
+
+    def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[SampleReward]:
+        """Scores of (prompt, completion) pairs, in their order."""
+        return [future.result() for future in [self.submit(prompt, completion) for prompt, completion in samples]]
+
+    def close(self) -> None:
+        """End the processes once what they are at is scored; what waits is cancelled."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        """One thread, one process at a time: the next samples to it, its answers to their futures."""
+        process: _Process | None = None
+        held: deque[list[_Sample]] = deque()
+        while samples := self._next(held):
+            if not (samples := self._begun(samples)):
+                continue
+            try:
+                if process is None:
+                    process = _Process(self._timeout_s, self._max_bytes)
+                for sample, score in zip(samples, process.score(samples), strict=True):
+                    sample.future.set_result(score)
+            except _Lost as lost:
+                process = None
+                for sample in samples:
+                    sample.future.set_result(SampleReward(None, {}, str(lost)))
+            except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
+                for sample in samples:
+                    sample.future.set_exception(error)
+        if process is not None:
+            process.end()
+
+    def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
+        """The samples that go to a process together: one, a group whose reward compares its members, or for a remote
+        reward all that wait, up to MAX_TOGETHER. held: taken, but not for this time. Empty at the end."""
+        first = held.popleft() if held else self._waiting.get()
+        if first is None:
+            return []
+        samples, weights = list(first), first[0].weights
+        while _has(weights, "remote:") and not _has(weights, "group:") and len(samples) < MAX_TOGETHER:
+            try:
+                other = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if other is None:
+                self._waiting.put(None)
+                break
+            if other[0].weights != weights:
+                held.append(other)
+                break
+            samples += other
+        return samples
+
+    def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
+        """Those that nobody has given up; from now on they cannot be."""
+        if self._is_closed:
+            for sample in samples:
+                sample.future.cancel()
+        return [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """weights: by reward."""
+
+    weights: dict[str, float]
+    prompt: dict[str, Any]
+    completion: str
+    future: "Future[SampleReward]"
+
+
+def _has(weights: Mapping[str, float], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in weights)
+
+
+class _Lost(Exception):
+    """The process ended or was ended; the message is the sample's reason."""
+
+
+class _Process:
+    """One `python -m nanodag.rewards.pool_process` and its two pipes."""
+
+    def __init__(self, timeout_s: float, max_bytes: int) -> None:
+        self._timeout_s = timeout_s
+        asked, self._ask = os.pipe()
+        self._answer, answered = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "nanodag.rewards.pool_process",
+                str(asked),
+                str(answered),
+                str(timeout_s),
+                str(max_bytes),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=(asked, answered),
+        )
+        os.close(asked)
+        os.close(answered)
+        self._rest = b""
+        self._loaded: set[str] = set()
+
+    def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:
+        """Scores of samples with the same weights. Raises _Lost with their reason, ConfigError when a reward cannot be
+        imported."""
+        weights = samples[0].weights
+        for name in weights.keys() - self._loaded:
+            error = self._request({"load": name}, START_TIMEOUT_S, f"importing the reward {name}").get("error")
+            if error:
+                raise ConfigError(f"The reward {name!r} cannot be used: {error}")
+            self._loaded.add(name)
+        question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
+        answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
+        return [
+            SampleReward(one.get("value"), one.get("components", {}), one.get("error", ""), one.get("steps"))
+            for one in answers
+        ]
+
+    def end(self) -> None:
+        """Close the pipes; a process that does not end by itself is killed."""
+        os.close(self._ask)
+        os.close(self._answer)
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> Any:
+        try:
+            _write_all(self._ask, json.dumps(message, default=str).encode() + b"\n")
+        except BrokenPipeError:
+            self._kill()
+            raise _Lost(f"{what}: its process had ended") from None
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answer, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._kill()
+                    raise _Lost(f"{what} took longer than {timeout_s:g} s")
+                block = os.read(self._answer, 1 << 16)
+                if not block:
+                    self._kill()
+                    raise _Lost(f"{what}: its process ended with code {self._process.returncode}")
+                self._rest += block
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ask)
+        os.close(self._answer)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,50 @@
+"""What the trainer thought of each token of a step, kept beside the rollouts for those who read them.
+
+`step-N.scores-R.jsonl`, written by rank R, a line a rollout: group_id, sample_index, and for each token after the
+prompt its advantage and the difference of log-probabilities, old (the trainer at the start of the step) less the
+sampler's, in nats; null for a token that is not trained.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.trainer.policy import DeviceRow
+
+Scores = tuple[DeviceRow, Tensor, Tensor]
+"""A row with its advantages and old log-probabilities, (N,) float32 each."""
+
+
+def write_scores(path: Path, parts: Sequence[tuple[Sequence[Rollout], Iterable[Scores]]]) -> None:
+    """Write a rank's share of a step. parts: the rollouts of each update, and this rank's rows of them."""
+    lines = [line for rollouts, rows in parts for row in rows for line in _lines(rollouts, row)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _lines(rollouts: Sequence[Rollout], scores: Scores) -> Iterable[str]:
+    row, advantages, old_logprobs = scores
+    mask = row.mask.tolist()
+    columns = [_rounded(values.tolist(), mask) for values in (advantages, old_logprobs - row.sampler_logprobs)]
+    sizes = row.sequence_ids.bincount(minlength=len(row.rollouts)).tolist()
+    start = 0
+    for index, size in zip(row.rollouts.tolist(), sizes, strict=True):
+        place, start = slice(start, start + size), start + size
+        if any(mask[place]):  # a row that only keeps a rank busy is masked
+            rollout = rollouts[index]
+            record = {
+                "group_id": rollout.group_id,
+                "sample_index": rollout.sample_index,
+                "advantages": columns[0][place],
+                "differences": columns[1][place],
+            }
+            yield json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def _rounded(values: Sequence[float], mask: Sequence[bool]) -> list[float | None]:
+    return [
+        round(v, 5) if is_trained and math.isfinite(v) else None for v, is_trained in zip(values, mask, strict=True)
+    ]

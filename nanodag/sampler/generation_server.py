@@ -1,0 +1,341 @@
+"""The embedded sampler's HTTP application: SGLang's endpoints over one engine.
+
+The event loop parses, validates and answers; the engine runs in a thread of its own (``loop.py``). A body that is wrong
+in any way is answered with 400 and a reason in JSON, and nothing else happens. A client that goes away takes its
+requests with it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.doors import TooLarge
+from nanodag.inference.protocol import (
+    AbortBody,
+    Completion,
+    ContinueBody,
+    FinishReason,
+    GenerateBody,
+    PauseBody,
+    Request,
+    completion_to_wire,
+)
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.engine_loop import EngineLoop
+from nanodag.sampler.slots import ActiveRequest, Listener
+from nanodag.sampler.traffic import Traffic, body_of
+from nanodag.sampler.weight_endpoints import WeightEndpoints
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+CLIENT_CLOSED_REQUEST = 499
+DEFAULT_MAX_TEXT_BYTES = 1 << 20
+
+
+class SamplerServer:
+    """What lies behind the endpoints. Its coroutines run in one event loop, the engine in the loop's thread."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, *, max_text_bytes: int = DEFAULT_MAX_TEXT_BYTES) -> None:
+        """max_text_bytes: of the prompts of one request that are given as text: a tokenizer takes seconds for a MB."""
+        self.engine = engine
+        self._max_text_bytes = max_text_bytes
+        self._tokenizing = asyncio.Lock()
+        self.loop = loop
+        self._numbers = itertools.count()
+        self.traffic = Traffic(loop)
+        self.weights = WeightEndpoints(engine, self.traffic)
+
+    def application(self) -> Starlette:
+        post, get = ["POST"], ["GET"]
+        return Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=post),
+                *self.weights.routes(),
+                Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+                Route("/pause_generation", self.pause_generation, methods=post),
+                Route("/continue_generation", self.continue_generation, methods=post),
+                Route("/abort_request", self.abort_request, methods=post),
+                Route("/health", self.health, methods=get),
+                Route("/model_info", self.model_info, methods=get),
+                Route("/get_model_info", self.model_info, methods=get),
+                Route("/get_server_info", self.server_info, methods=get),
+                Route("/server_info", self.server_info, methods=get),
+            ],
+            exception_handlers={
+                BadRequest: _refused,
+                SamplerError: _failed,
+                HTTPException: _http_error,
+                TooLarge: _too_large,
+                ClientDisconnect: _has_left,
+            },
+        )
+
+    # ---- generate
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body = await body_of(http, GenerateBody)
+        requests = await self._requests(body)
+        for request in requests:
+            self.engine.validate(request)
+        rids = {request.rid for request in requests if request.rid is not None}
+        await self.traffic.enter(rids)
+        if body.stream:
+            return await self._stream(body, requests, rids)
+        try:
+            results = await self._run(http, requests)
+        finally:
+            await self.traffic.leave(rids)
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        samples = [(sample, request) for request, group in zip(requests, results, strict=True) for sample in group]
+        for sample, _ in samples:
+            if (failure := _failure(sample.finish_reason)) is not None:
+                return failure
+        answers = [completion_to_wire(sample, return_logprob=request.return_logprob) for sample, request in samples]
+        is_single = not body.is_batch and requests[0].params.n == 1
+        return Response(to_json(answers[0] if is_single else answers), media_type="application/json")
+
+    async def _requests(self, body: GenerateBody) -> list[Request]:
+        requests = []
+        prompts = body.prompts()
+        num_bytes = sum(len(prompt.encode(errors="replace")) for prompt in prompts if isinstance(prompt, str))
+        if num_bytes > self._max_text_bytes:
+            raise BadRequest(
+                f"the text has {num_bytes} bytes, above {self._max_text_bytes}: send token ids, or less at once, or "
+                "raise --max-text-bytes"
+            )
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                prompt = await self._token_ids(prompt)
+            rid = body.of_prompt("rid", index)
+            requests.append(
+                Request(
+                    input_ids=prompt,
+                    params=body.of_prompt("sampling_params", index),
+                    rid=rid if rid is not None else f"embedded-{next(self._numbers)}",
+                    return_logprob=body.of_prompt("return_logprob", index),
+                    score_prompt=body.of_prompt("logprob_start_len", index) == 0,
+                )
+            )
+        return requests
+
+    async def _token_ids(self, text: str) -> list[int]:
+        """Off the event loop, one text at a time: the others' requests go on."""
+        if self.engine.text is None:
+            raise BadRequest(f"text needs a tokenizer, and there is none in {self.engine.checkpoint.path}")
+        async with self._tokenizing:
+            return await asyncio.to_thread(self.engine.text.encode, text)
+
+    async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]] | None:
+        """All samples of all requests, by request; None if the client went away before the last."""
+        results: list[list[Any]] = [[None] * request.params.n for request in requests]
+        num_missing = itertools.count(sum(len(group) for group in results) - 1, -1)
+        finished = asyncio.get_running_loop().create_future()
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+
+        def listener_of(group: list[Any]) -> Listener:
+            def listen(index: int, completion: Completion) -> None:
+                group[index] = completion
+                if next(num_missing) == 0:
+                    wake(_settle, finished)
+
+            return listen
+
+        running = await self.traffic.in_loop(
+            lambda: [self.engine.submit(r, listener_of(g)) for r, g in zip(requests, results, strict=True)]
+        )
+        disconnected = asyncio.ensure_future(_disconnect(http))
+        try:
+            await asyncio.wait([finished, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            disconnected.cancel()
+            if not finished.done():
+                self._drop(running)
+        return results if finished.done() else None
+
+    def _drop(self, running: list[ActiveRequest]) -> None:
+        members = set(map(id, running))
+        self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
+
+    async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
+        queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+
+        def listener_of(prompt: int) -> Listener:
+            def listen(index: int, completion: Completion) -> None:
+                wake(queue.put_nowait, (prompt, index, completion))
+
+            return listen
+
+        try:
+            running = await self.traffic.in_loop(
+                lambda: [self.engine.submit(r, listener_of(p), stream=True) for p, r in enumerate(requests)]
+            )
+        except BaseException:
+            await self.traffic.leave(rids)
+            raise
+
+        async def end() -> None:
+            self._drop(running)
+            await self.traffic.leave(rids)
+
+        return _EventStream(self._events(body, requests, queue), end)
+
+    async def _events(
+        self, body: GenerateBody, requests: list[Request], queue: "asyncio.Queue[tuple[int, int, Completion]]"
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
+        num_open = sum(request.params.n for request in requests)
+        firsts = list(itertools.accumulate((request.params.n for request in requests), initial=0))
+        is_single = not body.is_batch and num_open == 1
+        while num_open:
+            prompt, index, completion = await queue.get()
+            num_open -= completion.finish_reason is not None
+            event = completion_to_wire(completion, return_logprob=requests[prompt].return_logprob)
+            if not is_single:
+                event["index"] = firsts[prompt] + index
+            yield b"data: " + to_json(event) + b"\n\n"
+            await asyncio.sleep(0)  # lets the loop see that the client has left
+        yield b"data: [DONE]\n\n"
+
+    # ---- cache, pause, abort
+
+    async def flush_cache(self, http: HttpRequest) -> Response:
+        def flush() -> bool:
+            if self.engine.table.active.any():
+                return False
+            self.engine.forget_prompts()
+            return True
+
+        if await self.traffic.in_loop(flush):
+            return PlainTextResponse("Cache flushed.\n")
+        raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
+
+    async def pause_generation(self, http: HttpRequest) -> Response:
+        body = await body_of(http, PauseBody)
+        await self.traffic.in_loop(lambda: self.loop.pause(body.mode))
+        await self.traffic.look_again()
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, http: HttpRequest) -> Response:
+        await body_of(http, ContinueBody)
+        await self.traffic.in_loop(self.loop.resume)
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort_request(self, http: HttpRequest) -> Response:
+        """End requests with what they have. An unknown rid is no error: it may just have finished."""
+        body = await body_of(http, AbortBody)
+
+        def is_meant(running: ActiveRequest) -> bool:
+            # A rid given for a whole batch is that of its prompts with a number behind it.
+            return body.abort_all or running.rid == body.rid or running.rid.startswith(f"{body.rid}_")
+
+        await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
+        return Response()
+
+    # ---- looking
+
+    async def health(self, http: HttpRequest) -> Response:
+        return Response(status_code=200 if self.loop.is_alive and not self.loop.is_paused else 503)
+
+    async def model_info(self, http: HttpRequest) -> Response:
+        checkpoint = self.engine.checkpoint
+        return JSONResponse(
+            {
+                "model_path": str(checkpoint.path),
+                "tokenizer_path": str(checkpoint.path),
+                "is_generation": True,
+                "weight_version": self.engine.weight_version,
+                "model_type": checkpoint.architecture.model_type,
+                "architectures": list(checkpoint.class_names),
+                "vocab_size": checkpoint.architecture.vocab_size,
+                "context_length": self.engine.context_length,
+                "has_tokenizer": self.engine.text is not None,
+            }
+        )
+
+    async def server_info(self, http: HttpRequest) -> Response:
+        engine = self.engine
+        return JSONResponse(
+            {
+                "engine": "embedded",
+                "dtype": engine.dtype_name,
+                "device": str(engine.device),
+                "deterministic": engine.model.deterministic,
+                "max_running_requests": engine.num_slots,
+                "context_length": engine.context_length,
+                "max_total_num_tokens": engine.num_slots * engine.context_length,
+                "num_running_samples": int(engine.table.active.sum()),
+                "num_waiting_samples": len(engine.waiting),
+                "num_generated_tokens": engine.num_generated_tokens,
+                "is_paused": self.loop.is_paused,
+                "weight_version": engine.weight_version,
+            }
+        )
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events that clean up however they end, also when the client leaves before the first one."""
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _disconnect(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _failure(reason: FinishReason | None) -> Response | None:
+    """The answer for a sample that failed through no fault of the request."""
+    if reason is None or reason.status_code is None:
+        return None
+    return JSONResponse({"error": {"message": reason.message}}, status_code=reason.status_code)
+
+
+def _refused(http: HttpRequest, error: Exception) -> Response:
+    return JSONResponse({"error": {"message": str(error), "type": "BadRequest"}}, status_code=400)
+
+
+def _failed(http: HttpRequest, error: Exception) -> Response:
+    return JSONResponse({"error": {"message": str(error), "type": "SamplerError"}}, status_code=500)
+
+
+def _too_large(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TooLarge)
+    return error.response
+
+
+def _has_left(http: HttpRequest, error: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": {"message": error.detail}}, status_code=error.status_code)

@@ -1,0 +1,242 @@
+"""A store's bytes on a local folder. An artifact becomes visible all at once, by rename()."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nanodag.errors import CorruptArtifact, StoreError
+from nanodag.store.atomic import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
+from nanodag.store.manifest import MANIFEST, Artifact, manifest_text, parse_manifest
+
+Parts = Mapping[str, Path | None]
+
+# Small files are written in no time, but another host's writers cannot be seen from here.
+ABANDONED_AFTER_S = 3600.0
+_SMALL_TEMPORARY = re.compile(r"\..+\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
+
+
+class LocalBackend:
+    """Everything below a local folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder; empty when there is none."""
+        try:
+            return os.listdir(self.root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """As nanodag.store.atomic.sizes_below, for an artifact's folder. Raises CorruptArtifact when that is a link."""
+        path = self.root / folder
+        for place in (path, path.parent):
+            if place.is_symlink():
+                raise CorruptArtifact(f"{place} is a link; an artifact lies in its store.")
+        return sizes_below(path)
+
+    def read_text(self, path: str) -> str:
+        """Raises FileNotFoundError."""
+        return (self.root / path).read_text(encoding="utf-8")
+
+    def read_texts(self, paths: list[str]) -> dict[str, str]:
+        """`read_text` of each that is there."""
+        found = {}
+        for path in paths:
+            try:
+                found[path] = self.read_text(path)
+            except FileNotFoundError:
+                continue
+        return found
+
+    def write_text(self, path: str, text: str) -> None:
+        """Replace a small file; readers see the old text or the new one."""
+        target = self.root / path
+        with writing(f"Writing {target}"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(target, text.encode())
+
+    def remove(self, path: str) -> None:
+        """Remove a small file."""
+        with writing(f"Removing {self.root / path}"):
+            (self.root / path).unlink(missing_ok=True)
+
+    def is_own(self, path: str) -> bool:
+        """True when this user, or root, wrote that file."""
+        return (self.root / path).lstat().st_uid in (os.geteuid(), 0)
+
+    def fetch(self, artifact: Artifact) -> Path:
+        """The artifact's folder on this host."""
+        return self.root / artifact.folder
+
+    def forget(self, artifact: Artifact, path: str) -> bool:
+        """Drop a damaged copy, to be fetched again; False where there is no other: this is the original."""
+        return False
+
+    def put(self, artifact: Artifact, parts: Parts, next_number: int) -> Artifact:
+        """Fill a folder next to the final one, then give it its name: rename() onto another's attempt fails."""
+        home = self.root / "artifacts" / artifact.key
+        with writing(f"Publishing stage {artifact.stage} into {home}"):
+            is_new = not home.exists()
+            home.mkdir(parents=True, exist_ok=True)
+            if home.is_symlink():
+                raise StoreError(f"{home} is a link; nothing is published through one. Remove it.")
+            if is_new:
+                fsync_path(home.parent)
+            _remove_leftovers(home)
+            temporary = home / temporary_name()
+            try:
+                _copy(artifact, parts, temporary)
+                return self._settle(artifact, temporary, next_number)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+    def _settle(self, artifact: Artifact, temporary: Path, number: int) -> Artifact:
+        while True:
+            placed = replace(artifact, attempt=f"{number:04d}")
+            write_bytes(temporary / MANIFEST, manifest_text(placed).encode())
+            try:
+                os.rename(temporary, self.root / placed.folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                number += 1  # another writer took that number meanwhile
+                continue
+            fsync_path(temporary.parent)
+            return placed
+
+    def hide(self, key: str, attempt: str) -> str:
+        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need.
+
+        Raises FileNotFoundError when it is gone already."""
+        home = self.root / "artifacts" / key
+        if not (home / attempt).exists():
+            raise FileNotFoundError(home / attempt)
+        hidden = temporary_name()
+        with writing(f"Removing {home / attempt}"):
+            os.rename(home / attempt, home / hidden)
+        return hidden
+
+    def bring_back(self, key: str, attempt: str, hidden: str) -> str:
+        """Undo `hide`; returns its attempt: the next free number where a builder has taken its own meanwhile."""
+        home = self.root / "artifacts" / key
+        try:
+            os.rename(home / hidden, home / attempt)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return attempt
+        artifact = parse_manifest((home / hidden / MANIFEST).read_text(encoding="utf-8"), key=key, attempt=attempt)
+        return self._settle(artifact, home / hidden, int(attempt) + 1).attempt
+
+    def delete(self, key: str, attempt: str, hidden: str) -> None:
+        """Remove what `hide` took out of sight, and the key's folder when it was the last in it."""
+        home = self.root / "artifacts" / key
+        shutil.rmtree(home / hidden, ignore_errors=True)
+        try:
+            home.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
+    def set_aside(self, key: str, attempt: str) -> str:
+        """Move an attempt to `damaged/`, where it no longer counts; returns where it is now."""
+        target = self.root / "damaged" / f"{key}-{attempt}-{secrets.token_hex(2)}"
+        with writing(f"Setting {key[:12]}/{attempt} aside"):
+            target.parent.mkdir(exist_ok=True)
+            os.rename(self.root / "artifacts" / key / attempt, target)
+        return str(target)
+
+    def leftovers(self) -> dict[str, int]:
+        """What killed writers of this host left behind: path below the store -> bytes."""
+        found = {}
+        for path in self.root.glob("artifacts/*/.*.tmp"):
+            if is_leftover(path.name):
+                size = sum(n for n in sizes_below(path).values() if n > 0)
+                found[path.relative_to(self.root).as_posix()] = size
+        for path in self.root.glob("runs/.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
+                facts = path.stat()
+                if facts.st_mtime < time.time() - ABANDONED_AFTER_S and not _is_written(path.name):
+                    found[path.relative_to(self.root).as_posix()] = facts.st_size
+        return found
+
+    def clear(self, leftover: str) -> None:
+        """Remove one of `leftovers`."""
+        path = self.root / leftover
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def temporary_name() -> str:
+    """A name that no reader looks at, and that tells whether its writer is still there."""
+    return f".{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def is_leftover(name: str) -> bool:
+    """True for a temporary name whose writer was a process of this host and is gone.
+
+    A store may be shared: another host's processes cannot be seen from here, so theirs never are.
+    """
+    found = _TEMPORARY.fullmatch(name)
+    if found is None or found["host"] != _host():
+        return False
+    return not _is_process(int(found["pid"]))
+
+
+def _is_written(name: str) -> bool:
+    """True when the process that a small file's temporary name tells of (nanodag.store.atomic.write_bytes) is there."""
+    found = _SMALL_TEMPORARY.fullmatch(name)
+    return found is not None and _is_process(int(found["pid"]))
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # alive, someone else's
+        return True
+    return True
+
+
+def _host() -> str:
+    """6 hex digits that name the world in which a process id means something: the machine, or the container on it."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return hashlib.sha256(f"{os.uname().nodename}\0{namespace}".encode()).hexdigest()[:6]
+
+
+def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:
+    for part, folder in parts.items():
+        for name, facts in getattr(artifact, part).items():
+            assert folder is not None
+            target = destination / part / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if copy_hashed(folder / name, target) != facts["sha256"]:
+                raise StoreError(f"{folder / name} changed while it was published; nothing was. Publish it again.")
+            target.chmod(0o444)
+    fsync_folders(destination)
+
+
+def _remove_leftovers(home: Path) -> None:
+    """Remove what processes left behind that were killed while they published."""
+    for leftover in home.glob(".*.tmp"):
+        if is_leftover(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,247 @@
+"""A store's bytes behind any fsspec URL (`s3://bucket/prefix`, `memory://x`), and verified local copies of them.
+
+An object store cannot rename, so every writer has a folder of its own, and the manifest, written last, makes it count.
+"""
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nanodag.errors import CorruptArtifact, MissingTool, NanodagError, StoreError
+from nanodag.store.atomic import write_bytes
+from nanodag.store.local_backend import Parts
+from nanodag.store.manifest import MANIFEST, PARTS, Artifact, manifest_text
+
+ABANDONED_AFTER_S = 7 * 24 * 3600.0
+# They have no folders: making one would ask for the bucket each time, or even make it.
+_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
+
+
+class RemoteBackend:
+    """Everything below an fsspec URL. cache: local folder for copies."""
+
+    def __init__(self, url: str, cache: Path) -> None:
+        import fsspec
+
+        self._url = url
+        try:
+            self._fs, root = fsspec.url_to_fs(url)
+        except ImportError as error:
+            raise MissingTool(
+                f"The store {url} needs a package that is not installed ({error}). For s3: pip install 'nanodag[s3]'."
+            ) from error
+        except (OSError, ValueError, TypeError) as error:  # no such host, no host at all, no such kind
+            raise StoreError(
+                f"The store's URL {url!r} cannot be used ({error}). Set another with store.url=URL."
+            ) from error
+        self._root = root.rstrip("/")
+        self._cache = cache
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self._has_folders = not protocols & _WITHOUT_FOLDERS
+
+    def names(self, folder: str) -> list[str]:
+        """As LocalBackend.names."""
+        self._fs.invalidate_cache()
+        with self._asking(f"Listing {folder}"):
+            try:
+                entries = self._fs.ls(f"{self._root}/{folder}", detail=False)
+            except FileNotFoundError:
+                return []
+        return [str(e).rstrip("/").rsplit("/", 1)[-1] for e in entries]
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """As LocalBackend.listing, in one request."""
+        return {path: int(facts["size"]) for path, facts in self._found(folder).items()}
+
+    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Path below a folder -> what the file system says of the file."""
+        self._fs.invalidate_cache()
+        base = f"{self._root}/{folder}"
+        with self._asking(f"Listing {folder}"):
+            found = self._fs.find(base, detail=True)
+        return {path[len(base) + path.index(base) + 1 :]: facts for path, facts in found.items()}
+
+    def read_text(self, path: str) -> str:
+        """As LocalBackend.read_text."""
+        with self._asking(f"Reading {path}"):
+            return self._fs.cat_file(f"{self._root}/{path}").decode()
+
+    def read_texts(self, paths: list[str]) -> dict[str, str]:
+        """As LocalBackend.read_texts, side by side where the file system can."""
+        if not paths:
+            return {}
+        wanted = {f"{self._root}/{path}": path for path in paths}
+        with self._asking(f"Reading {len(paths)} files"):
+            found = self._fs.cat(list(wanted), on_error="omit")
+        return {path: found[full].decode() for full, path in wanted.items() if full in found}
+
+    def write_text(self, path: str, text: str) -> None:
+        """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""
+        target = f"{self._root}/{path}"
+        with self._asking(f"Writing {path}"):
+            if not self._has_folders:
+                self._fs.pipe_file(target, text.encode())
+                return
+            folder, _, name = target.rpartition("/")
+            temporary = f"{folder}/.{name}.{secrets.token_hex(4)}.tmp"
+            self._make_parent(target)
+            self._fs.pipe_file(temporary, text.encode())
+            self._fs.mv(temporary, target)
+
+    def remove(self, path: str) -> None:
+        """As LocalBackend.remove."""
+        with self._asking(f"Removing {path}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{path}")
+
+    def is_own(self, path: str) -> bool:
+        """True: an object store does not say who wrote what; whoever may write to it is trusted with runs' records."""
+        return True
+
+    def fetch(self, artifact: Artifact) -> Path:
+        """A local copy of the artifact's folder; files that are there in their size already are not pulled again."""
+        folder = self._cache / artifact.key / artifact.attempt
+        for part in PARTS:
+            for name, facts in getattr(artifact, part).items():
+                target = folder / part / name
+                if not target.is_file() or target.is_symlink() or target.stat().st_size != facts["bytes"]:
+                    self.pull(f"{artifact.folder}/{part}/{name}", target)
+        write_bytes(folder / MANIFEST, manifest_text(artifact).encode())
+        return folder
+
+    def forget(self, artifact: Artifact, path: str) -> bool:
+        """As LocalBackend.forget."""
+        (self._cache / artifact.key / artifact.attempt / path).unlink(missing_ok=True)
+        return True
+
+    def pull(self, path: str, target: Path) -> None:
+        """Bring a file here; it is whole when it has its name. Raises CorruptArtifact when there is none."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._cache / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            with self._asking(f"Pulling {path}"):
+                self._fs.get_file(f"{self._root}/{path}", str(partial))
+            os.replace(partial, target)
+        except FileNotFoundError as error:
+            raise CorruptArtifact(f"{path} is missing in {self._url}, though its manifest names it.") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def put(self, artifact: Artifact, parts: Parts, next_number: int) -> Artifact:
+        """Fill a folder of this writer's own, look at what arrived, then write the manifest."""
+        placed = replace(artifact, attempt=f"{next_number:04d}-{secrets.token_hex(4)}")
+        for part, folder in parts.items():
+            for name in getattr(placed, part):
+                assert folder is not None
+                self.push(folder / name, f"{placed.folder}/{part}/{name}")
+        arrived = self.listing(placed.folder)
+        for part in PARTS:
+            for name, facts in getattr(placed, part).items():
+                if arrived.get(f"{part}/{name}") != facts["bytes"]:
+                    raise StoreError(
+                        f"{name} of stage {artifact.stage} did not arrive whole in {self._url}: "
+                        f"{arrived.get(f'{part}/{name}')} bytes of {facts['bytes']}. Publish it again."
+                    )
+        self.write_text(f"{placed.folder}/{MANIFEST}", manifest_text(placed))
+        return placed
+
+    def push(self, source: Path, path: str) -> None:
+        """Copy a file there. Raises StoreError when that fails, FileNotFoundError when there is no `source`."""
+        target = f"{self._root}/{path}"
+        with self._asking(f"Writing {path}"):
+            try:
+                self._make_parent(target)
+                self._fs.put_file(str(source), target)
+            except FileNotFoundError as error:
+                if not source.is_file():
+                    raise
+                raise StoreError(f"Writing {path} into {self._url} failed: {error}. Is there such a bucket?") from error
+
+    def hide(self, key: str, attempt: str) -> str:
+        """As LocalBackend.hide: without its manifest an attempt does not count."""
+        path = f"artifacts/{key}/{attempt}/{MANIFEST}"
+        try:
+            text = self.read_text(path)
+        except FileNotFoundError:
+            return ""
+        self.remove(path)
+        return text
+
+    def bring_back(self, key: str, attempt: str, hidden: str) -> str:
+        """As LocalBackend.bring_back; no two writers have the same number."""
+        if hidden:
+            self.write_text(f"artifacts/{key}/{attempt}/{MANIFEST}", hidden)
+        return attempt
+
+    def delete(self, key: str, attempt: str, hidden: str) -> None:
+        """As LocalBackend.delete."""
+        self.clear(f"artifacts/{key}/{attempt}")
+
+    def set_aside(self, key: str, attempt: str) -> str:
+        """As LocalBackend.set_aside: its manifest is given another name."""
+        path = f"artifacts/{key}/{attempt}/{MANIFEST}"
+        aside = f"{path}.damaged-{secrets.token_hex(2)}"
+        with self._asking(f"Setting {key[:12]}/{attempt} aside"):
+            self._fs.copy(f"{self._root}/{path}", f"{self._root}/{aside}")
+        self.remove(path)
+        return f"{self._url}/{aside}"
+
+    def leftovers(self) -> dict[str, int]:
+        """Attempts without a manifest that nobody has written to for a week: folder -> bytes."""
+        sizes: dict[str, int] = {}
+        newest: dict[str, float] = {}
+        whole = set()
+        for path, facts in self._found("artifacts").items():
+            folder = "/".join(["artifacts", *path.split("/")[:2]])
+            if path.endswith(f"/{MANIFEST}"):
+                whole.add(folder)
+            sizes[folder] = sizes.get(folder, 0) + int(facts["size"])
+            newest[folder] = max(newest.get(folder, 0.0), _written(facts))
+        limit = time.time() - ABANDONED_AFTER_S
+        return {folder: size for folder, size in sizes.items() if folder not in whole and newest[folder] < limit}
+
+    def clear(self, leftover: str) -> None:
+        """As LocalBackend.clear."""
+        with self._asking(f"Removing {leftover}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{leftover}", recursive=True)
+
+    def _make_parent(self, target: str) -> None:
+        if self._has_folders:
+            self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Make one StoreError of what a driver raises; FileNotFoundError stays."""
+        try:
+            yield
+        except (FileNotFoundError, NanodagError):
+            raise
+        except _driver_errors() as error:
+            raise StoreError(
+                f"{what} in {self._url} failed ({type(error).__name__}: {error}). Look at address, credentials and "
+                "network; nothing that was there before was touched."
+            ) from error
+
+
+def _driver_errors() -> tuple[type[Exception], ...]:
+    """What the drivers that are loaded raise beside OSError."""
+    found: list[type[Exception]] = [OSError]
+    if "botocore.exceptions" in sys.modules:
+        found += [sys.modules["botocore.exceptions"].BotoCoreError, sys.modules["botocore.exceptions"].ClientError]
+    if "aiohttp" in sys.modules:
+        found.append(sys.modules["aiohttp"].ClientError)
+    return tuple(found)
+
+
+def _written(facts: dict[str, Any]) -> float:
+    """Seconds since 1970 at which a file was written, as its file system says; the far future where it does not."""
+    value = facts.get("LastModified", facts.get("created", facts.get("mtime")))
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else float("inf")

@@ -1,0 +1,181 @@
+"""The page of a sweep: one table over all points, what each option does, and the points' curves."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from nanodag.evaluation.paired import FALSE_ALARMS
+from nanodag.report import words
+from nanodag.report.page import PageSection, Part, Report
+from nanodag.report.plots import COLOURS, Panel, panels_svg
+from nanodag.report.tables import Cell, Table
+from nanodag.store import Artifact
+from nanodag.sweep.points import Sweep
+from nanodag.sweep.results import PointRow, PointScore
+
+# The metrics of a stage that are worth a column, most telling first; True where higher is better.
+TELLING = {"eval_reward": True, "reward": True, "validation_bits_per_byte": False, "validation_loss": False}
+CURVES = {"loss": "Training loss (nats a token)", "validation_bits_per_byte": "Validation (bits a byte)"}
+RL_CURVES = {"reward": "Reward", "eval_reward": "Reward, held out", "entropy": "Entropy (nats a token)"}
+MAX_METRICS = 4
+LOG_FROM = 20.0  # an option whose largest value is that many times its smallest is drawn over its logarithm
+
+
+def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
+    """The page. rows: in the points' order."""
+    labels = list(dict.fromkeys(label for row in rows for label in row.scores))
+    metrics = telling_metrics(rows)
+    failed = sum(row.artifact is None for row in rows)
+    note = (
+        "One row a point, the best first by the first column after the options. Below a score: the difference to the "
+        "first point on the same items, with the 95 % interval of a paired bootstrap; of the first point its own 95 % "
+        "interval. Green and red: more than noise, p corrected by Holm over the whole table and below "
+        f"{FALSE_ALARMS:g}. The best of many points owes part of its lead to chance: run it again with another seed or "
+        "on other items, before you believe it."
+    )
+    made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
+    if panels := _option_panels(sweep, rows, labels, metrics):
+        parts = [Part(svg=panels_svg(panels, name="options"))]
+        made.append(PageSection(title="What the options do", parts=parts, in_markdown=False))
+    if panels := _curve_panels(rows):
+        note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
+        parts = [Part(svg=panels_svg(panels, name="curves"))]
+        made.append(PageSection(title="Curves", note=note, parts=parts, in_markdown=False))
+    seconds = sum(float(artifact.cost.get("seconds", 0.0)) for artifact in _distinct(rows))
+    cards = [
+        Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
+        Cell(text=words.duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
+        Cell(text=str(len(sweep.pipeline.stages)), detail="stages, those that points share counted once"),
+    ]
+    return Report(
+        title=f"Sweep {name}", subtitle=f"stage {sweep.stage} · {', '.join(sweep.names)}", cards=cards, sections=made
+    )
+
+
+def telling_metrics(rows: Sequence[PointRow]) -> list[str]:
+    """The stage's metrics that have a column: telling ones first, then others that differ between points."""
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
+    chosen = [name for name in TELLING if name in names] + [name for name in differing if name not in TELLING]
+    return chosen[:MAX_METRICS]
+
+
+def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:
+    body = []
+    for row in sorted(rows, key=_rank(labels, metrics)):
+        options = [Cell(text=row.point.values.get(name, "")) for name in sweep.names]
+        scores = [_score_cell(row.scores.get(label)) for label in labels]
+        numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
+        state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
+        body.append([Cell(text=str(row.point.number)), *options, *scores, *numbers, state])
+    headers = ["point", *sweep.names, *labels, *(metric.replace("_", " ") for metric in metrics), "key"]
+    first = 1 + len(sweep.names)
+    return Table(headers=headers, rows=body, numeric=tuple(range(first, len(headers))))
+
+
+def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[PointRow], tuple[float, int]]:
+    """Best first by the first score, else by the first metric; what has none last."""
+
+    def rank(row: PointRow) -> tuple[float, int]:
+        if labels and (score := row.scores.get(labels[0])) is not None:
+            return (-score.value if score.higher_is_better else score.value), row.point.number
+        if not labels and metrics and metrics[0] in row.metrics:
+            value = row.metrics[metrics[0]]
+            return (-value if TELLING.get(metrics[0], False) else value), row.point.number
+        return math.inf, row.point.number
+
+    return rank
+
+
+def _score_cell(score: PointScore | None) -> Cell:
+    if score is None:
+        return Cell(text="")
+    detail = words.interval(score.low, score.high, score.metric)
+    tone = ""
+    if (found := score.difference) is not None:
+        low, high = words.signed(found.low, score.metric), words.signed(found.high, score.metric)
+        detail = f"{words.signed(found.difference, score.metric)}, {low} to {high}"
+        if score.adjusted < FALSE_ALARMS:
+            tone = "good" if (found.difference > 0) == score.higher_is_better else "bad"
+    return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)
+
+
+def _option_panels(
+    sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]
+) -> list[Panel]:
+    """Each score, or without any each metric, over the option that has most values, a line for each setting of the
+    others; over the points' numbers where that would be too many lines, or the option is no number."""
+    option = max(sweep.names, key=lambda name: len({row.point.values.get(name) for row in rows}))
+    places, ticks, x_label = _axis_of(option, rows)
+    lines: dict[str, list[PointRow]] = {}
+    for row in rows:
+        rest = [f"{n.rpartition('.')[2]} {row.point.values.get(n, '')}" for n in sweep.names if n != option]
+        lines.setdefault(", ".join(rest) or option, []).append(row)
+    if not places or len(lines) > len(COLOURS):
+        places = {row.point.number: float(row.point.number) for row in rows}
+        ticks, x_label, lines = [], "point", {"points": list(rows)}
+    panels = []
+    for label in labels:
+        scale = 100 if any(words.is_share(row.scores[label].metric) for row in rows if label in row.scores) else 1
+        panels.append(_score_panel(label, lines, places, ticks, x_label, scale))
+    for metric in metrics if not labels else ():
+        drawn = {
+            text: _sorted([(places[r.point.number], r.metrics[metric]) for r in mine if metric in r.metrics])
+            for text, mine in lines.items()
+        }
+        title = metric.replace("_", " ")
+        panels.append(Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), ticks=ticks))
+    return [panel for panel in panels if any(xs for xs, _ in panel.lines.values())]
+
+
+def _score_panel(
+    label: str,
+    lines: Mapping[str, Sequence[PointRow]],
+    places: Mapping[int, float],
+    ticks: Sequence[tuple[float, str]],
+    x_label: str,
+    scale: int,
+) -> Panel:
+    drawn, intervals = {}, {}
+    for text, rows in lines.items():
+        there = sorted((row for row in rows if label in row.scores), key=lambda row: places[row.point.number])
+        scores = [row.scores[label] for row in there]
+        drawn[text] = ([places[row.point.number] for row in there], [scale * s.value for s in scores])
+        intervals[text] = ([scale * s.low for s in scores], [scale * s.high for s in scores])
+    title = f"{label} (%)" if scale == 100 else label
+    return Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
+
+
+def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
+    """Where each point stands on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
+    try:
+        values = {row.point.number: float(row.point.values[option]) for row in rows}
+    except (KeyError, ValueError):
+        return {}, [], ""
+    texts = {float(row.point.values[option]): row.point.values[option] for row in rows}
+    is_log = min(texts) > 0 and max(texts) / min(texts) >= LOG_FROM
+    place = math.log10 if is_log else float
+    step = max(1, -(-len(texts) // 6))
+    ticks = [(place(value), texts[value]) for value in sorted(texts)[::step]]
+    return {number: place(value) for number, value in values.items()}, ticks, option
+
+
+def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
+    shown = [row for row in rows if row.records is not None][: len(COLOURS)]
+    curves = RL_CURVES if any(row.curve("reward")[0] for row in shown) else CURVES
+    panels = []
+    for metric, title in curves.items():
+        lines = {f"point {row.point.number}": curve for row in shown if (curve := row.curve(metric))[0]}
+        if lines:
+            smooth = () if metric.startswith(("validation", "eval")) else tuple(lines)
+            panels.append(Panel(title=title, x_label="step", lines=lines, smooth=smooth))
+    return panels
+
+
+def _distinct(rows: Sequence[PointRow]) -> list[Artifact]:
+    """Each artifact once: points may share one."""
+    return list({row.artifact.key: row.artifact for row in rows if row.artifact is not None}.values())
+
+
+def _sorted(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    ordered = sorted(pairs)
+    return [x for x, _ in ordered], [y for _, y in ordered]

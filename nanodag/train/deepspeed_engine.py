@@ -1,0 +1,372 @@
+"""The only module that imports deepspeed: a model under ZeRO 0 to 3, its update, its shards on disk.
+
+    engine = Engine(model, optimizer=config.optimizer, zero_stage=2, precision="bf16", gradient_clipping=1.0)
+    for index, batch in enumerate(micro_batches):                     # as many as this step has
+        loss_sum = engine(batch.input_ids, ...)                       # the model's forward
+        engine.backward(loss_sum / global_count, last=index == len(micro_batches) - 1)
+    gradient_norm = engine.step(learning_rate=2e-4)
+    if ...: engine.save(folder)
+    leave()
+
+What is passed to `backward` is summed over micro-batches and over ranks, so a denominator must be the count over all of
+them. Not covered: offload to disk, tensor, sequence and pipeline parallelism.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+import deepspeed.ops
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from nanodag.config.section import Precision
+from nanodag.config.stage_base import Resources
+from nanodag.config.supervised import OptimizerConfig
+from nanodag.errors import TrainingDiverged
+from nanodag.inference.bound_store import BoundStore
+from nanodag.train.optimizer import Segment, SegmentedOptimizer
+from nanodag.train.shares import Shares, in_buckets
+from nanodag.train.state import Common, SavedState, key, write_state
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GATHER_BYTES = 64 << 20
+
+
+def start_ranks(device: str) -> torch.device:
+    """Join the other ranks of torchrun, or be the only one; the device of this rank. device: `cpu` or `cuda`.
+
+    A second call changes nothing.
+    """
+    local = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, store=_store(), rank=int(os.environ["RANK"]), world_size=_world_size())
+        else:
+            # No port is opened: two workers on one machine cannot collide.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    if device == "cuda":
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _store() -> dist.Store:
+    """Where ranks meet: torchrun's, or the first rank's, which listens on MASTER_ADDR only."""
+    is_master = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return BoundStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _world_size(), is_master)
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this rank after all ranks got here.
+
+    os._exit: at a normal exit under torchrun, threads of DeepSpeed and gloo end one run in four with SIGABRT.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class TrainEngine:
+    """A model, its optimizer state and its gradients, spread over ranks as the ZeRO stage says.
+
+    model: on CPU in float32; it is cast and moved here. leaf_modules: classes whose parameters are gathered all at once
+    under ZeRO-3 (a decoder layer). gradient_limit, skips_bad_gradients: as of the SegmentedOptimizer. Calling an engine
+    calls the model. Parameters that need no gradient stay as they are, and are not saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerConfig,
+        zero_stage: int,
+        precision: Precision,
+        gradient_clipping: float,
+        gradient_limit: float = math.inf,
+        skips_bad_gradients: bool = False,
+        device: str = "cpu",
+        leaf_modules: tuple[type[nn.Module], ...] = (),
+        offload: Resources | None = None,
+    ) -> None:
+        self.device = start_ranks(device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.zero_stage, self.precision = zero_stage, precision
+        self.dtype = DTYPES[precision]
+        # DeepSpeed's shared-memory all-reduce compiles C++ for 26 s at first use; gloo is there.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        model = model.to(self.device, self.dtype)
+        if zero_stage == 3 and leaf_modules:
+            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
+        whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.shapes = {name: whole[name] for name, _ in trained}
+        self._updates = SegmentedOptimizer(
+            trained,
+            self.shapes,
+            optimizer,
+            clip=gradient_clipping,
+            limit=gradient_limit,
+            skips=skips_bad_gradients,
+        )
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
+            self._engine, self._zero, _, _ = deepspeed.initialize(
+                model=model,
+                optimizer=self._updates,
+                config=_deepspeed_config(zero_stage, precision, device, offload),
+                dist_init_required=False,
+            )
+        self.model = model
+        self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
+        masters, segments = self._layout()
+        self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    @property
+    def _sharded(self) -> bool:
+        return self.zero_stage > 0 and self.world_size > 1
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a scalar to this step's. last: no more micro-batch follows in this step, on any rank."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks; what is passed here is to be summed.
+        self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def step(self, *, learning_rate: float, matrix_lr: float = 0.0) -> float:
+        """Update the weights; returns the global gradient norm before clipping. matrix_lr: Muon's.
+
+        Raises TrainingDiverged, with the weights unchanged, when the gradient is bad and not to be skipped.
+        """
+        self._updates.set_rates(adamw=learning_rate, matrix=matrix_lr)
+        self._updates.gradient_norm = None
+        self._engine.step()
+        if self._updates.gradient_norm is None:
+            if not self._updates.skips:
+                raise TrainingDiverged("The gradient is not finite: DeepSpeed skipped the update.")
+            self._updates.num_skipped += 1
+            return math.nan
+        return self._updates.gradient_norm
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that were made, those before a checkpoint was loaded among them; the same on every rank."""
+        return self._updates.num_updates
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were not made because their gradient was bad, so far in this process."""
+        return self._updates.num_skipped
+
+    def summed(self, *values: float) -> list[float]:
+        """Each value summed over all ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def highest(self, value: float) -> float:
+        """The highest of a value over all ranks."""
+        if self.world_size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
+
+    def by_rank(self, value: float) -> list[float]:
+        """The value of each rank, on every rank."""
+        return self.summed(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def weights(self, *, bucket_bytes: int = GATHER_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, on the rank's device, in the training precision, as (name, tensor).
+
+        A tensor is valid until the next one is asked for. All ranks must walk through, to the end; at most bucket_bytes
+        are gathered at once.
+        """
+        named = dict(self.model.named_parameters())
+        if self.zero_stage < 3:
+            for name, parameter in named.items():
+                yield name, parameter.detach()
+            return
+        for bucket in in_buckets(list(named), self.shares.num_bytes, bucket_bytes):
+            with deepspeed.zero.GatheredParameters([named[name] for name in bucket]):
+                for name in bucket:
+                    yield name, named[name].detach()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole weights on CPU by name on rank 0, an empty dict elsewhere; all ranks must call it."""
+        out = {}
+        for name, tensor in self.weights():
+            if self.rank == 0:
+                out[name] = tensor.to("cpu", copy=True)
+        return out
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of this rank's master weights, for `restore`."""
+        return [master.detach().clone() for master in self._updates.masters]
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Make the weights those of a snapshot; the optimizer's state stays."""
+        for master, kept in zip(self._updates.masters, snapshot, strict=True):
+            master.detach().copy_(kept)
+        self._refresh_weights()
+
+    def save(self, folder: Path, *, snapshot: list[Tensor] | None = None) -> None:
+        """Write this rank's master weights and optimizer state into a folder; one file a rank, one in all at stage 0.
+
+        snapshot: more weights to keep beside them. The files say which piece of which parameter they hold, so another
+        number of ranks and another ZeRO stage can load them.
+        """
+        if not self._sharded and self.rank != 0:
+            return
+        tensors = {key(plane, segment): view.cpu() for plane, segment, view in self._updates.planes()}
+        for segment in self._updates.segments if snapshot is not None else ():
+            assert snapshot is not None
+            tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
+        num_files = self.world_size if self._sharded else 1
+        common = Common(num_updates=self.num_updates, num_files=num_files, shapes=self.shapes)
+        write_state(folder, self.rank, common, tensors)
+
+    def load(self, folder: Path) -> list[Tensor] | None:
+        """Take weights and optimizer state from what `save` wrote, by any number of ranks at any stage; returns the
+        snapshot that was kept beside them. Raises CorruptArtifact when a piece is missing, or ranks disagree."""
+        with SavedState(folder, self.shapes) as saved:
+            for plane, segment, view in self._updates.planes():
+                saved.fill(plane, segment, view)
+            self._updates.num_updates = saved.num_updates
+            snapshot = None
+            if saved.has("snapshot"):
+                snapshot = self.snapshot()
+                for segment in self._updates.segments:
+                    saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
+        self._refresh_weights()
+        return snapshot
+
+    def _layout(self) -> tuple[list[Tensor], list[Segment]]:
+        """This rank's float32 master tensors, and where each parameter lies in them.
+
+        DeepSpeed makes parameters (under ZeRO-3 their shards) views into its flat buffers, so addresses say where.
+        """
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        zero = self._zero
+        if self.zero_stage == 3:
+            masters = zero.fp32_partitioned_groups_flat
+            flats = zero.fp16_partitioned_groups_flat
+            return masters, [s for s in (self._shard_segment(n, p, flats) for n, p in named) if s.length > 0]
+        if hasattr(zero, "single_partition_of_fp32_groups"):
+            masters, flats = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
+        elif hasattr(zero, "fp32_groups_flat_partition"):
+            masters, flats = zero.fp32_groups_flat_partition, zero.bf16_groups_flat
+        else:  # stage 0: every parameter has a master of its own, in bf16 a copy, in fp32 itself
+            order = {id(p): i for i, p in enumerate(self._stage_0_parameters())}
+            segments = [
+                Segment(name=n, shape=self.shapes[n], flat=order[id(p)], start=0, offset=0, length=p.numel())
+                for n, p in named
+            ]
+            return self._stage_0_masters(), segments
+        segments = []
+        for name, parameter in named:
+            flat, begin = _position(parameter.data, flats)
+            size = masters[flat].numel()
+            mine = range(max(begin, self.rank * size), min(begin + parameter.numel(), (self.rank + 1) * size))
+            if mine:
+                segments.append(
+                    Segment(
+                        name=name,
+                        shape=self.shapes[name],
+                        flat=flat,
+                        start=mine.start - self.rank * size,
+                        offset=mine.start - begin,
+                        length=len(mine),
+                    )
+                )
+        return masters, segments
+
+    def _shard_segment(self, name: str, parameter: nn.Parameter, flats: list[Tensor]) -> Segment:
+        shard = parameter.ds_tensor
+        flat, begin = _position(shard, flats)
+        offset = self.rank * shard.ds_numel
+        length = max(0, min(shard.ds_numel, parameter.ds_numel - offset))
+        return Segment(name=name, shape=self.shapes[name], flat=flat, start=begin, offset=offset, length=length)
+
+    def _stage_0_parameters(self) -> list[nn.Parameter]:
+        if hasattr(self._zero, "fp16_groups"):
+            return [p for group in self._zero.fp16_groups for p in group]
+        return [p for group in self._updates.param_groups for p in group["params"]]
+
+    def _stage_0_masters(self) -> list[Tensor]:
+        if hasattr(self._zero, "fp32_groups"):
+            return [p for group in self._zero.fp32_groups for p in group]
+        return self._stage_0_parameters()
+
+    @torch.no_grad()
+    def _refresh_weights(self) -> None:
+        """Make the model's weights those of the masters."""
+        zero = self._zero
+        if self.zero_stage == 3:
+            for index in range(len(zero.fp32_partitioned_groups_flat)):
+                zero._reassign_or_swap_out_partitioned_parameters(index)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        elif hasattr(zero, "update_lp_params"):
+            zero.update_lp_params()
+        elif self.precision == "bf16":
+            for parameter, master in zip(self._stage_0_parameters(), self._stage_0_masters(), strict=True):
+                parameter.data.copy_(master.data)
+
+
+def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
+    """Which flat buffer a view lies in, and at which element."""
+    for index, flat in enumerate(flats):
+        begin = (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()
+        if 0 <= begin < flat.numel():
+            return index, begin
+    raise AssertionError("a parameter is not a view into DeepSpeed's flat buffers")
+
+
+def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
+    # Under ZeRO-3 the optimizer is called once for each sub-group of a rank's elements (1e9 by default), and would then
+    # make several updates a step, each without the other groups' gradients.
+    zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False, "sub_group_size": 1 << 50}
+    for name in ("offload_optimizer", "offload_param"):
+        if offload is not None and getattr(offload, name) != "none":
+            zero[name] = {"device": "cpu", "pin_memory": device == "cuda"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on a CPU
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # SegmentedOptimizer clips
+        "steps_per_print": 1 << 40,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    if precision == "bf16" and zero_stage > 0:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

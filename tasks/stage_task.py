@@ -1,0 +1,241 @@
+"""What every stage's task does: build it, and let Prefect see it.
+
+The store decides what is done, so Prefect caches nothing: a finished stage's task returns in milliseconds, shown as
+Cached. A worker that a signal ended, or that lost its sampler or the network, is started again after a while and goes
+on from its checkpoint.
+"""
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import TaskRun
+from prefect.futures import PrefectFuture
+from prefect.runtime import deployment, flow_run
+from prefect.states import Cancelled, Completed, Failed, State
+from prefect.tasks import Task
+
+from nanodag.errors import NanodagError, StageInterrupted, StageStopped
+from nanodag.errors.words import counted
+from nanodag.report import words
+from nanodag.run.build_stage import build_stage
+from nanodag.run.kinds import KINDS
+from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
+from nanodag.worker import logs
+from nanodag.worker.respawn import SERVING, end_with_parent
+from tasks.pool import build_in_pool
+
+PROGRESS_EVERY_S = 2.0
+RETRY_AFTER_S = [2.0, 30.0]
+
+
+def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """True for a failure that starting again may mend: a signal, sampler or network; never config, NaN or data."""
+    return isinstance(state.result(raise_on_failure=False), StageInterrupted | ConnectionError | TimeoutError)
+
+
+OPTIONS: dict[str, Any] = {
+    "task_run_name": "{name}",
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
+    "retries": len(RETRY_AFTER_S),
+    "retry_delay_seconds": RETRY_AFTER_S,
+    "retry_condition_fn": may_pass,
+}
+
+
+def begin(
+    name: str,
+    *,
+    file: str,
+    preset: str,
+    overrides: Sequence[str],
+    only: tuple[str, ...] = (),
+    keeps_stale: bool = False,
+) -> Run:
+    """The run of this flow run, and its record in the store. keeps_stale: of a run that is resumed,
+    stages that are stale are left as they are."""
+    asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
+    return open_run(name, **asked, flow_run=own_flow_run())
+
+
+def own_flow_run() -> str:
+    """Prefect's id of the flow run that this process runs; empty without one. Every flow asks for it before it
+    begins anything: one that is served ends, from then on, with the process that serves."""
+    if deployment.id:  # in a process of its own, started by the one that serves
+        end_with_parent(int(os.environ.get(SERVING, os.getppid())))
+    return str(flow_run.id or "")
+
+
+def begin_again(
+    name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
+) -> Run:
+    """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
+    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
+    return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
+
+
+@contextmanager
+def ending(run: Run) -> Iterator[None]:
+    """Leave no worker behind and a true record, however the flow ends."""
+    if deployment.id:
+        atexit.register(settle, run.flow_run, run)
+    try:
+        yield
+    finally:
+        run.stop.set()  # tells workers that are still there, after a cancel, to leave a checkpoint and end
+        run.close()
+
+
+def settle(flow_run_id: str, run: Run) -> None:
+    """Give an end to a flow run that somebody cancelled when all was done. Prefect lets one that is Cancelling become
+    nothing but Cancelled, and who could say so no longer looks at a process that has ended."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(flow_run_id)).state
+        if state is None or not state.is_cancelling():
+            return
+        is_done = run.store.read_run(run.name)["state"] == "completed"
+        end = Completed(message="Completed before Cancel came.") if is_done else Cancelled(message=state.message)
+        client.set_flow_run_state(UUID(flow_run_id), end, force=True)
+
+
+def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
+    """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it.
+
+    Inputs from stages that are not run this time are those of the run's record.
+    """
+    wanted = run.pipeline.stages[stage].inputs
+    found = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
+    for label, source in wanted.items():
+        if source in futures:
+            futures[source].wait()
+            if futures[source].state.is_completed():
+                found[label] = futures[source].result()
+    missing = [source for label, source in wanted.items() if label not in found]
+    if missing and not (found and KINDS[run.pipeline.stages[stage].kind].takes_what_exists):
+        run.note(stage, state="not run", reason=f"needs {', '.join(missing)}")
+        return None
+    return found
+
+
+def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResult]]) -> State[Any]:
+    """How a flow ends, once all its stages have: Failed with the reason of each stage that did, or Completed."""
+    reasons = []
+    for stage, future in futures.items():
+        future.wait()
+        if not future.state.is_completed():
+            reasons.append(f"{stage}: {future.state.result(raise_on_failure=False) or future.state.name}")
+    not_run = [stage for stage in stages if stage not in futures]
+    if not_run:
+        reasons.append(f"Not run, for want of their inputs: {', '.join(not_run)}.")
+    if reasons:
+        return Failed(message="\n".join(reasons))
+    num_found = sum(future.result().was_found for future in futures.values())
+    return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
+
+
+def stage_task(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
+    """Build a stage, and show what comes of it."""
+    logger = get_run_logger()
+    progress = _Progress(name)
+
+    is_for_people = logs.ForPeople()
+
+    def on_line(line: str) -> None:
+        if not is_for_people(line):
+            return
+        if found := logs.LINE.fullmatch(line):  # Prefect writes time and level itself
+            logger.log(logging.getLevelNamesMapping()[found["level"]], found["text"])
+        else:
+            logger.info(line)
+
+    try:
+        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
+        send = (lambda: build_in_pool(name, run, inputs, force=force)) if is_sent else None
+        how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
+        result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
+    except StageStopped as error:
+        return Cancelled(message=str(error))
+    except NanodagError as error:
+        _show_failure(run, name, error)
+        raise
+    if result.was_found:
+        return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
+    progress.finish()
+    _show_result(run, result)
+    return Completed(message=f"published {result.key[:12]}, attempt {result.attempt}", data=result)
+
+
+class _Progress:
+    """A stage's progress bar in the UI, moved at most every PROGRESS_EVERY_S."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._artifact: Any = None
+        self._moved = 0.0
+
+    def __call__(self, metrics: Mapping[str, Any]) -> None:
+        total, now = metrics.get("total"), time.monotonic()
+        if not total or now - self._moved < PROGRESS_EVERY_S:
+            return
+        self._moved = now
+        self._show(min(100.0, 100.0 * float(metrics["step"]) / float(total)))
+
+    def finish(self) -> None:
+        self._show(100.0)
+
+    def _show(self, percent: float) -> None:
+        if self._artifact is None:
+            self._artifact = create_progress_artifact(progress=percent, description=f"Progress of {self._name}")
+        else:
+            update_progress_artifact(artifact_id=self._artifact, progress=percent)
+
+
+def _show_result(run: Run, result: StageResult) -> None:
+    """What a stage reached and cost, as a table in the UI."""
+    artifact = run.store.attempt(result.key, result.attempt)
+    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, artifact.kind)]
+    lines += ["", *_table("cost", artifact.cost)]
+    lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
+    create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
+
+
+def _show_failure(run: Run, name: str, error: NanodagError) -> None:
+    """Why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
+    reason, _, rest = str(error).partition("\n")
+    head, _, log_lines = rest.partition("\nLast lines of ")
+    advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
+    said = [words.markdown(line) for line in (reason, *advice)]
+    lines = [f"# {name} of {run.name} failed", "", said[0], "", *said[1:], ""]
+    if workspace := run.entry(name).get("workspace"):
+        lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
+    if log_lines:
+        lines.append(words.fenced(f"Last lines of {log_lines}"))
+    create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
+
+
+def _table(title: str, values: Mapping[str, Any], kind: str = "") -> list[str]:
+    """A Markdown table of names, values and units. kind: an evaluation's metrics are scores by benchmark."""
+    flat = {
+        f"{name} {inner}".strip(): number
+        for name, value in values.items()
+        for inner, number in (value if isinstance(value, dict) else {"": value}).items()
+    }
+    rows = [f"| {title} | value | unit |", "|---|---:|---|"]
+    for name, number in flat.items():
+        is_score = kind == "eval" and words.is_share(name)
+        value, unit = words.measured(name.partition(" ")[0], number, unit="%" if is_score else "")
+        said = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
+        cells = [words.markdown(text[:300]) for text in (said, value, unit)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

@@ -1,0 +1,300 @@
+"""One stage, without Prefect: found or built, stopped and resumed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from nanodag.cli.show import _took
+from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
+from nanodag.run.build_stage import build_stage
+from nanodag.run.progress import progress_of
+from nanodag.run.record import open_run
+from nanodag.run.retention import RetentionPolicy, plan
+from nanodag.worker.launch import begin_try, usage_of
+from tests.fault.processes import pids_in, wait_until
+
+
+@pytest.fixture
+def run(project):
+    return open_run("r", file="", preset="tiny", overrides=[])
+
+
+def in_thread(*args, **kwargs):
+    raised = []
+
+    def body():
+        try:
+            build_stage(*args, **kwargs)
+        except StageFailed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, raised
+
+
+def wait_for_step(run, stage, step, of="r"):
+    wait_until(lambda: of in run.store.runs())
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        workspace = run.store.read_run(of)["stages"][stage].get("workspace")
+        path = run.store.local / "work" / (workspace or "none").rpartition("/")[2] / "metrics.jsonl"
+        if path.exists() and f'"step": {step}' in path.read_text():
+            return path.parent
+        time.sleep(0.02)
+    raise AssertionError("the stage did not get that far")
+
+
+def test_a_stage_is_built_once_and_then_found(run):
+    first = build_stage(run, "tokenizer", {})
+    second = build_stage(run, "tokenizer", {})
+    assert (first.was_found, second.was_found) == (False, True)
+    assert (first.key, first.attempt, first.digest) == (second.key, second.attempt, second.digest)
+
+
+def test_force_adds_an_attempt_and_equal_bytes_keep_the_digest(run):
+    first = build_stage(run, "tokenizer", {})
+    second = build_stage(run, "tokenizer", {}, force=True)
+    assert (first.attempt, second.attempt) == ("0001", "0002")
+    assert first.digest == second.digest
+
+
+def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
+    tokenizer = build_stage(run, "tokenizer", {})
+    base = build_stage(run, "pretrain", {"tokenizer": tokenizer})
+    artifact = run.store.attempt(base.key, base.attempt)
+    assert artifact.lineage["tokenizer"]["digest"] == tokenizer.digest
+    assert [identity["kind"] for identity in artifact.sources.values()] == ["file"]
+    assert artifact.cost["tokens"] == 100 and artifact.cost["num_attempts"] == 1
+    assert 0 < artifact.cost["cpu_seconds"] < 30 and artifact.cost["peak_bytes"] > 1_000_000
+    assert artifact.cost["start_s"] > 0 and artifact.cost["orchestration_s"] >= 0
+    assert artifact.environment["revision"] and artifact.environment["versions"]
+    assert {"metrics.jsonl", "worker.log", "job.json", "result.json"} <= set(artifact.records)
+    assert json.loads((run.store.materialize(artifact) / "made.json").read_text())["given"]["tokenizer"] == [
+        "made.json",
+        "report.md",
+    ]
+
+
+def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
+    tell("tokenizer", "fail")
+    with pytest.raises(StageFailed, match="ValueError: tokenizer was told to fail") as caught:
+        build_stage(run, "tokenizer", {})
+    assert str(run.store.local / "work") in str(caught.value)
+    assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "reason", "advice"),
+    [
+        ("raise nanodag.errors:SourceError row 7", StageFailed, "cannot use its data: SourceError: row 7", ".data"),
+        ("raise nanodag.errors:TrainingDiverged nan", StageFailed, "diverged: TrainingDiverged: nan", "rerun r --from"),
+        ("raise builtins:MemoryError x", StageFailed, "ran out of memory: MemoryError: x", "max_bytes="),
+        ("raise nanodag.errors:SamplerLost gone", StageInterrupted, "lost its sampler: SamplerLost: gone", "by itself"),
+    ],
+)
+def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, reason, advice):
+    tell("tokenizer", order)
+    with pytest.raises(StageFailed) as caught:
+        build_stage(run, "tokenizer", {}, max_restarts=2)
+    lines = str(caught.value).splitlines()
+    assert type(caught.value) is error
+    assert re.fullmatch(rf"Stage tokenizer {reason} \(/.*/fake_worker.py, line \d+, in raise_as_told\)", lines[0])
+    assert lines[1].startswith("What to do: ") and advice in lines[1]
+    assert lines[2] == f"Folder: {(run.store.local / 'work').as_uri()}/{run.entry('tokenizer')['key']}"
+    assert lines[3] == "Last lines of its worker.log:" and "Traceback" in str(caught.value)
+    assert run.entry("tokenizer")["reason"] == str(caught.value)
+
+
+def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):
+    run = open_run("r", file="", preset="tiny", overrides=["tokenizer.timeout_s=1.5"])
+    tell("tokenizer", "wait")
+    with pytest.raises(StageFailed, match=r"took longer than its timeout_s of 2 s\nWhat to do: .*timeout_s=3"):
+        build_stage(run, "tokenizer", {})
+
+
+def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
+    first, second = (open_run(name, file="", preset="tiny", overrides=[]) for name in ("r", "s"))
+    tell("tokenizer", "wait")
+    builder, _ = in_thread(first, "tokenizer", {})
+    wait_for_step(first, "tokenizer", 2)
+    results = []
+    waiter = threading.Thread(target=lambda: results.append(build_stage(second, "tokenizer", {})))
+    waiter.start()
+    time.sleep(0.5)
+    assert waiter.is_alive() and second.entry("tokenizer")["state"] == "waiting"
+    third = open_run("t", file="", preset="tiny", overrides=[])
+    third.stop.set()
+    with pytest.raises(StageStopped, match="while it waited for another run that builds the same"):
+        build_stage(third, "tokenizer", {})
+    assert third.entry("tokenizer")["state"] == "stopped"
+    tell("tokenizer", "")
+    for thread in (builder, waiter):
+        thread.join(30)
+    assert (results[0].was_found, results[0].attempt) == (False, "0001")
+    assert first.entry("tokenizer")["attempt"] == second.entry("tokenizer")["attempt"] == "0001"
+
+
+def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, tell):
+    """The lock is the watchdog's too: it goes when the killed builder's worker is gone, and the other goes on from
+    the checkpoint it left."""
+    tell("tokenizer", "wait")
+    code = "from nanodag.run.record import open_run; from nanodag.run.build_stage import build_stage; import sys\n"
+    code += "build_stage(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
+    builder = subprocess.Popen([sys.executable, "-c", code])
+    run = open_run("r", file="", preset="tiny", overrides=[])
+    workspace = wait_for_step(run, "tokenizer", 2, of="s")
+    seen = []
+    thread = threading.Thread(target=lambda: build_stage(run, "tokenizer", {}, on_metrics=seen.append))
+    thread.start()
+    builder.kill()
+    builder.wait()
+    wait_until(lambda: len(pids_in(workspace)) == 2)
+    tell("tokenizer", "")
+    thread.join(30)
+    assert [line["step"] for line in seen] == [3, 4]
+    assert run.entry("tokenizer")["cost"]["num_attempts"] == 2
+
+
+def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell):
+    tell("tokenizer", "wait")
+    thread, raised = in_thread(run, "tokenizer", {})
+    workspace = wait_for_step(run, "tokenizer", 2)
+    run.stop.set()
+    thread.join(30)
+    assert [type(e) for e in raised] == [StageStopped]
+    assert not any(psutil.pid_exists(pid) for pid in pids_in(workspace))
+    assert run.store.read_run("r")["stages"]["tokenizer"]["state"] == "stopped"
+    tell("tokenizer", "")
+    run.stop.clear()
+    seen = []
+    result = build_stage(run, "tokenizer", {}, on_metrics=seen.append)
+    assert [line["step"] for line in seen] == [3, 4] and seen[0]["resumed_from"] == 2
+    cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
+    assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]
+    assert entry["earlier_s"] == cost["earlier_seconds"], "what it took is more than the last try"
+    (shown,) = progress_of(run.store, {"order": ["tokenizer"], "stages": {"tokenizer": entry}})
+    assert shown.elapsed_s == pytest.approx(entry["ended"] - entry["started"] + entry["earlier_s"])
+    assert _took({**entry, "took_s": 10.0, "earlier_s": 62.0}) == "1m12s (2 tries, last 10.0s)"
+    build_stage(run, "tokenizer", {})
+    assert run.entry("tokenizer")["earlier_s"] == 0.0, "it was found: that took no other try"
+
+
+def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
+    assert begin_try(tmp_path) == 0.0
+    (tmp_path / "began").write_text("1000.0")
+    (tmp_path / "worker.log").write_text("step 7\n")
+    os.utime(tmp_path / "worker.log", (1030.0, 1030.0))  # the last that was heard of it; no line of usage was left
+    assert begin_try(tmp_path) == 30.0
+    with (tmp_path / "usage.jsonl").open("a") as stream:  # the second one left its line, as it began after `began`
+        stream.write(
+            json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "largest_process_bytes": 9}) + "\n"
+        )
+    assert begin_try(tmp_path) == 35.0
+    assert usage_of(tmp_path) == {
+        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_s": 4.0, "largest_process_bytes": 9, "num_attempts": 2}
+    }
+
+
+def test_a_killed_worker_is_told_apart_from_one_that_failed(run, tell):
+    tell("tokenizer", "wait")
+    thread, raised = in_thread(run, "tokenizer", {})
+    workspace = wait_for_step(run, "tokenizer", 2)
+    psutil.Process(pids_in(workspace)[0]).kill()
+    thread.join(30)
+    assert [type(e) for e in raised] == [StageKilled]
+    assert "SIGKILL" in str(raised[0])
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
+    tell("tokenizer", "orphan")
+    thread, raised = in_thread(run, "tokenizer", {})
+    thread.join(30)
+    assert not raised
+    # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
+    artifact = run.store.lookup(run.entry("tokenizer")["key"])
+    orphan = f"orphan of {json.loads((run.store.records(artifact) / 'job.json').read_text())['workspace']}"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
+
+
+def test_a_config_change_rebuilds_only_what_it_concerns(project):
+    first = open_run("a", file="", preset="tiny", overrides=[])
+    second = open_run("b", file="", preset="tiny", overrides=["pretrain.optimizer.learning_rate=0.5"])
+    third = open_run("c", file="", preset="tiny", overrides=["pretrain.log_every=1", "pretrain.timeout_s=99"])
+    fourth = open_run("d", file="", preset="tiny", overrides=["tokenizer.seed=9"])
+    keys = []
+    for run in (first, second, third, fourth):
+        tokenizer = build_stage(run, "tokenizer", {})
+        keys.append((tokenizer.key, build_stage(run, "pretrain", {"tokenizer": tokenizer}).key))
+    assert keys[0][0] == keys[1][0] == keys[2][0]
+    assert keys[0][1] != keys[1][1]
+    assert keys[0][1] == keys[2][1]
+    assert keys[0][1] != keys[3][1], "another tokenizer means another model"
+
+
+def test_changed_data_is_seen_and_moved_data_is_not(project):
+    run = open_run("a", file="", preset="tiny", overrides=[])
+    before = build_stage(run, "tokenizer", {})
+    (project / "elsewhere").mkdir()
+    (project / "elsewhere" / "text.txt").write_text("hello\n" * 100)
+    moved = open_run("b", file="", preset="tiny", overrides=["tokenizer.data=['file:elsewhere/text.txt']"])
+    assert build_stage(moved, "tokenizer", {}).key == before.key
+    (project / "text.txt").write_text("other\n" * 100)
+    assert build_stage(run, "tokenizer", {}).key != before.key
+
+
+def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run, tell):
+    tokenizer = build_stage(run, "tokenizer", {})
+    tell("pretrain", "fail-late")
+    with pytest.raises(StageFailed):
+        build_stage(run, "pretrain", {"tokenizer": tokenizer})
+    run.close()
+    tell("tokenizer", "fail")
+    for seed in (1, 2):  # resumed twice, with other values
+        again = open_run("r", file="", preset="tiny", overrides=[f"tokenizer.seed={seed}"])
+        with pytest.raises(StageFailed):
+            build_stage(again, "tokenizer", {})
+        again.close()
+    assert [item.name for item in plan(run.store, RetentionPolicy()).items] == []
+    tell("tokenizer", "")
+    assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer")["state"] == "waiting"
+    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=2"])
+    build_stage(again, "tokenizer", {})
+    again.store.change_run("r", lambda record: record.update(stages={"tokenizer": record["stages"]["tokenizer"]}))
+    again.close()
+    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, RetentionPolicy()).items}
+    assert gone == {("attempt", tokenizer.key), ("workspace", "work")}, "it has completed: what was before can go"
+
+
+def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
+    noted = []
+    lookup = run.store.lookup
+    monkeypatch.setattr(
+        run.store, "lookup", lambda key: noted.append(run.entry("tokenizer")["key"] == key) or lookup(key)
+    )
+    first = build_stage(run, "tokenizer", {})
+    assert noted[0] and run.entry("tokenizer")["attempt"] == first.attempt
+    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
+    again.note_key("tokenizer", "b" * 40)
+    assert "attempt" not in again.entry("tokenizer"), "an attempt of another key is not this one's"
+
+
+def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, monkeypatch):
+    build_stage(run, "tokenizer", {})
+    waited = []
+
+    def building(key, *, timeout_s, give_up):
+        waited.append(timeout_s)
+        raise StoreBusy("held")
+
+    monkeypatch.setattr(run.store, "building", building)
+    with pytest.raises(StoreBusy):
+        build_stage(run, "tokenizer", {}, force=True)
+    assert waited[0] > run.pipeline.stages["tokenizer"].timeout_s > 24 * 3600

@@ -1,0 +1,130 @@
+"""Devices of the machine: who gets them, who waits, and that the dead hold none."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from nanodag.errors import ConfigError, StageStopped
+from nanodag.worker import devices as module
+from nanodag.worker.devices import Devices, devices_for, hold, named_gpus, num_gpus_of
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from nanodag.worker.devices import Devices, hold
+with hold(Path(sys.argv[1]), Devices(name="gpu", capacity=2, wanted=2)):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def taken(folder, devices, timeout_s=0.5):
+    """The devices that are got within a while; None for none."""
+    stop = threading.Event()
+    threading.Timer(timeout_s, stop.set).start()
+    try:
+        with hold(folder, devices, stop=stop) as held:
+            return held.numbers
+    except StageStopped:
+        return None
+
+
+def test_who_wants_several_gets_them_all_or_waits(tmp_path):
+    two, three = Devices(name="gpu", capacity=4, wanted=2), Devices(name="gpu", capacity=4, wanted=3)
+    with hold(tmp_path, two) as first:
+        assert first.numbers == (0, 1)
+        assert taken(tmp_path, three) is None
+        assert taken(tmp_path, two) == (2, 3)
+    assert taken(tmp_path, three) == (0, 1, 2)
+
+
+def test_stages_that_score_do_not_take_the_device_of_those_that_train(tmp_path):
+    train, score = (devices_for(device="cpu", num_gpus=1, is_beside=beside) for beside in (False, True))
+    with hold(tmp_path, train), hold(tmp_path, score):
+        assert taken(tmp_path, train) is None
+        assert taken(tmp_path, score) is None
+
+
+def test_who_may_train_several_at_once_leaves_the_first_device_to_others(tmp_path):
+    one, three = (devices_for(device="cpu", num_gpus=1, is_beside=False, at_once=n) for n in (1, 3))
+    with hold(tmp_path, one), hold(tmp_path, three) as second, hold(tmp_path, three) as third:
+        assert (second.numbers, third.numbers) == ((1,), (2,))
+        assert taken(tmp_path, three) is None
+
+
+def test_a_killed_holder_holds_nothing(tmp_path):
+    devices = Devices(name="gpu", capacity=2, wanted=2)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    assert taken(tmp_path, devices) is None
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert taken(tmp_path, devices) == (0, 1)
+
+
+class Clock:
+    """Stands in for the module `time`: sleeping moves it on, and what is due by then happens."""
+
+    def __init__(self, due):
+        self.now, self.due = 0.0, due
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        while self.due and self.due[0][0] <= self.now:
+            self.due.pop(0)[1]()
+
+
+def test_training_that_comes_after_a_device_was_released_goes_before_who_steps_back(tmp_path, monkeypatch):
+    gpu, training = Devices(name="gpu", capacity=1), contextlib.ExitStack()
+
+    def train():
+        training.enter_context(hold(tmp_path, gpu))
+
+    train()
+    clock = Clock([(30.0, training.close), (34.0, train), (50.0, training.close)])
+    monkeypatch.setattr(module, "time", clock)
+    with hold(tmp_path, gpu, step_back_s=5.0):
+        assert not clock.due and clock.now == pytest.approx(55.0, abs=0.3)
+
+
+def test_who_steps_back_can_be_stopped(tmp_path):
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    began = time.monotonic()
+    with hold(tmp_path, Devices(name="gpu", capacity=1)), pytest.raises(StageStopped):
+        with hold(tmp_path, Devices(name="gpu", capacity=1), stop=stop, step_back_s=30.0):
+            raise AssertionError("there was no device")
+    assert time.monotonic() - began < 10.0
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    devices = devices_for(device="cuda", num_gpus=2, is_beside=False)
+    assert (devices.capacity, devices.wanted) == (3, 2)
+    assert named_gpus((0, 2)) == "4,7"
+
+
+def test_more_gpus_than_there_are_is_an_error_and_no_smaller_number(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="takes 3 GPUs and this machine has 2"):
+        devices_for(device="cuda", num_gpus=3, is_beside=False)
+
+
+def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
+    def rl(num_ranks, nodes=1, **sampler):
+        resources = SimpleNamespace(num_ranks=num_ranks, nodes=nodes)
+        return SimpleNamespace(kind="rl", resources=resources, sampler=SimpleNamespace(**sampler))
+
+    assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2)) == 4
+    assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2)) == 4
+    assert num_gpus_of(rl(1, engine="embedded", replicas=4, tensor_parallel=1)) == 1
+    assert num_gpus_of(rl(16, nodes=2, engine="embedded", replicas=4, tensor_parallel=1)) == 8

@@ -1,0 +1,530 @@
+"""The embedded sampler as a process: SGLang's protocol, every kind of bad request, pause, abort, weights, death."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.sampler.engine import Engine
+
+LONG = SamplingParams(max_new_tokens=250, ignore_eos=True)
+
+
+def request(prompt=(1, 2, 3), rid=None, **params):
+    return Request(
+        input_ids=list(prompt), params=SamplingParams(**{"max_new_tokens": 12, "ignore_eos": True, **params}), rid=rid
+    )
+
+
+@pytest.fixture(scope="module")
+def server(text_folder, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("log") / "sampler.log"
+    with SamplerProcess.start(text_folder, log_path=log_path, max_batch=8, deterministic=True) as process:
+        yield process
+
+
+@pytest.fixture
+def post(server):
+    """post(path, body) -> httpx.Response; a str or bytes body is sent as it is."""
+
+    def send(path, body=None, method="POST"):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
+        return httpx.request(method, server.url + path, content=content, timeout=60, trust_env=False)
+
+    return send
+
+
+def with_client(server, coroutine):
+    """Run ``coroutine(client)`` against the server."""
+
+    async def main():
+        async with SamplerClient(server.url) as client:
+            return await coroutine(client)
+
+    return asyncio.run(main())
+
+
+async def slow_generation(client, rid="slow"):
+    """A generation that is under way and will not end soon: 3,000 samples through 8 slots."""
+    task = asyncio.create_task(
+        client.generate([Request(input_ids=[1, 2, 3], params=LONG.model_copy(update={"n": 3000}), rid=rid)])
+    )
+    while (await server_info(client))["num_running_samples"] == 0:
+        assert not task.done(), "it was over before it was seen to run"
+        await asyncio.sleep(0.01)
+    return task
+
+
+async def server_info(client):
+    return json.loads(await client._call("GET", "/get_server_info"))
+
+
+async def idle(client):
+    while True:
+        info = await server_info(client)
+        if info["num_running_samples"] == info["num_waiting_samples"] == 0:
+            return
+        await asyncio.sleep(0.01)
+
+
+# ---- the wire
+
+
+def test_one_prompt_is_answered_by_an_object_in_sglangs_words(post, text_folder):
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, "temperature": 0.5, "sampling_seed": 9},
+        "return_logprob": True,
+        "rid": "mine",
+    }
+    answer = post("/generate", body).json()
+    wanted = Request(input_ids=[1, 2, 3], params=SamplingParams(**body["sampling_params"]))
+    (expected,) = Engine(text_folder, max_batch=8, deterministic=True).generate([wanted])[0]
+    assert answer["output_ids"] == expected.output_ids
+    assert answer["text"] == " ".join(f"w{token}" for token in expected.output_ids)
+    meta = answer["meta_info"]
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 5)
+    triples = zip(expected.logprobs, expected.output_ids, strict=True)
+    assert meta["output_token_logprobs"] == [[logprob, token, None] for logprob, token in triples]
+    assert meta["weight_version"] == "default"
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 5}]
+
+
+def test_several_prompts_and_samples_come_grouped_by_prompt(post):
+    params = [{"max_new_tokens": 2, "n": 2, "ignore_eos": True}, {"max_new_tokens": 3, "ignore_eos": True}]
+    answers = post("/generate", {"input_ids": [[1, 2], [3]], "sampling_params": [params[0] | {"n": 1}, params[1]]})
+    assert [len(answer["output_ids"]) for answer in answers.json()] == [2, 3]
+    answers = post("/generate", {"input_ids": [[1, 2], [3]], "sampling_params": params, "rid": "x"}).json()
+    assert [answer["meta_info"]["id"] for answer in answers] == ["x_0_0", "x_0_1", "x_1"]
+    single = post("/generate", {"input_ids": [1, 2], "sampling_params": params[0]}).json()
+    assert [len(answer["output_ids"]) for answer in single] == [2, 2]
+    assert "output_token_logprobs" not in single[0]["meta_info"]
+
+
+def test_a_prompt_as_text_is_the_same_as_its_tokens(post):
+    params = {"max_new_tokens": 5, "sampling_seed": 1}
+    ids = post("/generate", {"input_ids": [4, 5], "sampling_params": params}).json()
+    text = post("/generate", {"text": "w4 w5", "sampling_params": params}).json()
+    texts = post("/generate", {"text": ["w4 w5"], "sampling_params": params}).json()
+    assert ids["output_ids"] == text["output_ids"] == texts[0]["output_ids"]
+
+
+def test_a_stream_holds_all_so_far_and_ends_with_done(server):
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "stream": True}
+    lines = []
+    with httpx.stream("POST", server.url + "/generate", json=body, trust_env=False) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert [len(event["output_ids"]) for event in events] == [1, 2, 3, 4]
+    assert [event["meta_info"]["finish_reason"] for event in events[:3]] == [None] * 3
+    assert events[3]["output_ids"][:2] == events[1]["output_ids"]
+    assert events[3]["text"].startswith(events[0]["text"])
+
+
+def test_the_streams_of_several_samples_are_told_apart_by_index(server):
+    body = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3, "n": 2, "ignore_eos": True}}
+    with httpx.stream("POST", server.url + "/generate", json=body | {"stream": True}, trust_env=False) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    ended = [event["index"] for event in events if event["meta_info"]["finish_reason"]]
+    assert sorted(ended) == [0, 1, 2, 3]
+
+
+def test_the_client_returns_what_an_engine_in_process_returns(server, text_folder):
+    requests = [request((1, 2), n=3, sampling_seed=1), request((9,), sampling_seed=2, top_p=0.5), request(top_k=3, n=2)]
+    here = Engine(text_folder, max_batch=8, deterministic=True).generate(requests[:2])
+    there = with_client(server, lambda client: client.generate(requests))
+    assert [len(group) for group in there] == [3, 1, 2]
+    for one, other in zip(here, there[:2], strict=True):
+        assert [c.output_ids for c in one] == [c.output_ids for c in other]
+        assert [c.logprobs for c in one] == [c.logprobs for c in other]
+        assert [c.finish_reason for c in one] == [c.finish_reason for c in other]
+        assert [c.weight_versions for c in one] == [c.weight_versions for c in other]
+
+
+def test_the_client_streams_one_sample(server):
+    async def run(client):
+        return [completion async for completion in client.stream(request(max_new_tokens=5))]
+
+    parts = with_client(server, run)
+    assert [len(part.output_ids) for part in parts] == [1, 2, 3, 4, 5]
+    assert parts[-1].finish_reason.type == "length"
+
+
+# ---- bad requests
+
+GOOD = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+
+
+def params(**changes):
+    return {"input_ids": [1, 2, 3], "sampling_params": changes}
+
+
+BAD_BODIES = [
+    (b"", "input_ids or text"),
+    (b"{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    (b"[1, 2]", "must be a JSON object"),
+    (b"null", "must be a JSON object"),
+    (b'{"input_ids": [1], "sampling_params": {"temperature": NaN}}', "not JSON"),
+    (b'{"input_ids": [1], "sampling_params": {"temperature": 1e999}}', "temperature"),
+    (b"[" * 100_000, "not JSON"),
+    ({}, "input_ids or text"),
+    (GOOD | {"text": "w1"}, "input_ids or text"),
+    (GOOD | {"inputs": [1]}, "inputs: there is no such field"),
+    (GOOD | {"lora_path": "x"}, "SGLang knows this field"),
+    (GOOD | {"stream": 1}, "stream"),
+    (GOOD | {"rid": 5}, "rid"),
+    (GOOD | {"rid": ["a"]}, "rid is a list of 1 for 1 prompts"),
+    ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "same rid"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params is a list of 1 for 2"),
+    ({"input_ids": []}, "not empty"),
+    ({"input_ids": [[]]}, "empty prompt"),
+    ({"input_ids": [[1], 2]}, "empty prompt, or mixes"),
+    ({"input_ids": [1, [2]]}, "no integer"),
+    ({"input_ids": [1.0]}, "no integer"),
+    ({"input_ids": [True]}, "no integer"),
+    ({"input_ids": ["1"]}, "no integer"),
+    ({"input_ids": [None]}, "no integer"),
+    ({"input_ids": "1"}, "list of token ids"),
+    ({"input_ids": {"0": 1}}, "list of token ids"),
+    ({"input_ids": [150]}, "outside the vocabulary of 150"),
+    ({"input_ids": [10**30]}, "outside the vocabulary"),
+    ({"input_ids": [-1]}, "outside the vocabulary"),
+    ({"input_ids": [[1], [150]]}, "outside the vocabulary"),
+    ({"input_ids": [1] * 256}, "do not fit the context of 256"),
+    ({"text": ""}, "text is empty"),
+    ({"text": ["w1", ""]}, "text is empty"),
+    ({"text": 5}, "text"),
+    (params(max_new_tokens=254), "do not fit"),
+    (params(max_new_tokens=0), "max_new_tokens"),
+    (params(max_new_tokens=10**30), "do not fit"),
+    (params(max_new_tokens=1.5), "max_new_tokens"),
+    (params(max_new_tokens="5"), "max_new_tokens"),
+    (params(max_new_tokens=True), "max_new_tokens"),
+    (params(temperature=-0.1), "temperature"),
+    (params(temperature="1"), "temperature"),
+    (params(temperature=None), "temperature"),
+    (params(top_p=0.0), "top_p"),
+    (params(top_p=1.1), "top_p"),
+    (params(top_k=0), "top_k"),
+    (params(top_k=-2), "top_k"),
+    (params(top_k=2.5), "top_k"),
+    (params(n=0), "n: "),
+    (params(n=10**9), "n: "),
+    (params(stop_token_ids=[150]), "stop_token_ids"),
+    (params(stop_token_ids=["x"]), "stop_token_ids"),
+    (params(stop_token_ids=5), "stop_token_ids"),
+    (params(stop=""), "stop"),
+    (params(stop=[1]), "stop"),
+    (params(sampling_seed=0.5), "sampling_seed"),
+    (params(min_p=0.1), "SGLang knows this field"),
+    (params(max_tokens=5), "max_tokens: there is no such field"),
+    ({"input_ids": [1], "sampling_params": 5}, "sampling_params"),
+    ({"input_ids": [1], "sampling_params": [5]}, "sampling_params"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason"), BAD_BODIES)
+def test_a_bad_request_is_answered_with_400_and_a_reason(post, body, reason):
+    response = post("/generate", body)
+    assert response.status_code == 400, response.text
+    assert reason in response.json()["error"]["message"]
+
+
+def test_the_server_keeps_serving_after_all_of_them(post):
+    assert post("/generate", GOOD).status_code == 200
+    assert post("/health", method="GET").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/pause_generation", {"mode": "now"}, "mode"),
+        ("/pause_generation", {"modes": "abort"}, "no such field"),
+        ("/continue_generation", {"x": 1}, "no such field"),
+        ("/abort_request", {}, "give a rid"),
+        ("/abort_request", {"rid": 5}, "rid"),
+    ],
+)
+def test_a_bad_control_request_changes_nothing(post, path, body, reason):
+    response = post(path, body)
+    assert response.status_code == 400
+    assert reason in response.json()["error"]["message"]
+    assert post("/health", method="GET").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({}, "model_path"),
+        ({"model_path": ""}, "model_path"),
+        ({"model_path": "/nowhere/at/all"}, "no config.json"),
+        ({"model_path": "/etc/hostname"}, "no config.json"),
+        ({"model_path": 5}, "model_path"),
+        ({"model_path": "x", "weights": "y"}, "no such field"),
+    ],
+)
+def test_a_bad_weight_update_keeps_the_old_weights(post, body, reason):
+    before = post("/generate", params(max_new_tokens=8, sampling_seed=1)).json()
+    response = post("/update_weights_from_disk", body)
+    assert response.status_code == 400
+    assert (response.json()["success"], reason in response.json()["message"]) == (False, True), response.text
+    after = post("/generate", params(max_new_tokens=8, sampling_seed=1)).json()
+    assert after["output_ids"] == before["output_ids"]
+    assert after["meta_info"]["weight_versions"] == before["meta_info"]["weight_versions"]
+
+
+def test_unknown_paths_and_methods_are_answered_in_json(post):
+    assert post("/v1/nothing").status_code == 404
+    wrong = post("/generate", method="GET")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
+
+
+def test_the_client_raises_what_the_server_refuses(server):
+    with pytest.raises(BadRequest, match=r"/generate .* answered 400: token id 150 is outside"):
+        with_client(server, lambda client: client.generate([request((150,))]))
+    with pytest.raises(BadRequest, match=r"no config\.json"):
+        with_client(server, lambda client: client.update_weights_from_disk("/nowhere", 1))
+
+
+def test_a_client_that_knows_the_limits_sends_nothing_beyond_them():
+    async def run():
+        async with SamplerClient("http://127.0.0.1:1", vocab_size=150, context_length=256) as client:
+            for wrong in (request((150,)), request(()), request([1] * 250)):
+                with pytest.raises(BadRequest):
+                    await client.generate([wrong])
+            with pytest.raises(SamplerLost, match=r"127\.0\.0\.1:1"):
+                await client.generate([request()])
+
+    asyncio.run(run())
+
+
+# ---- control
+
+
+def test_a_rid_in_use_is_refused_and_free_again_afterwards(server):
+    async def run(client):
+        task = await slow_generation(client, rid="same")
+        with pytest.raises(BadRequest, match="'same' belongs to a request that is under way"):
+            await client.generate([request(rid="same")])
+        await client.abort("same")
+        await task
+        await client.generate([request(rid="same")])
+
+    with_client(server, run)
+
+
+def test_aborting_ends_one_request_and_leaves_the_other(server):
+    async def run(client):
+        slow = await slow_generation(client, rid="one")
+        other = asyncio.create_task(client.generate([request(rid="other")]))
+        await asyncio.sleep(0.05)
+        await client.abort("one")
+        (aborted,), ((kept,),) = await slow, await other
+        assert {completion.finish_reason.type for completion in aborted} >= {"abort"}
+        assert kept.finish_reason.type == "length"
+        await client.abort("never heard of")
+
+    with_client(server, run)
+
+
+def test_a_client_that_goes_away_takes_its_requests_with_it(server):
+    async def run(client):
+        task = await slow_generation(client)
+        task.cancel()
+        await asyncio.wait_for(idle(client), timeout=5)
+
+    with_client(server, run)
+
+
+def test_a_client_that_leaves_a_stream_takes_its_requests_with_it(server):
+    body = {"input_ids": [1], "sampling_params": LONG.model_dump(mode="json") | {"n": 3000}, "stream": True}
+
+    async def run(client):
+        async with client._http.post(f"{client.url}/generate", json=body) as response:
+            await response.content.readline()
+        await asyncio.wait_for(idle(client), timeout=5)
+
+    with_client(server, run)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_paused_requests_wait_and_continue_with_the_new_weights(server, text_folder, make_checkpoint, mode):
+    other = make_checkpoint("qwen3", seed=1)
+
+    async def run(client):
+        many = LONG.model_copy(update={"n": 400})  # 50 times what runs at once, half a second: the pause is in time
+        running = asyncio.create_task(client.generate([Request(input_ids=[1, 2, 3], params=many)]))
+        while (await server_info(client))["num_running_samples"] == 0:
+            assert not running.done(), "it was over before it was seen to run"
+            await asyncio.sleep(0.001)
+        await client.pause(mode)
+        assert not await client.health()
+        late = asyncio.create_task(client.generate([request((4, 5))]))
+        await asyncio.sleep(0.2)
+        assert not running.done() and not late.done()
+        await client.update_weights_from_disk(other, 17)
+        assert (await client.model_info())["weight_version"] == "17"
+        await client.resume()
+        (samples,), ((second,),) = await running, await late
+        await client.update_weights_from_disk(text_folder, "default")
+        return samples, second
+
+    samples, second = with_client(server, run)
+    paused = [sample.weight_versions for sample in samples if len(sample.weight_versions) == 2]
+    assert paused
+    for old, new in paused:
+        assert (old.version, old.start, old.end) == ("default", 0, new.start)
+        assert (new.version, new.end) == ("17", 250)
+    assert samples[-1].token_versions() == ["17"] * 250
+    assert second.token_versions() == ["17"] * 12
+
+
+def test_pausing_with_abort_ends_what_runs_and_holds_what_comes(server):
+    async def run(client):
+        slow = await slow_generation(client)
+        await client.pause("abort")
+        (aborted,) = await slow
+        assert aborted[-1].finish_reason.type == "abort"
+        late = asyncio.create_task(client.generate([request()]))
+        await asyncio.sleep(0.1)
+        assert not late.done()
+        await client.resume()
+        ((completion,),) = await late
+        assert completion.finish_reason.type == "length"
+        assert await client.health()
+
+    with_client(server, run)
+
+
+def test_a_weight_update_without_pause_waits_for_what_runs(server, text_folder, make_checkpoint):
+    other = make_checkpoint("qwen3", seed=1)
+
+    async def run(client):
+        many = LONG.model_copy(update={"n": 400})
+        running = asyncio.create_task(client.generate([Request(input_ids=[1, 2], params=many)]))
+        while (await server_info(client))["num_running_samples"] == 0:
+            assert not running.done(), "it was over before it was seen to run"
+            await asyncio.sleep(0.001)
+        (first,), _ = await asyncio.gather(running, client.update_weights_from_disk(other, 5))
+        ((second,),) = await client.generate([request()])
+        await client.update_weights_from_disk(text_folder, "default")
+        assert {version for sample in first for version in sample.token_versions()} == {"default"}
+        assert second.weight_version == "5"
+
+    with_client(server, run)
+
+
+def test_the_cache_is_flushed_only_when_nothing_runs(server):
+    async def run(client):
+        slow = await slow_generation(client)
+        with pytest.raises(BadRequest, match="not flushed"):
+            await client.flush_cache()
+        await client.abort()
+        await slow
+        await client.flush_cache()
+        ((first,),) = await client.generate([request((8, 8, 8))])
+        ((second,),) = await client.generate([request((8, 8, 8))])
+        await client.flush_cache()
+        ((third,),) = await client.generate([request((8, 8, 8))])
+        return [completion.num_cached_tokens for completion in (first, second, third)]
+
+    assert with_client(server, run) == [0, 3, 0]
+
+
+def test_the_server_says_what_it_serves(server, text_folder):
+    info = with_client(server, lambda client: client.model_info())
+    assert info["model_path"] == str(text_folder)
+    assert (info["vocab_size"], info["context_length"], info["weight_version"]) == (150, 256, "default")
+
+
+# ---- life and death
+
+
+def test_a_killed_server_is_lost_at_once(text_folder, tmp_path):
+    process = SamplerProcess.start(text_folder, log_path=tmp_path / "log", max_batch=8)
+
+    async def run(client):
+        task = await slow_generation(client)
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(SamplerLost, match="was lost at /generate"):
+            await task
+        with pytest.raises(SamplerLost, match="was lost at /health"):
+            await client.health()
+        return time.monotonic() - begin
+
+    assert with_client(process, run) < 2
+    process.stop()
+    assert not process.is_alive
+
+
+def test_a_server_that_is_stopped_ends_although_a_request_runs(text_folder, tmp_path):
+    process = SamplerProcess.start(text_folder, log_path=tmp_path / "log", max_batch=8)
+
+    async def run(client):
+        task = await slow_generation(client)
+        await asyncio.to_thread(process.stop)
+        with pytest.raises((SamplerLost, SamplerError)):
+            await task
+
+    with_client(process, run)
+    assert not process.is_alive
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path):
+    with pytest.raises(SamplerLost, match=r"ended with code 1 (.|\n)*no config.json"):
+        SamplerProcess.start(tmp_path, log_path=tmp_path / "log")
+
+
+def test_a_port_in_use_is_reported(server, text_folder, tmp_path):
+    port = int(server.url.rsplit(":", 1)[1])
+    with pytest.raises(SamplerLost, match="Address already in use"):
+        SamplerProcess.start(text_folder, log_path=tmp_path / "log", port=port)
+
+
+def test_a_server_ends_with_its_parent(text_folder, tmp_path):
+    code = (
+        "import os, sys; from nanodag.inference.sampler_process import SamplerProcess; "
+        "process = SamplerProcess.start(sys.argv[1], log_path=sys.argv[2]); print(process.pid, flush=True); os._exit(9)"
+    )
+    command = [sys.executable, "-c", code, str(text_folder), str(tmp_path / "log")]
+    pid = int(subprocess.run(command, capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_client_protocol_and_process_need_no_torch():
+    code = (
+        "import sys; import nanodag.inference.client, nanodag.inference.sampler_process, nanodag.inference.protocol; "
+        "print(sorted({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_generation_through_the_server_is_the_same_after_a_restart(text_folder, tmp_path):
+    wanted = [request((1, 2), n=4, sampling_seed=3), request((7,) * 40, sampling_seed=4, temperature=0.6)]
+    runs = []
+    for _ in range(2):
+        with SamplerProcess.start(text_folder, log_path=tmp_path / "log", deterministic=True) as process:
+            runs.append(with_client(process, lambda client: client.generate(wanted)))
+    one, two = ([(c.output_ids, c.logprobs) for group in run for c in group] for run in runs)
+    assert one == two
+    assert np.isfinite(one[0][1]).all()
