@@ -15,7 +15,7 @@ from nanodag.errors import ConfigError, NanodagError
 app = typer.Typer(
     name="nanodag",
     help="Train a chat model from raw text to GRPO as one resumable DAG.\n\nBegin with: nanodag run. Every command has "
-    "--help; docs/ has a page a topic.",
+    "--help; docs/how-to has a page for each thing to do.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -280,4 +280,4 @@ def test_tokenising_and_packing_keep_far_ahead_of_training(documents, tokenizer_
     start, tokens = time.thread_time(), 0
     while tokens < 150_000:
         tokens += next(batches).num_tokens
-    assert tokens / (time.thread_time() - start) > 100_000  # measured: several times that; see docs/data.md
+    assert tokens / (time.thread_time() - start) > 100_000  # measured: several times that; see docs/reference/data.md
