@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.server_environment import PARENT_VARIABLE, server_environment
 
 CPU_ONLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 LIMIT_S = 300.0
@@ -101,11 +102,18 @@ def start_module(
 
 
 def spawn_server(
-    cls: type[ServerProcess], command: Sequence[str], *, log_path: Path, env: Mapping[str, str], url: str = ""
+    cls: type[ServerProcess],
+    command: Sequence[str],
+    *,
+    log_path: Path,
+    env: Mapping[str, str],
+    token: str = "",
+    url: str = "",
 ) -> ServerProcess:
     """What stands in for ServerProcess.spawn where an embedded sampler may be a fork."""
     module, *arguments = command[2:]
-    process = start_module(module, *arguments, environment=env, log=log_path, new_session=False)
+    environment = {**env, **server_environment(token)}
+    process = start_module(module, *arguments, environment=environment, log=log_path, new_session=False)
     return cls(process, url, log_path)  # type: ignore[arg-type]
 
 
@@ -121,8 +129,8 @@ def _module(module: str, arguments: list[str], environment: dict[str, str], log:
         os.setsid()
     _write_to(log, log)
     _check_imports()
-    parent = f"--parent-pid={os.getppid()}"  # which ends with the process that asked for this one
-    arguments = [parent if argument.startswith("--parent-pid=") else argument for argument in arguments]
+    if PARENT_VARIABLE in environment:
+        environment[PARENT_VARIABLE] = str(os.getppid())  # which ends with the process that asked for this one
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     _become(module, arguments, environment)
 
