@@ -41,7 +41,7 @@ class FakePool:
 
 def config(**values) -> RLStage:
     base = {"kind": "rl", "data": ["file:x.jsonl"], "seed": 5, "samples_per_prompt": 2, "prompts_per_step": 2}
-    return RLStage(**(base | values))
+    return RLStage.of(**(base | values))
 
 
 def cursor_over(tmp_path, lengths: list[int], longest: int = 10, **more) -> PromptCursor:
