@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nanodag import registry
-from nanodag.config.kinds import known
+from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
 from nanodag.config.rl_entries import EntryConfig
@@ -159,7 +159,7 @@ def reference() -> str:
         "A setting may be named without its section: `rl.clip_high` is `rl.algorithm.clip_high`.",
         "`nanodag config --explain rl.clip_high` says what a setting is in your pipeline.",
     ]
-    stages = {name: kind.config for name, kind in known().items()}
+    stages = {name: kind.config for name, kind in shipped().items()}
     shown: list[type[BaseModel]] = []
     bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig]
     for model in [*bases, *stages.values()]:
@@ -184,7 +184,7 @@ def _class_lines(model: type[BaseModel], shown: list[type[BaseModel]]) -> Iterat
     own = {
         name: field for name, field in model.model_fields.items() if name in model.__annotations__ and name != "kind"
     }
-    kind = next((kind for kind, one in known().items() if one.config is model), "")
+    kind = next((kind for kind, one in shipped().items() if one.config is model), "")
     yield from ("", f"## {model.__name__}", "")
     yield (f"Kind `{kind}`. " if kind else "") + " ".join((model.__doc__ or "").split())
     bases = [base for base in model.__mro__[1:] if base in shown]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from nanodag.config.derive import derive
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
-from nanodag.config.kinds import known, vouch_for
+from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
@@ -53,10 +53,12 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     common = {key: value for key, value in document.items() if key not in ("default", "presets")}
-    _merge(tree, common, origins, "the file, for all presets")
+    bodies = {"the file, for all presets": common}
     for name in _lineage(presets, preset, file):
-        body = {k: v for k, v in presets[name].items() if k != "extends"}
-        _merge(tree, body, origins, f"preset {name}")
+        bodies[f"preset {name}"] = {k: v for k, v in presets[name].items() if k != "extends"}
+    vouch_for(file.absolute(), _trusted(list(bodies.values())))  # before tables meet: sections are a kind's
+    for origin, body in bodies.items():
+        _merge(tree, body, origins, origin)
     tree["preset"] = preset
     origins["preset"] = "the command line, or by hardware"
     _absolute_paths(tree, file.absolute().parent)
@@ -71,7 +73,6 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
         if from_file.get(name) != value:
             raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
     _absolute_paths(tree, Path.cwd())
-    vouch_for(file.absolute(), _trusted(tree))
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
@@ -109,9 +110,9 @@ def _what_may_run(tree: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _trusted(tree: Mapping[str, Any]) -> list[str]:
+def _trusted(bodies: Sequence[Mapping[str, Any]]) -> list[str]:
     """The modules that the file trusts, as far as it says so rightly: what is wrong is told with all that is."""
-    found = tree.get("trusted_modules", ())
+    found = next((body["trusted_modules"] for body in reversed(bodies) if "trusted_modules" in body), ())
     return [module for module in found if isinstance(module, str)] if isinstance(found, list) else []
 
 
@@ -258,8 +259,11 @@ def _merge(
 def _in_sections(table: Mapping[str, Any], below: Any) -> Mapping[str, Any]:
     """A stage's table by full names; its kind is its own, or that of the layers below it."""
     kind = table.get("kind") or (below.get("kind") if isinstance(below, Mapping) else None)
-    found = known().get(str(kind))  # of an own kind, nanodag.config.pipeline does it
-    return in_sections(found.config, table) if found is not None else table
+    try:
+        found = find_kind(str(kind))
+    except ConfigError:  # is told with all that is wrong
+        return table
+    return in_sections(found.config, table)
 
 
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:

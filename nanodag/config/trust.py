@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag import registry
-from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
@@ -38,7 +37,7 @@ def check_forms(pipeline: Pipeline, file: Path) -> None:
     """Raise ConfigError for a benchmark's form that is a YAML file from elsewhere: such a file names functions, which
     are imported from beside it."""
     for name, stage in pipeline.stages.items():
-        for benchmark in stage.benchmarks if isinstance(stage, EvalStage) else ():
+        for _, benchmark in found_in(stage, BenchmarkConfig):
             form = benchmark.form
             of_lm_eval = form.startswith("lm_eval:")
             parts = Path(form.removeprefix("lm_eval:")).parts
@@ -62,16 +61,11 @@ def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
         if ":" in source.adapter:
             yield f"adapter of {source.url}", source.adapter
     for name, stage in pipeline.stages.items():
-        if isinstance(stage, RLStage):
-            for function in functions_in(stage):
-                yield f"stage {name}", function
+        for _, entry in entries_in(stage):
+            if entry.own_function:
+                yield f"stage {name}", entry.own_function
 
 
 def sources_in(value: Any) -> list[SourceConfig]:
     """Every source that a config names, at any depth."""
     return [source for _, source in found_in(value, SourceConfig)]
-
-
-def functions_in(stage: Any) -> list[str]:
-    """The functions of the user's own that a stage names, as `package.module:function`, wherever in it."""
-    return [own for _, one in entries_in(stage) if (own := one.own_function)]

@@ -16,12 +16,13 @@ from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.trust import functions_in, sources_in
+from nanodag.config.rl_entries import entries_in
+from nanodag.config.trust import sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.model.import_model import model_identity
-from nanodag.own_code.find import required_file
+from nanodag.own_code.find import file_of, required_file
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
@@ -116,8 +117,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
             sources[source.url] = open_source(source.url, mirror).identity()
         if ":" in source.adapter:
             sources[source.adapter] = code_identity(source.adapter)
+    sources |= own_entries(stage)
     if isinstance(stage, RLStage):
-        sources |= {name: code_identity(name) for name in functions_in(stage)}
         folders = [
             model for model in (stage.algorithm.teacher.model, stage.algorithm.critic.model) if model.startswith("/")
         ]
@@ -128,7 +129,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources[stage.model] = model_identity(stage.model, mirror)
     kind = find_kind(stage.kind)
     if ":" in stage.kind:
-        sources[stage.kind] = code_identity(stage.kind) | {"worker": code_identity(kind.module)}
+        sources[stage.kind] = code_identity(stage.kind) | {"worker": worker_identity(kind.module)}
     key = stage_key(
         kind=stage.kind,
         code_version=kind.code_version,
@@ -137,6 +138,18 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources={},
     )
     return key, sources
+
+
+def own_entries(stage: AnyStage) -> dict[str, Any]:
+    """What names each function of the user's own in a key, by the entry's name, as `process:my_module:my_function`."""
+    found = [entry for _, entry in entries_in(stage) if entry.own_function]
+    return {entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in found}
+
+
+def worker_identity(module: str) -> list[dict[str, Any]]:
+    """What names a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
+    inner = f"{module}.__main__"
+    return [code_identity(name) for name in (module, inner) if name == module or file_of(name) is not None]
 
 
 def code_identity(function: str) -> dict[str, Any]:

@@ -72,6 +72,10 @@ class Checks:
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
+        if not isinstance(stage, RLStage):
+            for where, one in entries_in(stage):
+                if one.own_function:
+                    self._try(f"{name}.{where}", f"{one.kind} {one}", partial(self._import, one.own_function))
         for label, wanted, sources in _mixtures(stage):
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):

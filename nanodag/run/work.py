@@ -41,6 +41,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
             "preset": run.pipeline.preset,
             "mirror": run.pipeline.mirror,
             "code": str(run.code_path),
+            "trusted_modules": list(run.pipeline.trusted_modules),
             "composed": run.composed,
             **_cluster_context(run.pipeline, config),
         },

@@ -4,7 +4,7 @@ import pytest
 
 from nanodag.cli.show import explain_setting
 from nanodag.config import resolve
-from nanodag.config.kinds import known
+from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.reference import COMMAND, models_in, reference, setting, words_of
 from nanodag.config.rl_entries import EntryConfig
@@ -27,7 +27,7 @@ def classes(model=Pipeline, found=None):
 
 def test_every_setting_has_words():
     models = classes()
-    for kind in known().values():
+    for kind in shipped().values():
         classes(kind.config, models)
     fields = [(model, name, field) for model in models for name, field in model.model_fields.items()]
     assert len(fields) > 300
@@ -39,15 +39,15 @@ def test_the_reference_in_docs_is_what_the_classes_say():
     assert found == reference(), f"stale; run: {COMMAND}"
 
 
-@pytest.mark.parametrize("kind", known())
+@pytest.mark.parametrize("kind", shipped())
 def test_no_two_settings_of_a_stage_have_one_short_name(kind):
-    stage = known()[kind].config
+    stage = shipped()[kind].config
     names = [*stage.model_fields, *(name for section in sections_of(stage).values() for name in section.model_fields)]
     assert sorted(set(names)) == sorted(names)
 
 
 def test_options_with_a_setting_of_their_own_name_one_that_exists():
-    fields = known()["rl"].config.model_fields["algorithm"].annotation.model_fields
+    fields = shipped()["rl"].config.model_fields["algorithm"].annotation.model_fields
     for model in EntryConfig.__subclasses__():
         for name in model.settings.values():
             first, _, last = name.partition(".")

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.worker import devices as module
 from nanodag.worker.devices import Devices, devices_for, hold, named_gpus, num_gpus_of
@@ -121,8 +123,8 @@ def test_more_gpus_than_there_are_is_an_error_and_no_smaller_number(monkeypatch)
 
 def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
     def rl(num_ranks, nodes=1, **sampler):
-        resources = SimpleNamespace(num_ranks=num_ranks, nodes=nodes)
-        return SimpleNamespace(kind="rl", resources=resources, sampler=SimpleNamespace(**sampler))
+        resources = Resources(num_ranks=num_ranks, nodes=nodes, device="cuda")
+        return RLStage.model_construct(resources=resources, sampler=SimpleNamespace(**sampler))
 
     assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2)) == 4
     assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2)) == 4

@@ -174,7 +174,7 @@ def test_what_an_own_kind_says_of_itself_is_checked_as_of_ours(merge, override, 
     ("kind", "said"),
     [
         ("os:path", "kind: 'os:path' names os, a module of Python's own"),
-        ("nowhere:KIND", "kind: 'nowhere:KIND' cannot be had: there is no module nowhere beside"),
+        ("nowhere:KIND", "kind names 'nowhere:KIND': there is no module nowhere beside"),
         ("yaml:KIND", "kind names 'yaml:KIND', and the module yaml neither stands beside"),
         ("broken:KIND", "the kind 'broken:KIND' cannot be imported: ZeroDivisionError"),
         ("broken_too:KIND", "the kind 'broken_too:KIND' must be a nanodag.config.kind.Kind; found 5"),
@@ -213,5 +213,67 @@ def test_a_kind_whose_worker_is_not_there_is_found_before_anything_starts(merge)
     checks = Checks(resolve(merge / "pipeline.yaml").pipeline, merge / "doing")
     checks.stage("merged")
     [fault] = checks.faults
-    assert fault.startswith("merged.kind: there is no module mergin beside the pipeline file")
+    assert fault.startswith("merged.kind: mergin: there is no module mergin beside the pipeline file")
     assert str(merge / "astray.py") in checks.relied_on
+
+
+SCORER = """
+from nanodag.config.kind import Kind
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.rl_entries import RewardConfig
+from nanodag.config.stage_base import StageBase
+
+class ScoreStage(StageBase):
+    reward: RewardConfig = RewardConfig(name="exact")
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+
+KIND = Kind(name="score", config=ScoreStage, module="scoring_work")
+"""
+
+
+@pytest.fixture
+def scorer(project, monkeypatch):
+    """A project with a stage of an own kind that names a reward, and its worker, a package."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = f"scoring_{project.parent.name}".replace("-", "_")  # Python keeps a module by its name
+    (project / f"{name}.py").write_text(SCORER)
+    (project / "scoring_work").mkdir()
+    for file in ("__init__.py", "__main__.py"):
+        (project / "scoring_work" / file).write_text("")
+    (project / "my_r.py").write_text("def f(): ...")
+    stage = {"kind": f"{name}:KIND", "resources": {"threads": 2}}
+    write(project, {"tokenizer": STAGES["tokenizer"], "scored": stage})
+    return project
+
+
+def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_those_of_ours(scorer):
+    with pytest.raises(ConfigError, match="yaml neither stands beside"):
+        resolve(scorer / "pipeline.yaml", "tiny", ["scored.reward=yaml:load"])
+    form = [{"name": "x", "form": "/elsewhere/form.yaml"}]
+    with pytest.raises(ConfigError, match="lies elsewhere"):
+        resolve(scorer / "pipeline.yaml", "tiny", [f"scored.benchmarks={json.dumps(form)}"])
+    run = open_run("r", file="", preset="tiny", overrides=["scored.reward=my_r:f"])
+    stage = run.pipeline.stages["scored"]
+    keys = [key_of(run, stage, {})[0]]
+    for changed in ("my_r.py", "scoring_work/__main__.py"):
+        (scorer / changed).write_text("def f(): return 1")
+        keys.append(key_of(run, stage, {})[0])
+    assert len(set(keys)) == 3
+
+
+def test_a_short_name_means_the_setting_of_an_own_kind_in_the_first_process_that_reads_it(scorer):
+    found = resolve(scorer / "pipeline.yaml", "tiny", ["scored.threads=1"])
+    assert found.pipeline.stages["scored"].resources.threads == 1
+    assert found.origins["scored.resources.threads"] == "override"
+
+
+def test_a_job_imports_no_kind_that_the_pipeline_does_not_trust(tmp_path, monkeypatch):
+    """The stages that a report is over come from manifests, which others may have written."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "evilmod.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path / "evil"))
+    job = {"name": "report", "run": "r", "config": {"kind": "report"}, "inputs": {}, "workspace": str(tmp_path)}
+    job["context"] = {"code": str(tmp_path), "stages": {"x": {"kind": "evilmod:KIND"}}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    read_job(tmp_path / "job.json")
+    assert recorded_kind("evilmod:KIND").makes == "nothing"

@@ -104,10 +104,10 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     assert state.is_failed() and "diverged: TrainingDiverged: loss is nan" in state.message
     stages = record_of("r", project).stages
     assert (stages["tokenizer"].state, stages["tokenizer"].made.cost["num_attempts"]) == ("built", 2)
-    assert stages["sft"]["state"] == "failed"
+    assert stages["sft"].state == "failed"
     shown = [a.data for a in artifacts_of(state.state_details.flow_run_id) if "# sft of r failed" in str(a.data)]
     assert len(shown) == 1
-    assert f"[{stages['sft']['workspace']}](file://{stages['sft']['workspace']})" in shown[0]
+    assert f"[{stages['sft'].workspace}](file://{stages['sft'].workspace})" in shown[0]
     assert "What to do: " in shown[0] and "Traceback" in shown[0]
 
 

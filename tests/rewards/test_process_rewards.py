@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
@@ -17,7 +16,7 @@ from nanodag.rl.advantages.process import process_grpo, step_rewards
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread
 from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
-from nanodag.run.build_stage import code_identity
+from nanodag.run.build_stage import own_entries
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.models import rollout
@@ -170,8 +169,8 @@ def test_what_has_no_meaning_for_steps_is_refused(values, message):
 
 def test_a_stages_key_knows_the_function_that_scores_steps(functions):
     stage = RLStage.of(kind="rl", data=["file:x"], reward="process:my_steps:lines")
-    assert functions_in(stage) == ["my_steps:lines"]
-    assert code_identity("my_steps:lines")["sha256"] == code_identity("my_steps:letters")["sha256"]
+    known = own_entries(stage)
+    assert list(known) == ["process:my_steps:lines"] and known["process:my_steps:lines"]["sha256"]
 
 
 def credited(job, step: int) -> list[tuple[Rollout, list[float]]]:

@@ -122,7 +122,7 @@ def test_a_teacher_with_another_tokenizer_or_too_short_a_context_is_refused_befo
         TeacherServer(teacher.url, folders["a"], context=65)
     other = save_tiny_model(tmp_path / "other", vocabulary=300)
     save_tokenizer({**BYTES, b"qu": 256}, other)
-    with pytest.raises(ConfigError, match="has another tokenizer than the policy: 11 tokens differ"):
+    with pytest.raises(ConfigError, match="has another tokenizer than the policy: it differs in 11 tokens"):
         TeacherServer(teacher.url, other, context=64)
 
 

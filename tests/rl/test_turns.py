@@ -12,7 +12,6 @@ import pytest
 
 from nanodag.config import result_config
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.trust import functions_in
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
@@ -20,7 +19,7 @@ from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
-from nanodag.run.build_stage import code_identity, with_identities
+from nanodag.run.build_stage import own_entries, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
@@ -390,7 +389,12 @@ def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path
         reward={"mine_reward:f": 1.0, "group:mine_reward:g": 1.0, "remote:http://h/": 0.5, "f1": 0.5},
         filters=[],
     )
-    assert sorted(functions_in(stage)) == ["group:mine_reward:g", "mine_reward:f", "mine_turns:f"]
-    sources = {name: code_identity(name) for name in functions_in(stage)}
-    keyed = json.dumps(with_identities(result_config(stage), sources))
-    assert all(source["sha256"] in keyed for source in sources.values()) and "remote:http://h/" in keyed
+    assert sorted(own_entries(stage)) == ["group:mine_reward:g", "mine_reward:f", "mine_turns:f"]
+
+    def keyed():
+        return json.dumps(with_identities(result_config(stage), own_entries(stage)))
+
+    before = keyed()
+    assert "remote:http://h/" in before and before.count('"sha256"') == 3
+    (tmp_path / "mine_reward.py").write_text("def f(): return 2\n")
+    assert keyed() != before

@@ -97,7 +97,7 @@ def test_gc_says_what_would_go_and_removes_it_only_when_told(store, chain, model
     assert code == 0 and B in said and "no run refers to it" in said and "Nothing was removed" in said
     assert store.lookup(B) == useless
     code, said = nanodag("gc", "--yes")
-    assert code == 0 and "11 B freed" in said
+    assert code == 0 and "11 bytes freed" in said
     assert store.lookup(B) is None and store.lookup(A) and store.lookup(C)
     assert "Nothing can go" in nanodag("gc")[1]
     code, said = nanodag("gc", "--keep-best", "accuracy")

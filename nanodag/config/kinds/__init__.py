@@ -73,9 +73,13 @@ def known() -> dict[str, Kind]:
 
 
 def vouch_for(file: Path, modules: Sequence[str]) -> None:
-    """From now on kinds may be named that stand beside this pipeline file, or in these modules."""
+    """From now on kinds may be named that stand beside this pipeline file, or in these modules, and no others."""
     global _voucher
-    _voucher = Voucher(file=file, trusted_modules=tuple(modules))
+    voucher = Voucher(file=file, trusted_modules=tuple(modules))
+    if voucher != _voucher:
+        _voucher = voucher
+        for name in [name for name in _loaded if ":" in name]:
+            del _loaded[name]
 
 
 def _own(name: str) -> Kind:
