@@ -117,11 +117,14 @@ class AlgorithmSection(StageSection):
     aggregation: AggregationConfig = AggregationConfig(name="token")
     """The mean over the loss: by `token`, by `sequence`, or divided by a `constant` (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0)
-    """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low."""
+    """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low. No effect while updates_per_step and
+    epochs_per_step are both 1, as the ratio is then exactly 1."""
     clip_high: float = Field(0.2, gt=0)
-    """Upper clip of ppo_clip, gspo and cispo; the bound is 1 + clip_high."""
+    """Upper clip of ppo_clip, gspo and cispo; the bound is 1 + clip_high. No effect while updates_per_step and
+    epochs_per_step are both 1, as the ratio is then exactly 1."""
     dual_clip: float = Field(0.0, ge=0)
-    """Bound of ppo_clip for negative advantages; 0 for none."""
+    """Bound of ppo_clip for negative advantages; 0 for none. No effect while updates_per_step and epochs_per_step are
+    both 1, as the ratio is then exactly 1."""
     sapo_positive: float = Field(1.0, gt=0)
     """SAPO's temperature for positive advantages."""
     sapo_negative: float = Field(1.05, gt=0)

@@ -55,7 +55,7 @@ class Section(BaseModel):
 
 
 class StageSection(Section):
-    """A section of a stage. Its settings have short names: `rl.clip_high` is `rl.algorithm.clip_high`."""
+    """A section of a stage. Its settings have short names: `pretrain.depth` is `pretrain.shape.depth`."""
 
 
 def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:

@@ -11,7 +11,8 @@ class Resources(StageSection):
     """Where a stage runs."""
 
     num_ranks: Positive | Auto = "auto"
-    """Training processes on all nodes together, one for each GPU."""
+    """Training processes on all nodes together, one for each GPU. `auto`: nodes x gpus_per_node; one a node where
+    gpus_per_node is 0, however many GPUs there are."""
     threads: Positive | Auto = "auto"
     """CPU threads of each process."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
