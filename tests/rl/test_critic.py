@@ -230,7 +230,7 @@ def test_a_critic_or_teacher_that_cannot_read_the_rollouts_is_refused(tmp_path):
     tokens = {bytes([value]): value for value in range(256)}
     save_tokenizer(tokens, policy)
     save_tokenizer({**tokens, b"ab": 256}, other)
-    with pytest.raises(ConfigError, match=r"critic.model .* has another tokenizer than the policy: 11 tokens differ"):
+    with pytest.raises(ConfigError, match=r"critic.model .* has another tokenizer than the policy: it differs in 11 tokens"):
         check_beside("critic.model", other, policy, context=64)
     save_tokenizer(tokens, other)
     check_beside("teacher.model", other, policy, context=990)  # embeddings filled up to another size
