@@ -20,6 +20,8 @@ from pathlib import Path
 
 import yaml
 
+from nanodag.store.run_record import RunRecord
+
 FAKES = Path(__file__).resolve().parent.parent / "tests" / "fakes"
 
 
@@ -77,14 +79,14 @@ def main() -> None:
         report(store.read_run("built"), store.read_run("found"))
 
 
-def report(built: dict, found: dict) -> None:
+def report(built: RunRecord, found: RunRecord) -> None:
     """Print the medians over the stages of a run that built all, and of one that found all."""
-    stages = list(built["stages"].values())
-    start = statistics.median(s["cost"]["start_s"] for s in stages)
-    work = statistics.median(s["cost"]["work_s"] for s in stages)
-    in_task = statistics.median(s["took_s"] - s["cost"]["start_s"] - s["cost"]["work_s"] for s in stages)
-    in_prefect = (built["ended"] - built["started"] - sum(s["took_s"] for s in stages)) / len(stages)
-    found_stage = (found["ended"] - found["started"]) / len(stages)
+    stages = [stage.made for stage in built.stages.values() if stage.made is not None]
+    start = statistics.median(made.cost_of("start_s") for made in stages)
+    work = statistics.median(made.cost_of("work_s") for made in stages)
+    in_task = statistics.median(made.took_s - made.cost_of("start_s") - made.cost_of("work_s") for made in stages)
+    in_prefect = (built.ended - built.started - sum(made.took_s for made in stages)) / len(stages)
+    found_stage = (found.ended - found.started) / len(stages)
     print(f"worker start {1000 * start:6.0f} ms")
     print(f"worker work  {1000 * work:6.0f} ms")
     print(f"in the task  {1000 * in_task:6.0f} ms")

@@ -85,8 +85,15 @@ def with_control(folder: Path) -> Path:
 
 def artifact_of(store: Store, run: str, stage: str) -> Artifact:
     """The artifact that a run's stage took."""
-    entry = store.read_run(run)["stages"][stage]
-    return store.attempt(entry["key"], entry["attempt"])
+    found = store.read_run(run).stages[stage].artifact
+    assert found is not None, f"stage {stage} of run {run} has made nothing"
+    return store.attempt(*found)
+
+
+def seconds_of(store: Store, run: str) -> dict[str, float]:
+    """What each stage of a run took when it was built."""
+    made = {name: stage.made for name, stage in store.read_run(run).stages.items()}
+    return {name: one.cost_of("seconds") for name, one in made.items() if one is not None and "seconds" in one.cost}
 
 
 def floor(store: Store, run: str) -> dict[str, float]:
@@ -183,7 +190,7 @@ def measure(seed: int, folder: Path, benchmark: str, port: int) -> dict[str, Any
             "rl": rl.cost["cpu_seconds"],
             "control": artifact_of(store, control_run, "control").cost["cpu_seconds"],
         },
-        "seconds": {n: e["cost"]["seconds"] for n, e in store.read_run(run)["stages"].items() if "cost" in e},
+        "seconds": seconds_of(store, run),
     }
 
 

@@ -33,8 +33,8 @@ def nanodag(*arguments: str) -> None:
 
 def last_step(store: Store, run: str) -> int:
     """The last step that the stage of a run has written, 0 before the first."""
-    key = store.read_run(run)["stages"][STAGE].get("key", "none")
-    path = store.local / "work" / key / "metrics.jsonl"
+    key = store.read_run(run).stages[STAGE].key
+    path = store.local / "work" / (key or "none") / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return max((_step(line) for line in lines if line.endswith("\n")), default=0)
 
@@ -54,7 +54,7 @@ def wait_until(is_so: Any, *, poll_s: float = 0.05) -> float:
 
 def retried(api: Api, store: Store, run: str) -> float:
     """Cancel the run after some more steps, retry it; seconds from there to the next new step."""
-    flow_run, first = str(store.read_run(run)["flow_run"]), last_step(store, run)
+    flow_run, first = store.read_run(run).flow_run, last_step(store, run)
     wait_until(lambda: last_step(store, run) >= first + STEPS_BETWEEN)
     api.set_state(flow_run, "CANCELLING", "benchmark")
     wait_until(lambda: api.run_state(flow_run)["type"] in FINAL_STATES)
@@ -90,7 +90,7 @@ def main() -> None:
             wait_until(lambda: "retried" in store.runs())
             for _ in range(options.repeats):
                 print(f"Retry to the first new step: {retried(running.api(), store, 'retried'):.1f} s", flush=True)
-            flow_run = str(store.read_run("retried")["flow_run"])
+            flow_run = store.read_run("retried").flow_run
             running.api().set_state(flow_run, "CANCELLING", "benchmark")
             wait_until(lambda: running.api().run_state(flow_run)["type"] in FINAL_STATES)
             time.sleep(IDLE_S)

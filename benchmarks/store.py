@@ -13,8 +13,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from nanodag.store import Store
+from nanodag.store.run_record import Made, RunRecord, StageRecord
 
 STAGES_A_RUN = 10
 COMMANDS = (
@@ -34,7 +36,8 @@ def fill(store: Store, num_artifacts: int, product: Path) -> None:
         (product / f"file-{number}").write_text(str(number) * 100)
     pipeline = {f"option-{number}": number for number in range(250)}
     for run in range(num_artifacts // STAGES_A_RUN):
-        stages, lineage = {}, {}
+        stages: dict[str, StageRecord] = {}
+        lineage: dict[str, dict[str, str]] = {}
         for number in range(STAGES_A_RUN):
             artifact = store.publish(
                 f"{run:08x}{number:02x}".ljust(40, "0"),
@@ -51,11 +54,31 @@ def fill(store: Store, num_artifacts: int, product: Path) -> None:
             )
             about = {"kind": "sft", "key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest}
             lineage = {"model": {"stage": f"s{number}", **about}}
-            stages[f"s{number}"] = {**about, "state": "built", "inputs": {}, "bytes": artifact.num_bytes, "took_s": 1.0}
-        name = f"run-{run:04d}"
-        record = {"run": name, "state": "completed", "reason": "", "preset": "pocket", "revision": "0" * 12}
-        record |= {"created": time.time(), "order": list(stages), "stages": stages, "number": run + 1}
-        store.write_run(name, {**record, "pipeline": pipeline, "origins": {n: "default" for n in pipeline}})
+            made = Made(attempt=artifact.attempt, digest=artifact.digest, num_bytes=artifact.num_bytes, took_s=1.0)
+            stages[f"s{number}"] = StageRecord(kind="sft", state="built", key=artifact.key, made=made)
+        store.write_run(_record(run, stages, pipeline))
+
+
+def _record(number: int, stages: dict[str, StageRecord], pipeline: dict[str, Any]) -> RunRecord:
+    now = time.time()
+    return RunRecord(
+        number=number + 1,
+        run=f"run-{number:04d}",
+        created=now,
+        started=now,
+        ended=now,
+        state="completed",
+        file="/none/pipeline.yaml",
+        preset="pocket",
+        overrides=(),
+        pipeline=pipeline,
+        origins={name: "default" for name in pipeline},
+        stages=stages,
+        revision="0" * 12,
+        flow_run="",
+        pid=1,
+        pid_started=-1.0,
+    )
 
 
 def measured(command: tuple[str, ...], folder: Path) -> tuple[float, float]:

@@ -24,6 +24,19 @@ from nanodag.own_code.functions import function_at
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
 ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts")  # folders of this package that hold entries
 REQUIRED = "required"
+# What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
+CALLED_WITH: Mapping[str, tuple[str, ...]] = {
+    "advantage": ("rewards", "group_ids", "num_tokens"),
+    "policy_loss": ("trainer_logprobs", "old_logprobs", "advantages", "mask", "sequence_ids"),
+    "aggregation": ("mask", "sequence_ids", "totals"),
+    "kl": ("trainer_logprobs", "reference_logprobs"),
+    "correction": ("old_logprobs", "sampler_logprobs", "mask", "sequence_ids"),
+    "reward": ("prompt", "completion"),
+    "group": ("prompt", "completions"),
+    "process": ("prompt", "completion"),
+    "generate": ("sampler", "sample"),
+    "filter": ("group",),
+}
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +45,8 @@ Argument = Literal["", "url", "function", "folder"]
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A keyword-only parameter. type: as it is written. default: likewise, REQUIRED where there is none."""
+    """A keyword-only parameter; of a user's own function also one after those that it is called with. type: as it is
+    written. default: likewise, REQUIRED where there is none."""
 
     type: str
     default: str
@@ -166,7 +180,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
     if options is None:
         return made
-    _check_options(kind, name, options, _options_of(function))
+    _check_options(kind, name, options, _options_of(kind, function))
     if not options:
         return made
     if made is not function:  # an object that holds the user's function
@@ -178,7 +192,7 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
 def options_taken(kind: str, name: str) -> set[str] | None:
     """The names of the options of an entry; of a user's own function, which is imported for it, None for any."""
     found = find(kind, name)
-    takes = found.options if found is not None else _options_of(_imported(kind, name))
+    takes = found.options if found is not None else _options_of(kind, _imported(kind, name))
     return None if takes is None else set(takes)
 
 
@@ -211,20 +225,22 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
         raise ConfigError(_wrong_options(kind, name, "needs an option, or it would drop nothing", takes))
 
 
-def _options_of(function: Callable[..., Any]) -> dict[str, Option] | None:
+def _options_of(kind: str, function: Callable[..., Any]) -> dict[str, Option] | None:
     """Of a function that is imported; None where any are taken, or where it does not say."""
     if inspect.isclass(function):  # made with the argument alone
         return {}
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # written in C
         return None
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
+    called_with = parameters[: len(CALLED_WITH[kind])]
     return {
         one.name: Option(type="any", default=REQUIRED if one.default is one.empty else repr(one.default))
         for one in parameters
-        if one.kind is one.KEYWORD_ONLY or (one.kind is one.POSITIONAL_OR_KEYWORD and one.default is not one.empty)
+        if one.kind is one.KEYWORD_ONLY
+        or (one.kind is one.POSITIONAL_OR_KEYWORD and (one.default is not one.empty or one not in called_with))
     }
 
 

@@ -1,4 +1,5 @@
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,14 @@ def test_constraints_name_no_place():
     for line in (PROJECT / "constraints.txt").read_text().splitlines():
         assert line.startswith("#") or line.count("==") == 1, line
         assert "/" not in line and "@" not in line, line
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "nanodag").rglob("__init__.py")), ids=lambda file: file.parent.name)
+def test_files_that_a_package_names_are_there(file):
+    """`name.py` anywhere in the docstring, and the names of a table of modules: `name   what it is`."""
+    words = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    named = {*re.findall(r"(?<![\w/])(\w+)\.py\b", words), *re.findall(r"^(\w+) {2,}\S", words, re.MULTILINE)}
+    assert not {name for name in named if not (file.parent / f"{name}.py").exists()}
 
 
 def never_run(tree: ast.Module) -> Iterator[str]:

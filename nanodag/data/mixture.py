@@ -35,7 +35,7 @@ class Mixture:
     With weights it is endless, and shares count UTF-8 bytes of text (rows for prompts). With epochs it ends when each
     source has had its passes, spread evenly over the whole; repeat=True begins again, in another order, without end.
     once=True ends it after one pass over each source: shares by weight hold until a source is through. part: rows with
-    a held-out score (records.py) below a source's `held_out` fraction are the held-out part, all others for training.
+    a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part, all others for training.
 
     Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
     record for this part and rank, and when lengths are needed and not known.

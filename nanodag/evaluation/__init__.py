@@ -7,9 +7,16 @@ Writes into output/ (the same bytes for the same job):
     samples/<benchmark>.jsonl    one item a line: id, scores by metric, prompt, output or logprobs, target; `weight`
                                  where items do not count alike. What nanodag.evaluation.paired compares.
 
-harness       YAML forms, one lm-eval run a benchmark, its records
-items         a benchmark's items out of our sources; continuation: made out of held-out text
-checkpoint    the model as lm-eval sees it; scoring: log-probabilities; generation: texts by the embedded sampler
-answers       how answers are scored
-intervals     mean, standard error, 95 % interval; paired: two checkpoints on the same items
+harness              one lm-eval run a benchmark, its records
+forms                which YAML form a config names
+items                a benchmark's items out of our sources
+continuation         the same made out of held-out text
+evaluated_model      the model as lm-eval sees it
+scoring              log-probabilities
+checkpoint_sampler   texts by the embedded sampler
+answers              how answers are scored
+core                 CORE: 22 in-context tasks as one number
+intervals            mean, standard error, 95 % interval
+paired               two checkpoints on the same items
+ngrams               what a base model must beat
 """

@@ -22,6 +22,7 @@ from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
+from nanodag.model.headers import faults_of_config
 
 if TYPE_CHECKING:
     from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
@@ -65,7 +66,8 @@ class EvaluatedModel(TemplateLM):
         self._max_new_tokens = max_new_tokens
         self._on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self.max_positions = read_checkpoint(folder).architecture.max_positions
+        with faults_of_config():
+            self.max_positions = read_checkpoint(folder).architecture.max_positions
         self._bos = bos
         if bos == "always" and self.tokenizer.bos_token_id is None:
             raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")

@@ -161,7 +161,7 @@ class SamplerClient:
         await self._call("POST", "/end_weight_update", {})
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        """Of the weights that it holds, by tensor name; one dict for each of its ranks. See ``fingerprints.py``."""
+        """Of the weights that it holds, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
         answer = from_json(await self._call("POST", "/weights_checker", {"action": "checksum"}))
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 

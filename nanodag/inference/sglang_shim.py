@@ -25,8 +25,11 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in SGLang's environment
-from nanodag.inference.server_environment import end_with_starter, take_token
+_ROOT = str(Path(__file__).resolve().parents[2])  # where nanodag is: not installed in SGLang's environment
+_WAS_THERE = _ROOT in sys.path
+if not _WAS_THERE:
+    sys.path.append(_ROOT)
+from nanodag.inference.server_environment import end_with_starter, take_token  # noqa: E402 - it is found by that path
 
 CPU_VARIABLE = "NANODAG_SGLANG_CPU"
 STAND_IN = "sgl_kernel"
@@ -102,7 +105,8 @@ if os.environ.get(CPU_VARIABLE) == "1":
 if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
     end_with_starter()
     _listen_on_its_address_only()
-sys.path.pop()
+if not _WAS_THERE:
+    sys.path.remove(_ROOT)  # by its name: what was imported since may have added others
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class UpdateWeightsBody(Wire):
 
 
 class WeightsCheckerBody(Wire):
-    """POST /weights_checker. ``checksum``: a fingerprint of every tensor (``fingerprints.py``)."""
+    """POST /weights_checker. ``checksum``: a fingerprint of every tensor (``sampler/fingerprints.py``)."""
 
     action: Literal["checksum"] = "checksum"
 

@@ -17,7 +17,7 @@ from nanodag.errors.words import counted
 from nanodag.model.architecture import Architecture, read_checkpoint, read_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
-from nanodag.model.headers import INDEX, weight_files
+from nanodag.model.headers import INDEX, faults_of_config, weight_files
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SHARD_BYTES = 4 << 30
@@ -32,10 +32,12 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+@faults_of_config()
 def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False) -> Decoder:
     """The model in a Hugging Face directory, in float32 on CPU.
 
-    Raises ConfigError when its architecture is not built here or a tensor is missing, unknown or of another shape.
+    Raises ConfigError when its architecture is not built here, its weights are no safetensors, or a tensor is missing,
+    unknown or of another shape.
     """
     architecture = read_checkpoint(folder).architecture
     model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)

@@ -3,13 +3,24 @@
 import json
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from nanodag.errors import BadRequest
+from nanodag.errors import BadRequest, ConfigError
 from nanodag.host.regular import exists
 from nanodag.model.architecture import read_json
 
 INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def faults_of_config() -> Iterator[None]:
+    """A folder that cannot be read, as ConfigError: a stage was given it, and no sampler has refused a request."""
+    try:
+        yield
+    except BadRequest as error:
+        raise ConfigError(str(error)) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -37,16 +37,10 @@ from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of, required_file
 from nanodag.own_code.functions import function_at
+from nanodag.registry import CALLED_WITH
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
-# How functions of the user's own are called, positionally.
-_CALLED_WITH = {
-    "reward": ("prompt", "completion"),
-    "group": ("prompt", "completions"),
-    "process": ("prompt", "completion"),
-    "advantage": ("rewards", "group_ids", "num_tokens"),
-}
 
 
 class Checks:
@@ -218,12 +212,14 @@ class Checks:
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path = entry.own_function
         function = self._import(path)
-        stage.algorithm.load(entry)
-        prefix = entry.name.partition(":")[0] if path != entry.name else entry.kind
-        if (arguments := _CALLED_WITH.get(prefix)) is None:
-            return
+        loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
+        prefix = entry.name.partition(":")[0] if path != entry.name else ""
+        arguments = CALLED_WITH[prefix or entry.kind]
         try:
-            inspect.signature(function).bind(*arguments, **entry.options)
+            if prefix:
+                inspect.signature(function).bind(*arguments, **entry.options)
+            else:
+                inspect.signature(loaded).bind(*arguments)
         except TypeError as error:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say

@@ -1,8 +1,8 @@
 """The embedded sampler's HTTP application: SGLang's endpoints over one engine.
 
-The event loop parses, validates and answers; the engine runs in a thread of its own (``loop.py``). A body that is wrong
-in any way is answered with 400 and a reason in JSON, and nothing else happens. A client that goes away takes its
-requests with it.
+The event loop parses, validates and answers; the engine runs in a thread of its own (``engine_loop.py``). A body that
+is wrong in any way is answered with 400 and a reason in JSON, and nothing else happens. A client that goes away takes
+its requests with it.
 """
 
 import asyncio

@@ -11,6 +11,7 @@ from nanodag.config import AnyStage, Pipeline, order_of, resolve
 from nanodag.config.document import parse_yaml
 from nanodag.config.kind import SCORES
 from nanodag.config.kinds import find_kind
+from nanodag.config.pipeline import full_path
 from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
@@ -60,11 +61,16 @@ def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[Poin
         raise ConfigError(f"The grid has {len(combined)} points; {MAX_POINTS} is the limit. Split it.")
     made = []
     for number, overrides in enumerate(combined, start=1):
-        values = dict(_split(text) for text in overrides)
-        if len(values) < len(overrides):
-            raise ConfigError(f"Point {number} sets an option twice: {', '.join(overrides)}.")
-        made.append(Point(number=number, overrides=overrides, values=values))
+        made.append(Point(number=number, overrides=overrides, values=dict(_split(text) for text in overrides)))
+        _check_once(made[-1], {})
     return made
+
+
+def _check_once(point: Point, stages: Mapping[str, AnyStage]) -> None:
+    """Raise ConfigError for a point that sets an option twice: by the same name, or by its short and its full one."""
+    names = {full_path(stages, _split(text)[0]) for text in point.overrides}
+    if len(names) < len(point.overrides):
+        raise ConfigError(f"Point {point.number} sets an option twice: {', '.join(point.overrides)}.")
 
 
 def make_sweep(
@@ -78,6 +84,7 @@ def make_sweep(
     points = points_of(grid, listed)
     base = resolve(file, preset, overrides).pipeline
     for point in points:
+        _check_once(point, base.stages)
         for name in point.values:
             if name.partition(".")[0] in SETTINGS:
                 raise ConfigError(f"{name!r} belongs to the sweep as a whole; give it beside the grid, not in it.")

@@ -45,6 +45,12 @@ MODULE = """
     async def generate(sampler, sample):
         return sample
 
+    def loss(trainer, old, advantages, mask, ids, clip_low, clip_high):
+        return advantages
+
+    def short_loss(trainer, old, clip_low=0.2):
+        return trainer
+
     def plain_generate(sampler, sample):
         return sample
 """
@@ -97,7 +103,8 @@ def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
     own = ["rl.reward=mine_pf:reward", "rl.filters=[{name: 'mine_pf:drop', options: {lowest: 1}}]"]
     data = ["rl.data=['python:mine_pf:rows']", "rl.data=[{url: 'python:mine_pf:rows', adapter: problem}]"]
     more = ["rl.generate=mine_pf:generate", "rl.inputs={model: model}", "rl.lora_rank=64"]
-    assert faults(folder, *own, *data, *more) == []
+    loss = ["rl.policy_loss=mine_pf:loss", "rl.clip_low=0.1"]
+    assert faults(folder, *own, *data, *more, *loss) == []
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,10 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.advantage=mine_pf:reward",
          "rl.algorithm.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many "
          "positional arguments"),
+        ("rl.policy_loss=mine_pf:short_loss", "rl.algorithm.policy_loss: mine_pf:short_loss is called with "
+         "(trainer_logprobs, old_logprobs, advantages, mask, sequence_ids): too many positional arguments"),
+        ("rl.correction=mine_pf:short_loss", "rl.algorithm.correction: mine_pf:short_loss is called with "
+         "(old_logprobs, sampler_logprobs, mask, sequence_ids): too many positional arguments"),
         ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
         ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
         ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]",

@@ -3,9 +3,13 @@
 import json
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
-from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes
+from nanodag.errors import BadRequest, ConfigError
+from nanodag.model.folder import load
+from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.rl.control.services import ModelFacts
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,)}
 
@@ -28,3 +32,22 @@ def test_a_tied_embedding_is_the_head_and_counts_once(tmp_path):
 
 def test_an_embedding_beside_a_head_does_not_count(tmp_path):
     assert matrix_parameters(write(tmp_path / "untied", {**SHAPES, "lm_head.weight": (10, 4)})) == 40 + 24
+
+
+CONFIG = {
+    **{"model_type": "qwen3", "vocab_size": 10, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1},
+    **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 8},
+    **{"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("read", [load, ModelFacts.read])
+def test_a_folder_without_safetensors_is_the_configs_fault_for_a_stage_and_a_bad_request_for_a_sampler(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors"):
+        read(tmp_path)
+    with pytest.raises(BadRequest, match=r"holds neither model\.safetensors"):
+        weight_files(tmp_path)

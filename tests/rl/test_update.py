@@ -145,6 +145,38 @@ def test_a_loss_of_ones_own_gets_its_options_and_the_settings_that_it_names():
     assert metrics["ratio"] == 0.25
 
 
+def plain_loss(trainer, old, advantages, mask, ids, clip_low, clip_high):
+    return PolicyLoss(values=-advantages * trainer, ratio=torch.full_like(old, clip_low + clip_high), clipped=mask)
+
+
+@pytest.mark.parametrize(("values", "seen"), [({}, 0.4), ({"clip_low": 0.5, "clip_high": 0.25}, 0.75)])
+def test_a_loss_of_ones_own_may_name_settings_as_ordinary_parameters(values, seen):
+    _, _, metrics = loss_of(policy_loss=f"{__name__}:plain_loss", **values)
+    assert metrics["ratio"] == pytest.approx(seen)
+
+
+def discounted(rewards, group_ids, num_tokens, gamma):
+    return rewards * gamma
+
+
+def test_an_advantage_of_ones_own_may_name_settings_as_ordinary_parameters():
+    algorithm = RLStage.of(kind="rl", data=["file:x"], advantage=f"{__name__}:discounted").algorithm
+    assert algorithm.load(algorithm.advantage)(2.0, None, None) == 2.0
+
+
+def test_an_ordinary_parameter_that_no_setting_fills_is_an_option():
+    own = {"name": f"{__name__}:own_weights", "options": {"scale": 3}}
+    algorithm = RLStage.of(kind="rl", data=["file:x"], aggregation=own).algorithm
+    assert algorithm.aggregation.load()(2.0, None, None) == 6.0
+    algorithm = RLStage.of(kind="rl", data=["file:x"], aggregation=own["name"]).algorithm
+    with pytest.raises(ConfigError, match="needs the option 'scale'; it takes scale"):
+        algorithm.aggregation.load()
+
+
+def own_weights(mask, sequence_ids, totals, scale):
+    return mask * scale
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -10,6 +10,7 @@ import pytest
 from nanodag.host.folders import PROJECT
 from nanodag.inference.server_environment import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
 from nanodag.inference.sglang_process import SHIM
+from nanodag.inference.sglang_shim import CPU_VARIABLE
 from tests.fault.processes import is_running, wait_until
 
 # A server spawns its part as SGLang does; what the part imports says who it is, and then takes for ever.
@@ -69,3 +70,14 @@ def test_a_part_of_a_server_that_is_killed_while_the_part_starts_ends_too(server
 def test_what_sglangs_environment_loads_of_nanodag_needs_the_standard_library_alone():
     code = f"import sys; sys.path.append({str(PROJECT)!r}); import nanodag.inference.server_environment"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_path_is_left_as_it_was_but_for_what_others_have_added(tmp_path, is_there):
+    added = "import sys; sys.path.append('/added')"
+    (tmp_path / "torch.py").write_text(f"from unittest.mock import Mock\nlibrary = Mock()\n{added}\n")
+    code = f"import sys, runpy; before = list(sys.path); runpy.run_path({str(SHIM)!r}, run_name='part')\n"
+    code += "assert sys.path == [*before, '/added'], sys.path"
+    path = os.pathsep.join([str(tmp_path), *([str(PROJECT)] if is_there else [])])
+    environment = {"PYTHONPATH": path, CPU_VARIABLE: "1"}
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, cwd=tmp_path, env=environment)

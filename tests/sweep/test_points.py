@@ -82,3 +82,16 @@ def test_points_that_come_to_the_same_config_are_one_stage(file):
 def test_a_wrong_sweep_is_refused_before_anything_starts(file, grid, listed, stage, said):
     with pytest.raises(ConfigError, match=said):
         make_sweep(file, "tiny", [], grid, listed, stage)
+
+
+def test_a_short_and_a_full_name_of_one_option_set_it_twice(file):
+    document = yaml.safe_load(file.read_text())
+    rl = {"kind": "rl", "inputs": {"model": "sft"}, "data": STAGES["sft"]["data"]}
+    document["presets"]["tiny"]["stages"]["rl"] = rl
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    grid = ["rl.learning_rate=[1e-6,2e-6]", "rl.optimizer.learning_rate=[3e-6]"]
+    with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
+        make_sweep(file, "tiny", [], grid, [], "")
+    with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
+        make_sweep(file, "tiny", [], [], [["rl.optimizer.learning_rate=1e-6", "rl.learning_rate=2e-6"]], "")
+    assert len(make_sweep(file, "tiny", [], grid[:1], [["rl.optimizer.warmup_steps=2"]], "").points) == 2

@@ -1,7 +1,6 @@
 """What the controller works with: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
 
 import hashlib
-import json
 import logging
 import secrets
 import shutil
@@ -20,7 +19,8 @@ from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.model.architecture import read_json
+from nanodag.model.headers import faults_of_config, matrix_parameters, num_elements, tensor_shapes, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -287,9 +287,10 @@ class ModelFacts:
         self.vocab_size = vocab_size
 
     @classmethod
+    @faults_of_config()
     def read(cls, folder: Path) -> "ModelFacts":
-        """From config.json and the headers of the safetensors files. Raises BadRequest where there are none."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
+        config = read_json(folder / "config.json")
         return cls(
             num_parameters=num_elements(tensor_shapes(folder)),
             num_matrix_parameters=matrix_parameters(folder),

@@ -49,7 +49,7 @@ class Credit:
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device, group=group)
         else:
-            self._advantage = config.algorithm.advantage.load()
+            self._advantage = config.algorithm.load(config.algorithm.advantage)
         self._teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
             self._teacher = TeacherServer(teacher.url, inputs["model"], context=config.sampler.context)

@@ -15,6 +15,7 @@ from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
+from nanodag.model.headers import faults_of_config
 from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
@@ -119,7 +120,8 @@ def check_tokens(what: str, tokens: Mapping[str, int], policys: Mapping[str, int
 
 def check_beside(what: str, folder: Path, policy: Path, *, context: int) -> None:
     """Raise ConfigError when a model cannot read the policy's rollouts. what: the setting that names its folder."""
-    own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
+    with faults_of_config():
+        own, others = read_checkpoint(folder).architecture, read_checkpoint(policy).architecture
     tokens = Encoding(folder).token_ids()
     check_tokens(f"{what} {folder}", tokens, Encoding(policy).token_ids())
     if own.vocab_size <= max(tokens.values()):
