@@ -1,4 +1,4 @@
-"""Stages as Prefect tasks: one task for each kind, which carries a stage out and lets Prefect see it.
+"""Stages as Prefect tasks: one task for each kind, which runs a stage and lets Prefect see it.
 
 The store decides what is done, so Prefect caches nothing: a finished stage's task returns in milliseconds, shown as
 Cached. A worker that a signal ended, or that lost its sampler or the network, is started again after a while and goes

@@ -65,7 +65,7 @@ def work(
     restarts: int = 0,
     restarts_left: int = 0,
 ) -> Done:
-    """Wait for a place on this machine, and carry the job out there.
+    """Wait for a place on this machine, and run the job there.
 
     lock: the descriptor of the key's lock, which the worker holds as long as it lives; it comes before the place: who
     holds a place waits for nobody, so no two wait for each other. on_place: entered once the place is there, left when

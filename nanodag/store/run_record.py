@@ -161,7 +161,7 @@ class RunRecord(_Part):
     number: orders runs whatever clocks say; the store gives it. pipeline: the resolved one, as nanodag.config.Pipeline
     dumps it. stages: inputs first. before: what the record that this one replaced kept alive; it stays until the run
     has completed. uses: artifacts that the pipeline names by a path into the store. pid, pid_started: the process that
-    carries the run out, or did.
+    executes the run, or did.
     """
 
     format: Literal[1] = RECORD_FORMAT
@@ -194,7 +194,7 @@ class RunRecord(_Part):
 
     @property
     def is_alive(self) -> bool:
-        """True when the process that carries the run out is there."""
+        """True when the process that executes the run is alive."""
         return self.state == "running" and is_alive(self.pid, self.pid_started)
 
     @property
