@@ -120,7 +120,7 @@ class ServerConfig(Section):
             raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
         if not _is_loopback(self.host) and self.password_file == "none":
             raise ValueError(
-                f"host {self.host!r} can be reached from other machines, and whoever reaches Prefect's server runs "
+                f"host {self.host!r} can be reached from other machines, and who reaches Prefect's server runs "
                 "commands here; set server.password_file"
             )
         if self.database != "sqlite":

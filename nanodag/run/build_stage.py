@@ -78,7 +78,7 @@ def build_stage(
             if (artifact := run.store.lookup(key)) is None:
                 raise StageFailed(
                     f"Stage {name} was built elsewhere, and the store {run.store.url} does not have it under the key "
-                    f"{key[:12]}: whoever builds it must use the same store, data and code."
+                    f"{key[:12]}: the process that builds it must use the same store, data and code."
                 )
         elif artifact is None:
             # As long as another builder may take: to get a device, and then for the stage itself.

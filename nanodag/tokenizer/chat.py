@@ -166,8 +166,8 @@ class TemplateRenderer(ChatRenderer):
             return
         raise SourceError(
             f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has no "
-            "place for them; it takes text alone. Leave out the option `tools` of the source's adapter, write calls "
-            "and results as text, or train a model with a tokenizer of nanodag's, whose template has them."
+            "place for them; it takes text alone. Leave out the option `tools` of the source's adapter, or write "
+            "calls and results as text. The template of a tokenizer that nanodag trained has a place for them."
         )
 
     @cached_property
