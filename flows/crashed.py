@@ -44,9 +44,9 @@ def register(client: SyncPrefectClient) -> None:
             )
         ],
     )
-    found = client.read_automations_by_name(NAME)
-    for one in found[:1]:
-        if any(getattr(one, name) != getattr(automation, name) for name in ("description", "enabled", "trigger")):
-            client.update_automation(one.id, automation)
-    if not found:
+    automations = client.read_automations_by_name(NAME)
+    for existing in automations[:1]:
+        if any(getattr(existing, name) != getattr(automation, name) for name in ("description", "enabled", "trigger")):
+            client.update_automation(existing.id, automation)
+    if not automations:
         client.create_automation(automation)

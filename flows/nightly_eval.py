@@ -61,11 +61,11 @@ def nightly_eval(
         ends = [outcome(night.stages, futures)]  # waits for them
         page = trend(night, evaluated(night, futures), return_state=True)
         if page.is_completed():
-            found: NightFindings = page.result()
-            verdict = nothing_got_worse(found, return_state=True)
+            findings: NightFindings = page.result()
+            verdict = nothing_got_worse(findings, return_state=True)
             ends.append(verdict)
             if not verdict.is_completed() and night.settings.nightly.webhook != "none":
-                ends.append(webhook(night.settings.nightly.webhook, found, return_state=True))
+                ends.append(webhook(night.settings.nightly.webhook, findings, return_state=True))
     failed = [state for state in [*ends, page] if not state.is_completed()]
     return Failed(message="\n".join(state.message or "" for state in failed)) if failed else ends[0]
 

@@ -30,13 +30,13 @@ AMPLITUDE_KEY = "c97dd2acbf306ab7bf54aca0aeb7ffa1"
 
 def without_key(folder: Path) -> int:
     """Empty the key in every script below a folder; how often it was there."""
-    found = 0
+    num_found = 0
     for path in folder.rglob("*.js"):
         text = path.read_text(encoding="utf-8")
         if AMPLITUDE_KEY in text:
-            found += text.count(AMPLITUDE_KEY)
+            num_found += text.count(AMPLITUDE_KEY)
             path.write_text(text.replace(AMPLITUDE_KEY, ""), encoding="utf-8")
-    return found
+    return num_found
 
 
 class OwnPagesOnly:

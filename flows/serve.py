@@ -52,7 +52,7 @@ def main() -> None:
         deployment = flow.to_deployment(deployments.NAMES[flow.name], **made)
         ids[flow.name] = str(runner.add_deployment(deployment))
     with get_client(sync_client=True) as client:
-        end_orphans(client, [UUID(found) for found in ids.values()])
+        end_orphans(client, [UUID(deployment_id) for deployment_id in ids.values()])
     deployments.offer_runs(served_store())
     os.environ[SERVING] = str(os.getpid())
     _write(ready, json.dumps(ids))
@@ -67,11 +67,11 @@ def end_orphans(client: SyncPrefectClient, of: list[UUID]) -> None:
         StateType.CANCELLING: Cancelled(message="What was to end it was killed, and it with that."),
     }
     for kind, end in ends.items():
-        found = client.read_flow_runs(
+        runs = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[kind]))),
             deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=of)),
         )
-        for run in found:
+        for run in runs:
             client.set_flow_run_state(run.id, end, force=True)
 
 

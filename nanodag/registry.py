@@ -105,7 +105,7 @@ def entries_of(kind: str) -> dict[str, Entry]:
 @cache
 def _shipped() -> dict[str, dict[str, Entry]]:
     package = Path(__file__).parent
-    found: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+    entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
     for file in sorted(path for room in ROOMS for path in (package / room).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if "\n@entry(" not in text:
@@ -115,18 +115,18 @@ def _shipped() -> dict[str, dict[str, Entry]]:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "entry":
                     kind, name = map(ast.literal_eval, call.args)
-                    assert name not in found[kind], f"two entries of kind {kind} are called {name}"
-                    found[kind][name] = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
-    return found
+                    assert name not in entries[kind], f"two entries of kind {kind} are called {name}"
+                    entries[kind][name] = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+    return entries
 
 
 def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     options = {}
     if not isinstance(node, ast.ClassDef):
-        for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-            kind = ast.unparse(one.annotation) if one.annotation else "any"
-            options[one.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
+        for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            kind = ast.unparse(parameter.annotation) if parameter.annotation else "any"
+            options[parameter.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
     traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
     return Entry(path=path, words=words, options=options, **traits)
@@ -134,12 +134,12 @@ def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
 
 def names(kind: str) -> tuple[str, ...]:
     """The names of one kind that nanodag ships."""
-    return tuple(name for name, one in entries_of(kind).items() if not one.argument)
+    return tuple(name for name, spec in entries_of(kind).items() if not spec.argument)
 
 
 def is_shipped(path: str) -> bool:
     """Whether `module:function` is an entry of ours."""
-    return any(one.path == path for kind in KINDS for one in entries_of(kind).values())
+    return any(spec.path == path for kind in KINDS for spec in entries_of(kind).values())
 
 
 def find(kind: str, name: str) -> Entry | None:
@@ -149,33 +149,33 @@ def find(kind: str, name: str) -> Entry | None:
     """
     shipped = entries_of(kind)
     prefix, _, argument = name.partition(":")
-    found = shipped.get(prefix if argument else name)
-    if found is not None and bool(found.argument) == bool(argument):
-        _check_argument(kind, prefix, found.argument, argument)
-        return found
+    spec = shipped.get(prefix if argument else name)
+    if spec is not None and bool(spec.argument) == bool(argument):
+        _check_argument(kind, prefix, spec.argument, argument)
+        return spec
     if _is_path(name):
         return None
-    own = ", ".join(names(kind))
+    choices = ", ".join(names(kind))
     raise ConfigError(
-        f"there is no {_said(kind)} {name!r:.80}; choose one of {own}, or name a function of your own as "
+        f"there is no {_said(kind)} {name!r:.80}; choose one of {choices}, or name a function of your own as "
         f"package.module:function.{nearest(name, names(kind))}"
     )
 
 
 def own_function(kind: str, name: str) -> str:
     """`module:function` of the user's own function that a name means, alone or after a prefix; empty for ours."""
-    found = find(kind, name)
-    if found is None:
+    spec = find(kind, name)
+    if spec is None:
         return name
-    return name.partition(":")[2] if found.argument == "function" else ""
+    return name.partition(":")[2] if spec.argument == "function" else ""
 
 
 def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function of an entry; with its options set, where a mapping of them is given. Raises ConfigError for one that
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
-    found = find(kind, name)
+    spec = find(kind, name)
     function = _imported(kind, name)
-    made: Any = function if found is None or not found.argument else function_at(found.path)(name.partition(":")[2])
+    made: Any = function if spec is None or not spec.argument else function_at(spec.path)(name.partition(":")[2])
     if kind == "generate" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
     if options is None:
@@ -191,16 +191,16 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
 
 def options_taken(kind: str, name: str) -> set[str] | None:
     """The names of the options of an entry; of a user's own function, which is imported for it, None for any."""
-    found = find(kind, name)
-    takes = found.options if found is not None else _options_of(kind, _imported(kind, name))
+    spec = find(kind, name)
+    takes = spec.options if spec is not None else _options_of(kind, _imported(kind, name))
     return None if takes is None else set(takes)
 
 
 def _imported(kind: str, name: str) -> Callable[..., Any]:
     """The function of ours or of the user's that a name means, alone or after a prefix; of another prefix, the
     class."""
-    found = find(kind, name)
-    path = own_function(kind, name) or (found.path if found else name)
+    spec = find(kind, name)
+    path = own_function(kind, name) or (spec.path if spec else name)
     try:
         return function_at(path)
     except (ImportError, AttributeError) as error:
@@ -213,13 +213,13 @@ def _imported(kind: str, name: str) -> Callable[..., Any]:
 def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for a name that does not exist, and for options that an entry of ours does not take, or needs
     and is not given. settings: options that have a field of their own, and its name. Imports nothing."""
-    found, settings = find(kind, name), settings or {}
+    spec, settings = find(kind, name), settings or {}
     for option in options:
         if option in settings:
             raise ConfigError(f"{option} of {_said(kind)} {name} is the setting {settings[option]}; set it there.")
-    if found is None or found.argument == "function":
+    if spec is None or spec.argument == "function":
         return  # the function's own signature is asked when it is loaded
-    takes = {key: one for key, one in found.options.items() if key not in settings}
+    takes = {key: parameter for key, parameter in spec.options.items() if key not in settings}
     _check_options(kind, name, options, takes)
     if kind == "filter" and takes and not options:
         raise ConfigError(_wrong_options(kind, name, "needs an option, or it would drop nothing", takes))
@@ -233,14 +233,14 @@ def _options_of(kind: str, function: Callable[..., Any]) -> dict[str, Option] | 
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # written in C
         return None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(arg.kind is arg.VAR_KEYWORD for arg in parameters):
         return None
     called_with = parameters[: len(CALLED_WITH[kind])]
     return {
-        one.name: Option(type="any", default=REQUIRED if one.default is one.empty else repr(one.default))
-        for one in parameters
-        if one.kind is one.KEYWORD_ONLY
-        or (one.kind is one.POSITIONAL_OR_KEYWORD and (one.default is not one.empty or one not in called_with))
+        arg.name: Option(type="any", default=REQUIRED if arg.default is arg.empty else repr(arg.default))
+        for arg in parameters
+        if arg.kind is arg.KEYWORD_ONLY
+        or (arg.kind is arg.POSITIONAL_OR_KEYWORD and (arg.default is not arg.empty or arg not in called_with))
     }
 
 
@@ -249,7 +249,7 @@ def _check_options(kind: str, name: str, options: Mapping[str, Any], takes: Mapp
         return
     if unknown := sorted(options.keys() - takes.keys()):
         raise ConfigError(_wrong_options(kind, name, f"has no option {unknown[0]!r}", takes))
-    if missing := sorted(key for key, one in takes.items() if one.default == REQUIRED and key not in options):
+    if missing := sorted(key for key, option in takes.items() if option.default == REQUIRED and key not in options):
         raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes))
     for key, value in options.items():
         if not takes[key].fits(value):

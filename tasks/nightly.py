@@ -44,11 +44,11 @@ def evaluated(night: Night, futures: Mapping[str, PrefectFuture[StageResult]]) -
 @task(name="trend", **_OPTIONS)
 def trend(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     """Compare with earlier nights; publish the page, and show its tables in Prefect's UI."""
-    found = conclude(night, results)
-    if found.num_scores:
-        text = f"{found.markdown}\nWith plots: `{found.page}`\n"
-        create_markdown_artifact(key="nightly-trend", markdown=text, description=f"Nightly evals, {found.night}")
-    return found
+    findings = conclude(night, results)
+    if findings.num_scores:
+        text = f"{findings.markdown}\nWith plots: `{findings.page}`\n"
+        create_markdown_artifact(key="nightly-trend", markdown=text, description=f"Nightly evals, {findings.night}")
+    return findings
 
 
 @task(name="nothing got worse", **_OPTIONS)

@@ -59,11 +59,11 @@ def submit(
 @cache
 def task_of(kind: str) -> Task[..., Any]:
     """The task of a kind, also of a user's own. It has the kind's name, and its runs have those of their stages."""
-    found = find_kind(kind)
+    definition = find_kind(kind)
 
     @task(
-        name=found.name,
-        description=inspect.getdoc(found.config),
+        name=definition.name,
+        description=inspect.getdoc(definition.config),
         task_run_name="{name}",
         cache_policy=NO_CACHE,
         persist_result=False,
@@ -73,7 +73,7 @@ def task_of(kind: str) -> Task[..., Any]:
     )
     def stage(name: str, run: Run, inputs: dict[str, StageResult], force: bool = False) -> State[StageResult]:
         state = _carried_out(name, run, inputs, force=force)
-        if found.makes == PAGE and state.is_completed():
+        if definition.makes == PAGE and state.is_completed():
             _show_page(run, state.data)
         return state
 
@@ -142,17 +142,17 @@ def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageRes
     Inputs from stages that are not run this time are those of the run's record.
     """
     wanted = run.pipeline.stages[stage].inputs
-    found = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
+    results = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
     for label, source in wanted.items():
         if source in futures:
             futures[source].wait()
             if futures[source].state.is_completed():
-                found[label] = futures[source].result()
-    missing = [source for label, source in wanted.items() if label not in found]
-    if missing and not (found and find_kind(run.pipeline.stages[stage].kind).takes_what_exists):
+                results[label] = futures[source].result()
+    missing = [source for label, source in wanted.items() if label not in results]
+    if missing and not (results and find_kind(run.pipeline.stages[stage].kind).takes_what_exists):
         run.note(stage, state="not run", reason=f"needs {', '.join(missing)}")
         return None
-    return found
+    return results
 
 
 def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResult]]) -> State[Any]:
@@ -181,8 +181,8 @@ def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, forc
     def on_line(line: str) -> None:
         if not is_for_people(line):
             return
-        if found := logs.LINE.fullmatch(line):  # Prefect writes time and level itself
-            logger.log(logging.getLevelNamesMapping()[found["level"]], found["text"])
+        if match := logs.LINE.fullmatch(line):  # Prefect writes time and level itself
+            logger.log(logging.getLevelNamesMapping()[match["level"]], match["text"])
         else:
             logger.info(line)
 
@@ -249,8 +249,8 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     reason, _, rest = str(error).partition("\n")
     head, _, log_lines = rest.partition("\nLast lines of ")
     advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
-    said = [words.markdown(line) for line in (reason, *advice)]
-    lines = [f"# {name} of {run.name} failed", "", said[0], "", *said[1:], ""]
+    paragraphs = [words.markdown(line) for line in (reason, *advice)]
+    lines = [f"# {name} of {run.name} failed", "", paragraphs[0], "", *paragraphs[1:], ""]
     if workspace := run.entry(name).workspace:
         lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
     if log_lines:
@@ -269,7 +269,7 @@ def _table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) ->
     for name, number in flat.items():
         is_score = is_scores and words.is_share(name)
         value, unit = words.measured(name.partition(" ")[0], number, unit="%" if is_score else "")
-        said = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
-        cells = [words.markdown(text[:300]) for text in (said, value, unit)]
+        label = name.removesuffix("_ms").removesuffix("_s").replace("_", " ")
+        cells = [words.markdown(text[:300]) for text in (label, value, unit)]
         rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -53,8 +53,8 @@ def _submit(run: Run, stage: str, futures: Futures) -> bool:
 @task(name="comparison", cache_policy=NO_CACHE, persist_result=False)
 def comparison(sweep: Sweep, run: Run, results: dict[str, StageResult]) -> SweepFindings:
     """Compare the points; publish the page, and show its table in Prefect's UI."""
-    found = conclude(sweep, run, results)
+    findings = conclude(sweep, run, results)
     key = re.sub(r"[^a-z0-9]+", "-", f"sweep-{run.name}".lower()).strip("-")
-    text = f"{found.markdown}\nWith plots: `{found.page}`\n"
+    text = f"{findings.markdown}\nWith plots: `{findings.page}`\n"
     create_markdown_artifact(key=key, markdown=text, description=f"Sweep {run.name}")
-    return found
+    return findings

@@ -149,13 +149,13 @@ def _converse(
         if not line.strip():
             continue
         if line.startswith("/"):
-            told = conversation.command(line)
-            if told is None:
+            reply = conversation.command(line)
+            if reply is None:
                 break
             if is_terminal:
-                console.print(told, style="dim", markup=False)
+                console.print(reply, style="dim", markup=False)
             else:
-                print(told, file=sys.stderr)
+                print(reply, file=sys.stderr)
             continue
         try:
             ids = conversation.ask(line)
@@ -164,11 +164,11 @@ def _converse(
             continue
         if is_terminal:
             console.print("[bold green]model[/bold green]  ", end="")
-        said: list[str] = []
+        pieces: list[str] = []
         with contextlib.suppress(KeyboardInterrupt):  # the answer so far stays part of the conversation
-            runner.run(_stream(client, conversation, ids, said, say))
+            runner.run(_stream(client, conversation, ids, pieces, say))
         say("\n\n" if is_terminal else "\n")
-        conversation.answer("".join(said))
+        conversation.answer("".join(pieces))
     return 0
 
 

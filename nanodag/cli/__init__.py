@@ -34,9 +34,7 @@ def run(
     file: File = "",
     name: Annotated[
         str,
-        typer.Option(
-            "--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time."
-        ),
+        typer.Option("--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time."),
     ] = "",
     stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
     detach: Detach = False,
@@ -122,9 +120,7 @@ def sweep(
         ),
     ] = "",
     detach: Detach = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")] = False,
 ) -> None:
     """Run a stage with many settings, and compare them.
 

@@ -77,26 +77,26 @@ def collect(*, keep_runs: int, keep_days: float, keep_best: Sequence[str], yes: 
     """Print what can go, and with `yes` let it go."""
     console, store = make_console(), open_store(file)
     policy = RetentionPolicy(keep_runs=keep_runs, keep_days=keep_days, best=tuple(best_of(text) for text in keep_best))
-    found = plan(store, policy)
-    for note in found.notes:
+    removal = plan(store, policy)
+    for note in removal.notes:
         console.print(note, style="yellow", soft_wrap=True)
-    kept = f"{counted(found.num_kept, 'artifact')}, {size(found.kept_bytes)}"
-    if not found.items:
+    kept = f"{counted(removal.num_kept, 'artifact')}, {size(removal.kept_bytes)}"
+    if not removal.items:
         console.print(f"Nothing can go: {kept}, all of use to a run.")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("what", "name", "size", "why"):
         table.add_column(title, justify="right" if title == "size" else "left", no_wrap=True)
-    for item in found.items[:SHOWN]:
+    for item in removal.items[:SHOWN]:
         table.add_row(item.what, item.name, size(item.num_bytes) if item.num_bytes else "", item.why)
     console.print(table)
-    if len(found.items) > SHOWN:
-        console.print(f"and {len(found.items) - SHOWN} more", style="dim")
-    console.print(f"{size(found.num_bytes)} can go, of {store.url}; left: {kept}")
+    if len(removal.items) > SHOWN:
+        console.print(f"and {len(removal.items) - SHOWN} more", style="dim")
+    console.print(f"{size(removal.num_bytes)} can go, of {store.url}; left: {kept}")
     if not yes:
         console.print("Nothing was removed. Do it with --yes.")
         return
-    freed, stayed = free(store, found)
+    freed, stayed = free(store, removal)
     for text in stayed:
         console.print(f"Stayed: {text}", style="yellow", soft_wrap=True)
     console.print(f"{size(freed)} freed.")

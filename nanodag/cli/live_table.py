@@ -68,9 +68,9 @@ class LiveTable:
             self._state = state["name"]
             self._console.print(f"flow run {self._state}")
         for stage in stages:
-            said, at = self._said.get(stage.name, ("waiting", time.monotonic()))
+            last_state, at = self._said.get(stage.name, ("waiting", time.monotonic()))
             is_due = stage.state == "running" and time.monotonic() - at > LINE_EVERY_S
-            if stage.state != said or is_due:
+            if stage.state != last_state or is_due:
                 self._said[stage.name] = (stage.state, time.monotonic())
                 self._console.print(_line(stage), markup=False, highlight=False, soft_wrap=True)
 

@@ -29,9 +29,9 @@ def show_lineage(key: str, *, picture: str, file: str) -> None:
     """Print the lineage as a tree; with `picture`, write it as an SVG too."""
     console, store = make_console(), open_store(file)
     origin = origin_of(store, store.get(key))
-    said: set[int] = set()
+    printed: set[int] = set()
     tree = Tree(_title("", origin), guide_style="dim")
-    _grow(tree, origin, said)
+    _grow(tree, origin, printed)
     console.print(tree, soft_wrap=True)
     if picture:
         path = Path(picture).absolute()
@@ -121,22 +121,22 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     artifact = store.get(key)
     kind = recorded_kind(artifact.kind).name
     console.print(f"Building {artifact.stage} ({kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
-    found = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
-    for name, (then, now) in found.environment.items():
+    result = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
+    for name, (then, now) in result.environment.items():
         console.print(f"{name} was {_shown(then)}, is {_shown(now)}", style="yellow", markup=False, soft_wrap=True)
-    for name in [n for n, state in found.files.items() if state != "same"]:
-        console.print(f"{found.files[name]:<8} {name}", style="red", markup=False, soft_wrap=True)
-    if found.is_same:
+    for name in [n for n, state in result.files.items() if state != "same"]:
+        console.print(f"{result.files[name]:<8} {name}", style="red", markup=False, soft_wrap=True)
+    if result.is_same:
         console.print(
-            f"The same bytes in {counted(len(found.files), 'file')}: content {found.digest[:16]}.", style="green"
+            f"The same bytes in {counted(len(result.files), 'file')}: content {result.digest[:16]}.", style="green"
         )
         return 0
-    for name in sorted({*artifact.metrics, *found.metrics}):
-        then, now = artifact.metrics.get(name), found.metrics.get(name)
+    for name in sorted({*artifact.metrics, *result.metrics}):
+        then, now = artifact.metrics.get(name), result.metrics.get(name)
         if then != now:
             console.print(f"{name} was {_shown(then)}, is {_shown(now)}", markup=False, soft_wrap=True)
-    console.print(f"Not the same: content was {artifact.digest[:16]}, is {found.digest[:16]}.", style="red")
-    console.print(f"What came out this time lies in {os.path.join(str(found.workspace), 'output')}", soft_wrap=True)
+    console.print(f"Not the same: content was {artifact.digest[:16]}, is {result.digest[:16]}.", style="red")
+    console.print(f"What came out this time lies in {os.path.join(str(result.workspace), 'output')}", soft_wrap=True)
     return 1
 
 

@@ -144,8 +144,8 @@ def serve(path: "Path", pipeline: "Pipeline", store: "Store", overrides: list[st
 
     console = make_console()
     running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    told = [*portable(overrides), *locations_of(pipeline, store)]
-    return running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(told)), "file": str(path)}
+    all_overrides = [*portable(overrides), *locations_of(pipeline, store)]
+    return running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(all_overrides)), "file": str(path)}
 
 
 def follow(store: Any, api: Any, name: str, flow_run: str) -> int:

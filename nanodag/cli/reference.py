@@ -24,8 +24,8 @@ HEAD = """\
 
 def reference() -> str:
     """The page: every command with what it does, an example, its arguments and options."""
-    found = [_section(path, command) for path, command in commands() if not hasattr(command, "commands")]
-    return "\n".join([HEAD, *found])
+    sections = [_section(path, command) for path, command in commands() if not hasattr(command, "commands")]
+    return "\n".join([HEAD, *sections])
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -38,7 +38,7 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 def _section(path: tuple[str, ...], command: Any) -> str:
     text, _, examples = command.help.partition("\b\n")
-    parameters = [one for one in command.params if one.name != "help"]
+    parameters = [parameter for parameter in command.params if parameter.name != "help"]
     lines = [f"## nanodag {' '.join(path)}", "", _one_line_a_paragraph(text), ""]
     if examples:
         # What stands behind a command, apart from it, is said about it.
@@ -54,7 +54,7 @@ def _section(path: tuple[str, ...], command: Any) -> str:
 
 
 def _one_line_a_paragraph(text: str) -> str:
-    return "\n\n".join(re.sub(r"\s+", " ", one) for one in text.strip().split("\n\n"))
+    return "\n\n".join(re.sub(r"\s+", " ", paragraph) for paragraph in text.strip().split("\n\n"))
 
 
 def _row(parameter: Any) -> str:

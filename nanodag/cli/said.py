@@ -21,14 +21,14 @@ def take(arguments: Sequence[str]) -> list[str]:
     keeps = any(tuple(arguments[: len(command)]) == command for command in TAKE_OVERRIDES)
     left = []
     for number, text in enumerate(arguments):
-        if found := _SETTING.fullmatch(text):
-            os.environ[_VARIABLES[found[1]]] = found[2]
+        if match := _SETTING.fullmatch(text):
+            os.environ[_VARIABLES[match[1]]] = match[2]
             _said.append(shlex.quote(text))
         elif text in ("--file", "-f"):
             _said.append(f"--file {' '.join(map(shlex.quote, arguments[number + 1 : number + 2]))}")
         elif text.startswith("--file="):
             _said.append(shlex.quote(text))
-        if found is None or keeps:
+        if match is None or keeps:
             left.append(text)
     return left
 

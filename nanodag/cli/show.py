@@ -42,8 +42,8 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str) -> None:
             console.print(f"\n{section}:", style="bold", highlight=False)
             _print_facts(console, resolved.pipeline, section)
         origin = resolved.origins[name]
-        if said := resolved.origins.get(f"{name}!"):
-            origin += f"; {said}"
+        if note := resolved.origins.get(f"{name}!"):
+            origin += f"; {note}"
         line = Text(f"  {rest if dot else name} = {_plain(value)}")
         line.append(f"    # {origin}", style="cyan" if origin.startswith(("override", "environment")) else "dim")
         console.print(line)
@@ -53,18 +53,18 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
     """What a setting is, what it may be, and its value in this pipeline with its origin."""
     console = Console(soft_wrap=True)
     resolved = resolve(pipeline_file(file), preset, overrides)
-    found = setting(resolved, name)
-    console.print(f"{found.name}, preset {resolved.pipeline.preset}", style="bold", highlight=False)
-    lines = [f"  {found.words}", f"  type      {found.type}"]
-    if found.choices:
-        lines.append(f"  shipped   {listed(found.choices)}, or a function of your own as package.module:function")
-    if found.holds:
-        lines.append(f"  holds     {listed(found.holds)}")
+    details = setting(resolved, name)
+    console.print(f"{details.name}, preset {resolved.pipeline.preset}", style="bold", highlight=False)
+    lines = [f"  {details.words}", f"  type      {details.type}"]
+    if details.choices:
+        lines.append(f"  shipped   {listed(details.choices)}, or a function of your own as package.module:function")
+    if details.holds:
+        lines.append(f"  holds     {listed(details.holds)}")
     else:
-        lines.append(f"  default   {found.default}")
-        lines.append(f"  value     {_plain(found.value)}    # {found.origin}")
-    if said := resolved.origins.get(f"{found.name}!"):
-        lines.append(f"            {said}")
+        lines.append(f"  default   {details.default}")
+        lines.append(f"  value     {_plain(details.value)}    # {details.origin}")
+    if note := resolved.origins.get(f"{details.name}!"):
+        lines.append(f"            {note}")
     for line in lines:
         console.print(line, markup=False, highlight=False)
 
@@ -115,8 +115,8 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
         if entry.made is not None
     }
     of_runs = f"{counted(len(used), 'artifact')}, {size(sum(used.values()))}"
-    told = f"{counted(len(store.keys()), 'key')} in {store.url}; the runs use {of_runs}"
-    console.print(told, style="dim")
+    totals = f"{counted(len(store.keys()), 'key')} in {store.url}; the runs use {of_runs}"
+    console.print(totals, style="dim")
 
 
 def _print_run(console: Console, record: RunRecord, now: str) -> None:
@@ -170,8 +170,8 @@ def print_stale(console: Console, record: RunRecord, stage: str = "") -> None:
     stale = stale_stages(record)
     if not stale or (stage and stage not in stale):
         return
-    said = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
-    line = f"stale: {said}. Build again what is stale with: {how_to_build_stale(record.run)}"
+    reasons = ", ".join(f"{name} ({why})" for name, why in stale.items() if stage in ("", name))
+    line = f"stale: {reasons}. Build again what is stale with: {how_to_build_stale(record.run)}"
     console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 

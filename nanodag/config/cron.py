@@ -61,8 +61,8 @@ def zone_of(name: str) -> str:
 
 
 def _machine_zone() -> str:
-    _, found, name = os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")
-    if found:
+    _, separator, name = os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")
+    if separator:
         return name
     written = Path("/etc/timezone")
     return written.read_text().strip() if written.is_file() else "UTC"

@@ -49,37 +49,37 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
 
 def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]) -> Resources:
     updates: dict[str, Any] = {}
-    found = stage.resources
-    chosen = device if found.device == "auto" else found.device
-    if found.device == "auto":
+    resources = stage.resources
+    chosen = device if resources.device == "auto" else resources.device
+    if resources.device == "auto":
         updates["device"] = chosen
         origins[f"{name}.resources.device"] = "derived: what this machine has"
-    if found.gpus_per_node and chosen == "cpu":
-        raise ConfigError(f"{name}.resources.gpus_per_node: {found.gpus_per_node}, and this machine has no GPU.")
-    if found.num_ranks == "auto":
-        updates["num_ranks"] = found.nodes * max(1, found.gpus_per_node)
-        why = "nodes x gpus_per_node" if found.gpus_per_node else "one process" + " a node" * (found.nodes > 1)
+    if resources.gpus_per_node and chosen == "cpu":
+        raise ConfigError(f"{name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU.")
+    if resources.num_ranks == "auto":
+        updates["num_ranks"] = resources.nodes * max(1, resources.gpus_per_node)
+        why = "nodes x gpus_per_node" if resources.gpus_per_node else "one process" + " a node" * (resources.nodes > 1)
         origins[f"{name}.resources.num_ranks"] = f"derived: {why}"
-    here = updates.get("num_ranks", found.num_ranks) // found.nodes
-    if found.threads == "auto":
+    here = updates.get("num_ranks", resources.num_ranks) // resources.nodes
+    if resources.threads == "auto":
         updates["threads"] = max(1, usable_cores() // here)
         origins[f"{name}.resources.threads"] = "derived: this machine's cores over its ranks"
-    return found.model_copy(update=updates)
+    return resources.model_copy(update=updates)
 
 
 def _precision(name: str, stage: _S, origins: dict[str, str]) -> _S:
     """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
     is_fast = multiplies_bf16_fast(stage.resources.device)
-    found = "bf16" if is_fast else "fp32"
+    precision = "bf16" if is_fast else "fp32"
     why = f"derived: this machine's {stage.resources.device} multiplies bf16 {'fast' if is_fast else 'slowly'}"
     updates: dict[str, Any] = {}
     if getattr(stage, "precision", "") == "auto":
-        updates["precision"] = found
+        updates["precision"] = precision
         origins[f"{name}.precision"] = why
     for part in ("optimizer", "sampler") if isinstance(stage, RLStage) else ():
         section = getattr(stage, part)
         if section.precision == "auto":
-            updates[part] = section.model_copy(update={"precision": found})
+            updates[part] = section.model_copy(update={"precision": precision})
             origins[f"{name}.{part}.precision"] = why
     return stage.model_copy(update=updates)
 
@@ -131,11 +131,11 @@ def shape_from(config: ShapeConfig) -> Shape:
 
 
 def _pretrain(name: str, stage: PretrainStage, origins: dict[str, str]) -> PretrainStage:
-    said = shape_of(stage.shape.depth)
+    dial_shape = shape_of(stage.shape.depth)
     updates = {}
     for field in ("width", "num_heads", "num_kv_heads", "head_width", "mlp_width", "tied_embeddings"):
         if getattr(stage.shape, field) == "auto":
-            updates[field] = getattr(said, field)
+            updates[field] = getattr(dial_shape, field)
             origins[f"{name}.shape.{field}"] = f"derived: depth {stage.shape.depth}"
     if {"width", "num_heads", "num_kv_heads", "head_width", "mlp_width"} - set(updates):
         updates.update(_consistent(stage.shape, updates, name, origins))
@@ -193,29 +193,29 @@ def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict
         ratio = source.tokens_per_parameter
         fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)
         fixed_batch = None if stage.batch_tokens == "auto" else int(stage.batch_tokens)
-        said = schedule_of(
+        schedule = schedule_of(
             shape, vocabulary, tokens_per_parameter=ratio, horizon_tokens=fixed_horizon, batch_tokens=fixed_batch
         )
         dial = schedule_of(shape, vocabulary, tokens_per_parameter=ratio)
         why = f"derived: depth {shape.depth}, {num_parameters(shape, vocabulary)['total']:,} parameters"
         if begins:
             if fixed_horizon is None:
-                updates["horizon_tokens"] = said.horizon_tokens
+                updates["horizon_tokens"] = schedule.horizon_tokens
                 origins[f"{name}.horizon_tokens"] = why
             else:
                 origins[f"{name}.horizon_tokens!"] = f"the dial says {dial.horizon_tokens:,}"
         if fixed_batch is None:
-            updates["batch_tokens"] = said.batch_tokens
+            updates["batch_tokens"] = schedule.batch_tokens
             origins[f"{name}.batch_tokens"] = why
         else:
             origins[f"{name}.batch_tokens!"] = f"the dial says {dial.batch_tokens:,}"
         if stage.optimizer.learning_rate == "auto":
             # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
-            rate = said.embedding_lr if stage.optimizer.name == "muon" else round(said.matrix_lr / 10, 6)
+            rate = schedule.embedding_lr if stage.optimizer.name == "muon" else round(schedule.matrix_lr / 10, 6)
             optimizer["learning_rate"] = rate
             origins[f"{name}.optimizer.learning_rate"] = why
         if stage.optimizer.matrix_lr == "auto":
-            optimizer["matrix_lr"] = said.matrix_lr
+            optimizer["matrix_lr"] = schedule.matrix_lr
             origins[f"{name}.optimizer.matrix_lr"] = why
     if stage.batch_tokens == "auto" and "batch_tokens" not in updates:
         raise ConfigError(f"{name}.batch_tokens: auto needs a pretrain stage above it; give a number.")

@@ -144,7 +144,7 @@ class _Reader:
         self._put(value, done.size, done.height, done.line, done.anchor)
 
     def _alias(self, anchor: str, line: int) -> None:
-        if any(one.anchor == anchor for one in self._open):
+        if any(node.anchor == anchor for node in self._open):
             raise self._wrong(line, f"*{anchor} stands within what it names, &{anchor}, and would contain itself")
         if anchor not in self._anchors:
             raise self._wrong(line, f"there is no &{anchor} above for *{anchor}")
@@ -191,7 +191,7 @@ class _Reader:
         top = self._open[-1]
         top.size += size
         top.height = max(top.height, height + 1)
-        if sum(one.size for one in self._open) > MAX_NODES:
+        if sum(node.size for node in self._open) > MAX_NODES:
             raise self._wrong(line, f"more than {MAX_NODES:,} values, those that aliases stand for counted")
         if len(self._open) + height > MAX_DEPTH:
             raise self._wrong(line, f"nested deeper than {MAX_DEPTH}, what aliases stand for counted")

@@ -45,7 +45,7 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
     problems = error.errors(include_url=False)
     names = [_name_of(_owner(problem)) for problem in problems]
     lines: dict[str, list[str]] = {}
-    found: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
     for name, models_unknown in _unknown_keys(problems, kinds).items():
         lines[name] = [models_unknown]
     for name, problem in zip(names, problems, strict=True):
@@ -55,11 +55,11 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
         value = problem.get("input")
         if problem["type"] not in ("missing", "too_short", "too_long"):
             is_said = problem["type"] == "value_error" and (not _is_plain(value) or said(value) in message)
-            found[name] = "" if is_said else f" (found {said(value)}){_hint(problem['type'], value)}"
+            suffixes[name] = "" if is_said else f" (found {said(value)}){_hint(problem['type'], value)}"
         if message not in lines.setdefault(name, []):
             lines[name].append(message)
     texts = [
-        f"{name}: {' or '.join(_shortened(messages))}{found.get(name, '')}" if name else f"{messages[0]}"
+        f"{name}: {' or '.join(_shortened(messages))}{suffixes.get(name, '')}" if name else f"{messages[0]}"
         for name, messages in lines.items()
     ]
     head = f"{file}, preset {preset!r}"
@@ -115,18 +115,18 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str
         if problem["type"] == "extra_forbidden":
             by_owner.setdefault(tuple(problem["loc"][:-1]), []).append(problem)
     out = {}
-    for owner, found in by_owner.items():
-        keys = [str(problem["loc"][-1]) for problem in found]
+    for owner, faults in by_owner.items():
+        keys = [str(problem["loc"][-1]) for problem in faults]
         if len(owner) == 2 and owner[0] == "stages" and len(keys) > 1:
             others = [name for name, kind in known().items() if all(_has(kind.config, key) for key in keys)]
             shown = listed(keys[:4]) + (f" and {counted(len(keys) - 4, 'other')}" if len(keys) > 4 else "")
             is_whose = f"; they are keys of kind {' or '.join(others)}" if others else ""
             out[_name_of(owner)] = f"a stage of kind {kinds[str(owner[1])]} has no keys {shown}{is_whose}"
             continue
-        names = _names_in(_model_at(found[0]["loc"], kinds))
-        for problem, key in zip(found, keys, strict=True):
-            own = [name for name in names if "." not in name]
-            all_of_them = f" Allowed: {listed(own)}." if len(own) <= MAX_NAMES else " `nanodag config` prints all."
+        names = _names_in(_model_at(faults[0]["loc"], kinds))
+        for problem, key in zip(faults, keys, strict=True):
+            heads = [name for name in names if "." not in name]
+            all_of_them = f" Allowed: {listed(heads)}." if len(heads) <= MAX_NAMES else " `nanodag config` prints all."
             out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
     return out
 
@@ -169,4 +169,4 @@ def _names_in(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _model_in(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for a in get_args(annotation) if (found := _model_in(a)) is not None), None)
+    return next((model for a in get_args(annotation) if (model := _model_in(a)) is not None), None)

@@ -124,11 +124,11 @@ class ServerConfig(Section):
                 "commands here; set server.password_file"
             )
         if self.database != "sqlite":
-            found = urlsplit(self.database)
-            if found.scheme != "postgresql+asyncpg" or not found.hostname or not found.path.strip("/"):
-                kind = found.scheme or "no scheme"
+            url = urlsplit(self.database)
+            if url.scheme != "postgresql+asyncpg" or not url.hostname or not url.path.strip("/"):
+                kind = url.scheme or "no scheme"
                 raise ValueError(f"database ({kind}) is neither sqlite nor postgresql+asyncpg://user@host/name")
-            if found.password or "password" in found.query:
+            if url.password or "password" in url.query:
                 raise ValueError(
                     "database holds a password, which every run's record would show; leave it out and give it by "
                     "PGPASSWORD or ~/.pgpass"
@@ -196,8 +196,8 @@ class Pipeline(Section):
     def _check_inputs(self, name: str, stage: AnyStage) -> None:
         kind = find_kind(stage.kind)
         if missing := [label for label in kind.needs if label not in stage.inputs]:
-            found = listed(stage.inputs)
-            raise ValueError(f"stages.{name} of kind {stage.kind} needs the input {missing[0]}; found {found}")
+            labels = listed(stage.inputs)
+            raise ValueError(f"stages.{name} of kind {stage.kind} needs the input {missing[0]}; found {labels}")
         for label, source in stage.inputs.items():
             if source not in self.stages:
                 near = nearest(source, self.stages) or f" The stages are {listed(self.stages)}."

@@ -117,28 +117,28 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{', '.join(_written(one) for one in value)}]"
+        return f"[{', '.join(_written(item) for item in value)}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _typed(annotation: Any, metadata: Any = ()) -> str:
-    pairs = [(words, getattr(one, key, None)) for one in metadata for key, words in _BOUNDS.items()]
+    pairs = [(words, getattr(item, key, None)) for item in metadata for key, words in _BOUNDS.items()]
     bounds = [
         f"{words} {f'`{bound}`' if isinstance(bound, str) else bound}" for words, bound in pairs if bound is not None
     ]
-    bounds += ["not empty" for one in metadata if getattr(one, "min_length", None)]
+    bounds += ["not empty" for item in metadata if getattr(item, "min_length", None)]
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation == AnyStage:
         text = "stages, each of a kind below"
     elif origin is Annotated:
-        fields = [one.metadata if isinstance(one, FieldInfo) else [one] for one in inner[1:]]
-        text = _typed(inner[0], [one for of_field in fields for one in of_field])
+        fields = [item.metadata if isinstance(item, FieldInfo) else [item] for item in inner[1:]]
+        text = _typed(inner[0], [item for of_field in fields for item in of_field])
     elif origin is Literal:
-        text = ", ".join(f"`{one}`" for one in inner)
+        text = ", ".join(f"`{item}`" for item in inner)
     elif set(inner) == {bool, int, float, str}:
         text = "plain values"
     elif origin in (Union, types.UnionType):
-        text = " or ".join(_typed(one) for one in inner if one is not type(None))
+        text = " or ".join(_typed(item) for item in inner if item is not type(None))
     elif origin is tuple:
         is_open = inner[-1] is Ellipsis
         text = f"list of {_typed(inner[0])}" if is_open else f"list of {len(inner)}: {_typed(inner[0])}"
@@ -173,7 +173,7 @@ def reference() -> str:
             "| name | what it does | options | traits |",
             "|-|-|-|-|",
         ]
-        lines += [_row(*_entry_cells(kind, name, one)) for name, one in registry.entries_of(kind).items()]
+        lines += [_row(*_entry_cells(kind, name, entry)) for name, entry in registry.entries_of(kind).items()]
     return "\n".join(lines) + "\n"
 
 
@@ -182,20 +182,20 @@ def _class_lines(model: type[BaseModel], shown: list[type[BaseModel]]) -> Iterat
     if model in shown:
         return
     shown.append(model)
-    own = {
+    fields = {
         name: field for name, field in model.model_fields.items() if name in model.__annotations__ and name != "kind"
     }
-    kind = next((kind for kind, one in shipped().items() if one.config is model), "")
+    kind = next((kind for kind, shipped_kind in shipped().items() if shipped_kind.config is model), "")
     yield from ("", f"## {model.__name__}", "")
     yield (f"Kind `{kind}`. " if kind else "") + " ".join((model.__doc__ or "").split())
     bases = [base for base in model.__mro__[1:] if base in shown]
     if bases and bases[0] is not model:
         yield f"It has the settings of [{bases[0].__name__}](#{bases[0].__name__.lower()}), too."
-    if own:
+    if fields:
         yield from ("", "| setting | type and range | default | what it is |", "|-|-|-|-|")
-    for name, field in own.items():
+    for name, field in fields.items():
         yield _row(f"`{name}`", type_of(field), default_of(field), words_of(field))
-    for field in own.values():
+    for field in fields.values():
         for inner in models_in(field.annotation):
             if not issubclass(inner, StageBase):
                 yield from _class_lines(inner, shown)
@@ -212,8 +212,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _entry_cells(kind: str, name: str, entry: registry.Entry) -> tuple[str, str, str, str]:
     settings = next((model.settings for model in EntryConfig.__subclasses__() if model.kind == kind), {})
     options = [
-        f"`{key}`: the setting `{settings[key]}`" if key in settings else f"`{key}`: {one.type}, {one.default}"
-        for key, one in entry.options.items()
+        f"`{key}`: the setting `{settings[key]}`" if key in settings else f"`{key}`: {option.type}, {option.default}"
+        for key, option in entry.options.items()
     ]
     flags = ("compares_groups", "takes_steps", "scores_steps", "needs_critic", "needs_sandbox")
     traits = [flag.replace("_", " ") for flag in flags if getattr(entry, flag)]

@@ -85,7 +85,7 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     pipeline, derived = derive(pipeline)
     origins.update(derived)
     shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
-    shown |= {name: said for name, said in origins.items() if name.endswith("!")}
+    shown |= {name: note for name, note in origins.items() if name.endswith("!")}
     return Resolved(pipeline=pipeline, origins=shown)
 
 
@@ -106,14 +106,14 @@ def _what_may_run(tree: Any) -> dict[str, Any]:
         for name in (stages if isinstance(stages, dict) else ())
         for field in ("python", "options", "router_options")
     ]
-    found = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _trusted(bodies: Sequence[Mapping[str, Any]]) -> list[str]:
     """The modules that the file trusts, as far as it says so rightly: what is wrong is told with all that is."""
-    found = next((body["trusted_modules"] for body in reversed(bodies) if "trusted_modules" in body), ())
-    return [module for module in found if isinstance(module, str)] if isinstance(found, list) else []
+    modules = next((body["trusted_modules"] for body in reversed(bodies) if "trusted_modules" in body), ())
+    return [module for module in modules if isinstance(module, str)] if isinstance(modules, list) else []
 
 
 def _kinds_in(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -130,8 +130,8 @@ def _at(tree: Any, path: KeyPath) -> Any:
 def environment_overrides() -> list[str]:
     """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
     pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
-    found = [(name, os.environ.get(variable)) for name, variable in pairs]
-    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in found if value]
+    settings = [(name, os.environ.get(variable)) for name, variable in pairs]
+    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings if value]
 
 
 def portable(overrides: Sequence[str]) -> list[str]:
@@ -260,10 +260,10 @@ def _in_sections(table: Mapping[str, Any], below: Any) -> Mapping[str, Any]:
     """A stage's table by full names; its kind is its own, or that of the layers below it."""
     kind = table.get("kind") or (below.get("kind") if isinstance(below, Mapping) else None)
     try:
-        found = find_kind(str(kind))
+        stage_kind = find_kind(str(kind))
     except ConfigError:  # is told with all that is wrong
         return table
-    return in_sections(found.config, table)
+    return in_sections(stage_kind.config, table)
 
 
 def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: str) -> None:

@@ -76,7 +76,7 @@ class RolloutSection(StageSection):
                 "raise the latter"
             )
         is_alone = self.samples_per_prompt == 1 and self.generate.is_one_turn
-        if is_alone and any(one.name == "nonzero_spread" for one in self.filters):
+        if is_alone and any(entry.name == "nonzero_spread" for entry in self.filters):
             raise ValueError(
                 "samples_per_prompt 1: the filter nonzero_spread drops every group of one; set filters to []"
             )

@@ -60,8 +60,8 @@ class StageSection(Section):
 
 def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:
     """By name, the sections of a stage's class."""
-    found = {name: field.annotation for name, field in stage.model_fields.items()}
-    return {name: a for name, a in found.items() if isinstance(a, type) and issubclass(a, StageSection)}
+    annotations = {name: field.annotation for name, field in stage.model_fields.items()}
+    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, StageSection)}
 
 
 def full_name(stage: type[BaseModel], name: str) -> str:

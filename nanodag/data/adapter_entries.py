@@ -120,12 +120,12 @@ def _gsm8k_parts(solution: str) -> list[dict[str, str]]:
     """`48/2 = <<48/2=24>>24` as text, a call of `48/2`, the result `24`, and the text that goes on."""
     parts: list[dict[str, str]] = []
     end = 0
-    for found in _CALCULATION.finditer(solution):
-        if found.start() > end:
-            parts.append({"type": "text", "text": solution[end : found.start()]})
-        parts.append({"type": "tool_call", "text": found.group(1)})
-        parts.append({"type": "tool_result", "text": found.group(2)})
-        end = found.end()
+    for match in _CALCULATION.finditer(solution):
+        if match.start() > end:
+            parts.append({"type": "text", "text": solution[end : match.start()]})
+        parts.append({"type": "tool_call", "text": match.group(1)})
+        parts.append({"type": "tool_result", "text": match.group(2)})
+        end = match.end()
     return [*parts, {"type": "text", "text": solution[end:]}]
 
 

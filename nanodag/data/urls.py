@@ -56,7 +56,7 @@ def parse_url(text: str) -> SourceURL:
     """The parts of a source URL. Raises SourceError naming the part that is wrong and the forms there are."""
     kind, colon, rest = text.partition(":")
     if not colon or kind not in KINDS:
-        kinds = [f"{one}:" for one in KINDS]
+        kinds = [f"{known_kind}:" for known_kind in KINDS]
         raise SourceError(f"Source {text!r} has no known kind; kinds are {listed(kinds)}.{nearest(f'{kind}:', kinds)}")
     rest, start, stop = _take_slice(text, rest)
     view = ""

@@ -24,12 +24,12 @@ def hotpot_passages(content: Any) -> list[dict[str, Any]]:
 
     A question comes with ten passages, and questions share passages. Two passages are one when title and text agree.
     """
-    found: dict[tuple[str, str], None] = {}
+    passages: dict[tuple[str, str], None] = {}
     for question in content:
         for title, sentences in question["context"]:
             if text := "".join(sentences).strip():
-                found[title, text] = None
-    return [{"title": title, "text": text} for title, text in found]
+                passages[title, text] = None
+    return [{"title": title, "text": text} for title, text in passages]
 
 
 VIEWS: dict[str, View] = {"passages": View(hotpot_passages, 1)}

@@ -41,7 +41,7 @@ def said(value: Any) -> str:
     if isinstance(value, dict):
         return f"a table of {listed(list(map(str, value))[:5])}{', ...' if len(value) > 5 else ''}" if value else "{}"
     if isinstance(value, list | tuple):
-        shown = ", ".join(said(one) for one in value[:3])
+        shown = ", ".join(said(item) for item in value[:3])
         return f"[{shown}{', ...' if len(value) > 3 else ''}]"
     return f"{value!r:.100}" if isinstance(value, str) else f"{value}"
 

@@ -139,12 +139,12 @@ class EvaluatedModel(TemplateLM):
             by_context.setdefault(tuple(context), {})[tuple(answer)] = None
         questions = [Question(context, tuple(answers)) for context, answers in by_context.items()]
         scored = self.score(questions)
-        found = {
+        answer_scores = {
             (question.context, answer): score
             for question, scores in zip(questions, scored, strict=True)
             for answer, score in zip(question.answers, scores, strict=True)
         }
-        picked = [found[tuple(context), tuple(answer)] for _, context, answer in requests]
+        picked = [answer_scores[tuple(context), tuple(answer)] for _, context, answer in requests]
         return [(score.logprob, score.is_greedy) for score in picked]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:

@@ -126,12 +126,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _by_id(records: Records, metric: str) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
+    items: dict[str, tuple[float, float]] = {}
     for record in read_records(records) if isinstance(records, Path) else records:
         if metric not in record["scores"]:
             raise SourceError(f"Item {record['id']} has no metric {metric!r}; it has {sorted(record['scores'])}.")
-        found[record["id"]] = (float(record["scores"][metric]), float(record.get("weight", 1.0)))
-    return found
+        items[record["id"]] = (float(record["scores"][metric]), float(record.get("weight", 1.0)))
+    return items
 
 
 def _bootstrap(differences: np.ndarray, weights: np.ndarray, seed: int) -> tuple[float, float]:

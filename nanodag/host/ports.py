@@ -17,9 +17,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def interface_of(address: str) -> str:
     """The network interface that has an address."""
-    found = [name for name, has in psutil.net_if_addrs().items() if any(one.address == address for one in has)]
-    assert found, f"no interface has {address}"
-    return found[0]
+    interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]
+    assert interfaces, f"no interface has {address}"
+    return interfaces[0]
 
 
 def network_environment(address: str = LOOPBACK) -> dict[str, str]:

@@ -24,8 +24,8 @@ def usable_cores() -> int:
 def multiplies_bf16_fast(device: str) -> bool:
     """Whether a device of this machine, `cpu` or `cuda`, multiplies bfloat16 faster than float32."""
     if device == "cuda":
-        found = gpu_capabilities()
-        return not found or min(found) >= FAST_BF16_CAPABILITY
+        capabilities = gpu_capabilities()
+        return not capabilities or min(capabilities) >= FAST_BF16_CAPABILITY
     limits = [os.environ[name].upper() for name in ISA_LIMITS if os.environ.get(name)]
     return bool(processor_flags() & FAST_BF16_FLAGS) and all(limit.startswith(ISAS_WITH_BF16) for limit in limits)
 

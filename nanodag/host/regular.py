@@ -22,8 +22,8 @@ def regular(path: Path) -> Iterator[str]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise BadRequest(f"{shortened(path)} is not a regular file")
-        own = f"/proc/self/fd/{descriptor}"  # the very file that was looked at, whatever has its name by now
-        yield own if os.path.exists(own) else str(path)
+        name = f"/proc/self/fd/{descriptor}"  # the very file that was looked at, whatever has its name by now
+        yield name if os.path.exists(name) else str(path)
     finally:
         os.close(descriptor)
 

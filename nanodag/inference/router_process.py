@@ -80,8 +80,8 @@ class RouterClient(SamplerClient):
 
     async def servers(self) -> dict[str, str]:
         """The servers behind it: its own name for each, by URL."""
-        found = from_json(await self._call("GET", "/workers"))["workers"]
-        return {str(worker["url"]): str(worker["id"]) for worker in found}
+        workers = from_json(await self._call("GET", "/workers"))["workers"]
+        return {str(worker["url"]): str(worker["id"]) for worker in workers}
 
     async def add(self, url: str) -> None:
         """Begin to add a server; it is among ``servers`` once the router has reached it."""

@@ -132,9 +132,9 @@ def _is_reachable(url: str) -> bool:
 def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
     """How far pip is by what it has said: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
     beforehand how many packages there are. num_unpacked: of those that are fetched and those that were there."""
-    packages = [found[1] or found[2] for line in lines if (found := _PACKAGE.match(line))]
+    packages = [match[1] or match[2] for line in lines if (match := _PACKAGE.match(line))]
     of = f" of {total}" if total else ""
-    num_bytes = sum(float(found[1]) * UNITS[found[2]] for line in lines if (found := _DOWNLOAD.match(line)))
+    num_bytes = sum(float(match[1]) * UNITS[match[2]] for line in lines if (match := _DOWNLOAD.match(line)))
     loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download"
     if any(line.startswith("Installing collected packages") for line in lines):
         return f"{num_unpacked} of {max(total, len(packages))} packages unpacked, {loaded}"

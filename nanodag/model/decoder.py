@@ -149,10 +149,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x (B, T, W), cos and sin (B, T, 1, D / 2) -> (B, T, W)."""
-        own, mlp, rows = self.self_attn, self.mlp, x.shape[:2]
-        projected = (own.q_proj, own.k_proj, own.v_proj)
-        biases = None if own.q_proj.bias is None else tuple(p.bias for p in projected)
-        qk_norms = (own.q_norm.weight, own.k_norm.weight) if hasattr(own, "q_norm") else None
+        attention, mlp, rows = self.self_attn, self.mlp, x.shape[:2]
+        projected = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = None if attention.q_proj.bias is None else tuple(p.bias for p in projected)
+        qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
         weights = tuple(p.weight for p in projected)
         flat, cos, sin = self._functions.any_length(x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
         query, key, value = self._functions.before(
@@ -161,7 +161,7 @@ class Layer(nn.Module):
         attended = attend(*(t.unflatten(0, rows) for t in (query, key, value)))
         out = self._functions.after(
             *self._functions.any_length(flat, attended.flatten(2).flatten(0, 1)),
-            own.o_proj.weight,
+            attention.o_proj.weight,
             self.post_attention_layernorm.weight,
             mlp.gate_proj.weight,
             mlp.up_proj.weight,

@@ -42,7 +42,7 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
     architecture = read_checkpoint(folder).architecture
     model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
     wanted = dict(model.named_parameters())
-    found = set()
+    loaded_names = set()
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -57,8 +57,8 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
                         f"config.json says {tuple(wanted[name].shape)}."
                     )
                 wanted[name].data.copy_(tensor)
-                found.add(name)
-    if missing := sorted(set(wanted) - found):
+                loaded_names.add(name)
+    if missing := sorted(set(wanted) - loaded_names):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     return model
 
@@ -140,8 +140,8 @@ def save(
         config = read_json(source / "config.json")
     else:
         generation = tokenizer / "generation_config.json"
-        told = read_json(generation) if generation.is_file() else {}
-        config = qwen3_config(architecture) | {name: told[name] for name in TOKEN_IDS if name in told}
+        settings = read_json(generation) if generation.is_file() else {}
+        config = qwen3_config(architecture) | {name: settings[name] for name in TOKEN_IDS if name in settings}
     write_folder(folder, kept.items(), config=config, dtype=next(iter(kept.values())).dtype, beside=beside)
 
 

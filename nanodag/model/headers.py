@@ -44,13 +44,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-        found |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
-    return found
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:

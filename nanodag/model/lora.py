@@ -41,7 +41,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str
     """Freeze a model's parameters and put adapters on its layers' matrices of these names. seed: of `down`."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    chosen = [(name, one) for name, one in model.named_modules() if name.rpartition(".")[2] in targets]
+    chosen = [(name, layer) for name, layer in model.named_modules() if name.rpartition(".")[2] in targets]
     for _, linear in chosen:
         adapter = LowRank(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
         parametrize.register_parametrization(linear, "weight", adapter)

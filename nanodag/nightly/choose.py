@@ -202,8 +202,8 @@ def _mirror_of(pipeline: Pipeline, mirrors: Mapping[str, str]) -> str:
     if pipeline.mirror != "none" or not mirrors:
         return pipeline.mirror
     if len(set(mirrors.values())) > 1:
-        said = ", ".join(f"{run} from {mirror}" for run, mirror in mirrors.items())
-        raise ConfigError(f"The chosen runs read their data from different mirrors: {said}. Choose one: mirror=PATH.")
+        pairs = ", ".join(f"{run} from {mirror}" for run, mirror in mirrors.items())
+        raise ConfigError(f"The chosen runs read their data from different mirrors: {pairs}. Choose one: mirror=PATH.")
     return next(iter(mirrors.values()))
 
 

@@ -106,14 +106,14 @@ def _tested(
     try:
         name = f"samples/{score.benchmark}.jsonl"
         paths = [store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score)]
-        found = paired(paths[0], paths[1], score.metric)
+        outcome = paired(paths[0], paths[1], score.metric)
     except (ArtifactNotFound, CorruptArtifact, SourceError) as error:
         return _untested(score, against, night, old, str(error))
-    is_lower = (found.difference < 0) == score.higher_is_better and found.difference != 0
+    is_lower = (outcome.difference < 0) == score.higher_is_better and outcome.difference != 0
     # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
-    p_worse = min(1.0, candidates * found.p_value / 2) if is_lower else 1.0
+    p_worse = min(1.0, candidates * outcome.p_value / 2) if is_lower else 1.0
     return NightComparison(
-        score=score, against=against, night=night, run=old.run, found=found, candidates=candidates, p_worse=p_worse
+        score=score, against=against, night=night, run=old.run, found=outcome, candidates=candidates, p_worse=p_worse
     )
 
 

@@ -61,11 +61,11 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     zone = zone_of(settings.timezone)
     report = trend_report([*earlier, record], comparisons, false_alarms=settings.false_alarms, zone=zone)
     markdown = to_markdown(report)
-    found = {
+    payload = {
         "scores": [score.model_dump(mode="json") for score in scores],
         "comparisons": [comparison.as_json() for comparison in comparisons],
     }
-    files = {"trend.html": to_html(report), "trend.md": markdown, "night.json": json.dumps(found, indent=1)}
+    files = {"trend.html": to_html(report), "trend.md": markdown, "night.json": json.dumps(payload, indent=1)}
     metrics = {"num_scores": len(scores), "num_worse": len(worse)}
     artifact = publish_page(night.run, PAGE_STAGE, {"night": night.run.name}, results, files, metrics)
     note_page(night.run, PAGE_STAGE, artifact)

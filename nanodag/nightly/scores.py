@@ -20,8 +20,8 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightSco
                 continue
             result = results[name]
             folder = night.run.store.materialize(night.run.store.attempt(result.key, result.attempt))
-            found = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
-            for benchmark, values in found.items():
+            benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+            for benchmark, values in benchmarks.items():
                 line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
                 artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
                 kept = {field: values[field] for field in KEPT}

@@ -30,5 +30,5 @@ def read_switch(api: Api, deployment: str) -> dict[str, Any]:
 
 def turn(api: Api, deployment: str, *, active: bool, **changes: Mapping[str, Any]) -> None:
     """Turn the schedule on or off. changes: its `schedule` and `parameters`, kept when not given."""
-    found = read_switch(api, deployment)
-    api.ask("PATCH", f"/deployments/{deployment}/schedules/{found['id']}", {"active": active, **changes})
+    schedule = read_switch(api, deployment)
+    api.ask("PATCH", f"/deployments/{deployment}/schedules/{schedule['id']}", {"active": active, **changes})

@@ -81,10 +81,10 @@ def line_name(score: NightScore) -> str:
 def _difference(comparison: NightComparison | None, metric: str) -> Cell:
     if comparison is None or comparison.found is None:
         return Cell(text="", detail="" if comparison is None or _is_unchanged(comparison) else comparison.why)
-    found = comparison.found
-    low, high = words.signed(found.low, metric), words.signed(found.high, metric)
+    outcome = comparison.found
+    low, high = words.signed(outcome.low, metric), words.signed(outcome.high, metric)
     tone = "bad" if comparison.is_worse else ""
-    return Cell(text=words.signed(found.difference, metric), detail=f"{low} to {high}", tone=tone)
+    return Cell(text=words.signed(outcome.difference, metric), detail=f"{low} to {high}", tone=tone)
 
 
 def _smallest_p(comparisons: Sequence[NightComparison]) -> str:
@@ -147,10 +147,10 @@ def _nights_table(
     series: Mapping[tuple[str, str], Sequence[tuple[int, NightScore]]], nights: Sequence[RunRecord], zone: str
 ) -> Table:
     """Newest first: night, run, a column a benchmark."""
-    found = {(key, place): score for key, points in series.items() for place, score in points}
+    scores = {(key, place): score for key, points in series.items() for place, score in points}
     rows = []
     for place in range(len(nights) - 1, -1, -1):
-        mine = [score for (_, where), score in found.items() if where == place]
+        mine = [score for (_, where), score in scores.items() if where == place]
         if not mine:
             continue
         cells = [
@@ -158,7 +158,7 @@ def _nights_table(
                 text=words.value(score.value, score.metric),
                 detail=words.interval(score.low, score.high, score.metric),
             )
-            if (score := found.get((key, place)))
+            if (score := scores.get((key, place)))
             else Cell(text="")
             for key in series
         ]

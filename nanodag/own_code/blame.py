@@ -24,8 +24,8 @@ def with_place(error: BaseException, function: CodeType | None = None) -> str:
     """`Class: message`, and the deepest line of the user's own that it passed through, where there is one; else where a
     function of the user's own begins. The message is cut at MAX_SAID characters."""
     text = f"{type(error).__name__}: {error}"[:MAX_SAID]
-    found = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     if function is not None:
-        found.insert(0, (function.co_filename, function.co_firstlineno, function.co_name))
-    theirs = [frame for frame in found if is_users(frame[0])]
+        frames.insert(0, (function.co_filename, function.co_firstlineno, function.co_name))
+    theirs = [frame for frame in frames if is_users(frame[0])]
     return f"{text} ({place(*theirs[-1])})" if theirs else text

@@ -37,8 +37,8 @@ def file_of(module: str, folders: Sequence[Path | str] = ()) -> Path | None:
         # By its last name: by the whole one, the finder of a folder without __init__.py asks for the imported package.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
     # Built into Python or frozen: no file; a package without __init__.py has none either.
-    found = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-    return found if found is not None and found.is_file() else None
+    file = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+    return file if file is not None and file.is_file() else None
 
 
 def _outermost(name: str, folders: Sequence[Path | str]) -> ModuleSpec | None:

@@ -16,13 +16,13 @@ def function_at(path: str) -> Any:
     Raises ImportError or AttributeError when there is no such thing, ConfigError when it comes from elsewhere.
     """
     module, _, name = path.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    home = getattr(found, "__module__", None) or "builtins"  # None of some functions in C
-    if inspect.ismodule(found) or (
-        (inspect.isroutine(found) or inspect.isclass(found)) and home.partition(".")[0] != module.partition(".")[0]
+    target = getattr(importlib.import_module(module), name)
+    home = getattr(target, "__module__", None) or "builtins"  # None of some functions in C
+    if inspect.ismodule(target) or (
+        (inspect.isroutine(target) or inspect.isclass(target)) and home.partition(".")[0] != module.partition(".")[0]
     ):
         raise ConfigError(
             f"{path!r} comes from {home}, and is only imported by {module}. Name it where it is defined, or write a "
             f"function in {module} that calls it."
         )
-    return found
+    return target

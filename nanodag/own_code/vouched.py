@@ -39,10 +39,10 @@ class Voucher:
 
 def check_owner(file: Path) -> None:
     """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
-    found = file.stat()
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
+    status = file.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
         raise ConfigError(
-            f"{file} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; a pipeline file says "
+            f"{file} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; a pipeline file says "
             "which code may run, so it must be yours, and not writable by everybody."
         )
 

@@ -23,11 +23,11 @@ def contamination_table(
     training = training_urls(stages)
     if not benchmarks or not training:
         return None
-    found = contamination(
+    overlaps = contamination(
         training, [source.url for source in benchmarks], mirror=mirror, max_training_bytes=MAX_TRAINING_BYTES
     )
     headers = ["benchmark source", "training source", "items found", "of", "share", "read"]
-    return Table(headers=headers, rows=[_row(overlap) for overlap in found], numeric=(2, 3, 4, 5))
+    return Table(headers=headers, rows=[_row(overlap) for overlap in overlaps], numeric=(2, 3, 4, 5))
 
 
 def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -102,10 +102,10 @@ class Comparison:
 
 def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
     """The stages of a run by name: inputs before what was made of them, whatever order they were given in."""
-    found: dict[str, ReportedStage] = {}
+    stages: dict[str, ReportedStage] = {}
     for name, raw in context["stages"].items():
         fields = {key: raw[key] for key in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
-        found[name] = ReportedStage(
+        stages[name] = ReportedStage(
             name=name,
             kind=recorded_kind(raw["kind"]),
             environment=raw.get("environment", {}),
@@ -117,11 +117,11 @@ def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
 
     def depth_of(stage: ReportedStage) -> int:
         if stage.name not in depth:
-            sources = [stage_behind(found, source) for source in stage.lineage.values()]
+            sources = [stage_behind(stages, source) for source in stage.lineage.values()]
             depth[stage.name] = 1 + max((depth_of(source) for source in sources if source is not None), default=0)
         return depth[stage.name]
 
-    ordered = sorted(found.values(), key=lambda stage: (depth_of(stage), stage.kind.order, stage.name))
+    ordered = sorted(stages.values(), key=lambda stage: (depth_of(stage), stage.kind.order, stage.name))
     return {stage.name: stage for stage in ordered}
 
 
@@ -163,7 +163,7 @@ def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage
 
     The latter is what tells RL from a control that spent the same on more SFT. p-values are corrected over all of them.
     """
-    found = []
+    comparisons = []
     parents = {column.label: _nearest_evaluated(column, columns, stages) for column in columns}
     for benchmark in benchmarks_of(columns):
         for number, column in enumerate(columns):
@@ -171,9 +171,9 @@ def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage
             siblings = [c for c in columns[:number] if parent is not None and parents[c.label] is parent]
             for other in ([parent] if parent else []) + siblings:
                 if comparison := _compared(benchmark, other, column, is_parent=other is parent):
-                    found.append(comparison)
-    adjusted = holm([comparison.found.p_value for comparison in found])
-    return [replace(comparison, adjusted=p) for comparison, p in zip(found, adjusted, strict=True)]
+                    comparisons.append(comparison)
+    adjusted = holm([comparison.found.p_value for comparison in comparisons])
+    return [replace(comparison, adjusted=p) for comparison, p in zip(comparisons, adjusted, strict=True)]
 
 
 def _compared(name: str, before: Column, after: Column, *, is_parent: bool) -> Comparison | None:
@@ -203,11 +203,11 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
 
 def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
     """What the reader of scores must know: what is stale, and that RL learned nothing. stale: stage -> why."""
-    said = [f"{name} is stale: {why}." for name, why in stale.items()]
+    warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
         if issubclass(stage.kind.config, RLStage):
-            said += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
-    return said
+            warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+    return warnings
 
 
 def _is_number(value: Any) -> bool:

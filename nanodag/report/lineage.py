@@ -32,7 +32,7 @@ def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
 
 def sources_of(stages: Mapping[str, ReportedStage], stage: ReportedStage) -> list[ReportedStage]:
     """The stages that a stage's inputs come from."""
-    return [found for source in stage.lineage.values() if (found := stage_behind(stages, source)) is not None]
+    return [origin for source in stage.lineage.values() if (origin := stage_behind(stages, source)) is not None]
 
 
 def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:

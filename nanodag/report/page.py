@@ -187,8 +187,8 @@ def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
 
 def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
     parts = []
-    if found := tables.samples_table(columns):
-        parts.append(Part(heading="The same prompts", table=found, style="samples"))
+    if table := tables.samples_table(columns):
+        parts.append(Part(heading="The same prompts", table=table, style="samples"))
     by_last = [c for c in comparisons if c.after is columns[-1]]
     for comparison in by_last:
         for turned, other in (("right", "wrong"), ("wrong", "right")):

@@ -66,8 +66,8 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
     pictures = []
     for number, benchmark in enumerate(benchmarks):
         figure, axis = _figure(width=2.3, height=2.5)
-        found = [(i, c.benchmark(benchmark)) for i, c in enumerate(columns)]
-        there = [(i, score) for i, score in found if score is not None]
+        scores = [(i, c.benchmark(benchmark)) for i, c in enumerate(columns)]
+        there = [(i, score) for i, score in scores if score is not None]
         scale = 100 if is_share(there[0][1]["metric"]) else 1
         values = [scale * score["value"] for _, score in there]
         below = [scale * (score["value"] - score["low"]) for _, score in there]
@@ -120,8 +120,8 @@ def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, A
 
 
 def _lines(stage: ReportedStage, names: Mapping[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-    found = {label: stage.curve(name) for name, label in names.items()}
-    return {label: curve for label, curve in found.items() if curve[0]}
+    curves = {label: stage.curve(name) for name, label in names.items()}
+    return {label: curve for label, curve in curves.items() if curve[0]}
 
 
 def _draw(axis: Any, panel: Panel) -> int:
@@ -213,8 +213,8 @@ def _svg(figure: "Figure", name: str, label: str) -> str:
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :]
-    told = f' role="img" aria-label="{escape(label)}"'
-    text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"', lambda _: told, text, count=1)
+    attributes = f' role="img" aria-label="{escape(label)}"'
+    text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"', lambda _: attributes, text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
     for colour, variable in VARIABLES.items():

@@ -34,8 +34,8 @@ class Summary:
 
 def summary_of(store: Store, record: RunRecord) -> Summary:
     """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
-    found = context_stages(store, record, list(record.stages), is_read=_has_scores)
-    known = {name: raw for name, raw in found.items() if raw["files"] or not _makes_scores(raw["kind"])}
+    contexts = context_stages(store, record, list(record.stages), is_read=_has_scores)
+    known = {name: raw for name, raw in contexts.items() if raw["files"] or not _makes_scores(raw["kind"])}
     stages = stages_of({"stages": known})
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
@@ -58,14 +58,14 @@ def _makes_scores(kind: str) -> bool:
 
 def _line(comparison: Comparison) -> str:
     """`sort: RL over SFT +47.5 points (+42.0 to +53.0, p < 0.001)`."""
-    found, metric = comparison.found, comparison.metric
+    result, metric = comparison.found, comparison.metric
     unit = "points" if words.is_share(metric) else metric.replace("_", " ")
     p = words.probability(comparison.adjusted)
-    interval = f"{words.signed(found.low, metric)} to {words.signed(found.high, metric)}"
+    interval = f"{words.signed(result.low, metric)} to {words.signed(result.high, metric)}"
     form = "" if comparison.same_form else ", asked in different forms"
     return (
         f"{comparison.benchmark}: {comparison.after.label} over {comparison.before.label} "
-        f"{words.signed(found.difference, metric)} {unit} ({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
+        f"{words.signed(result.difference, metric)} {unit} ({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
     )
 
 

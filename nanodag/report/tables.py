@@ -45,13 +45,13 @@ def scores_table(columns: Sequence[Column]) -> Table:
     """Benchmarks down, models across: score and standard error, 95 % interval below."""
     rows = []
     for benchmark in benchmarks_of(columns):
-        found = [column.benchmark(benchmark) for column in columns]
-        known = [score for score in found if score is not None]
+        scores = [column.benchmark(benchmark) for column in columns]
+        known = [score for score in scores if score is not None]
         metric = known[0]["metric"]
         unit = "%" if words.is_share(metric) else "lower is better"
         items = sorted({score["num_items"] for score in known})
         lead = Cell(text=benchmark, detail=f"{metric}, {unit}, {' / '.join(map(str, items))} items")
-        cells = [_score_cell(score) if score else Cell(text="") for score in found]
+        cells = [_score_cell(score) if score else Cell(text="") for score in scores]
         rows.append([lead, *cells])
     headers = ["benchmark", *(column.label for column in columns)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
@@ -61,8 +61,8 @@ def short_scores_table(columns: Sequence[Column]) -> Table:
     """The same as one line a benchmark: score and 95 % interval."""
     rows = []
     for benchmark in benchmarks_of(columns):
-        found = [column.benchmark(benchmark) for column in columns]
-        metric = next(score["metric"] for score in found if score is not None)
+        scores = [column.benchmark(benchmark) for column in columns]
+        metric = next(score["metric"] for score in scores if score is not None)
         cells = [
             Cell(
                 text=words.value(score["value"], metric),
@@ -70,7 +70,7 @@ def short_scores_table(columns: Sequence[Column]) -> Table:
             )
             if score is not None
             else Cell(text="")
-            for score in found
+            for score in scores
         ]
         rows.append([Cell(text=benchmark, detail="%" if words.is_share(metric) else ""), *cells])
     headers = ["benchmark", *(column.label for column in columns)]
@@ -90,16 +90,16 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     """Differences on the same items."""
     rows = []
     for comparison in comparisons:
-        found, metric = comparison.found, comparison.metric
+        result, metric = comparison.found, comparison.metric
         verdict = comparison.verdict
         tone = {"better": "good", "worse": "bad"}.get(verdict, "")
         rows.append(
             [
                 Cell(text=comparison.benchmark, detail="" if comparison.same_form else "asked in different forms"),
                 Cell(text=f"{comparison.after.label} − {comparison.before.label}"),
-                Cell(text=words.signed(found.difference, metric), tone=tone),
-                Cell(text=f"{words.signed(found.low, metric)} to {words.signed(found.high, metric)}"),
-                Cell(text=f"{found.num_higher} / {found.num_lower}", detail=f"of {found.num_items}"),
+                Cell(text=words.signed(result.difference, metric), tone=tone),
+                Cell(text=f"{words.signed(result.low, metric)} to {words.signed(result.high, metric)}"),
+                Cell(text=f"{result.num_higher} / {result.num_lower}", detail=f"of {result.num_items}"),
                 Cell(text=words.probability(comparison.adjusted)),
                 Cell(text=verdict, tone=tone),
             ]
@@ -181,8 +181,8 @@ def _count(tokens: float) -> str:
 
 
 def number(table: Mapping[str, Any], name: str) -> float:
-    found = table.get(name, 0.0)
-    return float(found) if isinstance(found, int | float) else 0.0
+    value = table.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
@@ -223,12 +223,12 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
     name, metric = comparison.benchmark, comparison.metric
     before = {record["id"]: record for record in read_records(comparison.before.samples_path(name))}
     wanted = 1.0 if turned == "right" else -1.0
-    found = []
+    examples = []
     for record in read_records(comparison.after.samples_path(name)):
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
         if "output" in record and "output" in earlier and change == wanted:
-            found.append(
+            examples.append(
                 Example(
                     prompt=words.shortened(record["prompt"]),
                     target=words.shortened(str(record["target"])),
@@ -236,7 +236,7 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
                     after=words.shortened(record["output"]),
                 )
             )
-    return found[:limit]
+    return examples[:limit]
 
 
 def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:
@@ -274,15 +274,15 @@ def config_table(stage: ReportedStage, origins: Mapping[str, str]) -> Table:
 
 def environment_table(stages: Mapping[str, ReportedStage]) -> Table | None:
     """Where the stages ran, one row for each setting that they share or differ in; None when nothing was recorded."""
-    found: dict[tuple[str, str], list[str]] = {}
+    stages_by_setting: dict[tuple[str, str], list[str]] = {}
     for stage in stages.values():
         for name, value in leaves(dict(stage.environment)):
-            found.setdefault((name, words.shown(value)), []).append(stage.name)
-    if not found:
+            stages_by_setting.setdefault((name, words.shown(value)), []).append(stage.name)
+    if not stages_by_setting:
         return None
     everywhere = sum(bool(stage.environment) for stage in stages.values())
     rows = [
         [Cell(text=name), Cell(text=value), Cell(text="all" if len(where) == everywhere else ", ".join(where))]
-        for (name, value), where in found.items()
+        for (name, value), where in stages_by_setting.items()
     ]
     return Table(headers=["setting", "value", "stages"], rows=rows)

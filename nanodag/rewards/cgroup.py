@@ -89,10 +89,10 @@ def _made() -> Path | None:
 def candidate(root: Path, membership: str) -> Path | None:
     """The cgroup above this process's own, where memory and pids are on for its children. root: where version 2 is
     mounted; membership: what MEMBERSHIP holds."""
-    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
-    if own is None:
+    location = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
+    if location is None:
         return None
-    above = (root / own.lstrip("/")).parent if own != "/" else root
+    above = (root / location.lstrip("/")).parent if location != "/" else root
     try:
         on = (above / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -102,8 +102,8 @@ def candidate(root: Path, membership: str) -> Path | None:
 
 def in_force() -> str:
     """What bounds the processes of a program together, in words."""
-    found = parent()
-    return f"cgroups in {found}" if found else "limits of each process and a watch, as no cgroup can be made"
+    folder = parent()
+    return f"cgroups in {folder}" if folder else "limits of each process and a watch, as no cgroup can be made"
 
 
 def _remove(path: Path) -> None:

@@ -216,9 +216,9 @@ class _Asserted:
                 setup.append(statement)
             elif not _calls_check(statement):
                 checks.append(_check_of(statement))
-        found = cls(tuple(setup), tuple(checks))
-        found.refuse_shown()
-        return found
+        asserted = cls(tuple(setup), tuple(checks))
+        asserted.refuse_shown()
+        return asserted
 
     def refuse_shown(self) -> None:
         """Raise ValueError where one assignment makes what a call needs and what only a right side may know."""
@@ -235,20 +235,20 @@ class _Asserted:
         """How many checks the program passes."""
         if not self.checks:
             return 0
-        found = self._values(program, [check.call for check in self.checks], deadline - time.monotonic())
+        results = self._values(program, [check.call for check in self.checks], deadline - time.monotonic())
         wanted = self._values("", [check.wanted or "True" for check in self.checks], BUDGET_S)
         for check, value in zip(self.checks, wanted, strict=True):
             if value is None:
                 raise ValueError(f"the test's value {check.wanted!r:.80} cannot be computed without the answer")
         return sum(
             given is not None and value is not None and _agree(check, given.value, value.value)
-            for check, given, value in zip(self.checks, found, wanted, strict=True)
+            for check, given, value in zip(self.checks, results, wanted, strict=True)
         )
 
     def _values(self, program: str, expressions: list[str], timeout_s: float) -> list["_Value | None"]:
         """What each expression evaluates to; None where it raises, or is nothing that can be written down."""
         needed = self._needed(expressions)
-        setup = [one for one in self.setup if not isinstance(one, ast.Assign) or _bound(one) & needed]
+        setup = [node for node in self.setup if not isinstance(node, ast.Assign) or _bound(node) & needed]
         texts = _evaluated(program, "\n".join(map(ast.unparse, setup)), expressions, timeout_s)
         return [_value_of(text) for text in texts]
 
@@ -258,9 +258,9 @@ class _Asserted:
         while True:
             used = {
                 name
-                for one in self.setup
-                if isinstance(one, ast.Assign) and _bound(one) & needed
-                for name in _names(one)
+                for node in self.setup
+                if isinstance(node, ast.Assign) and _bound(node) & needed
+                for name in _names(node)
             }
             if used <= needed:
                 return needed

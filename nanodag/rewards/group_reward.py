@@ -23,7 +23,7 @@ class GroupReward:
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward]:
         """The rewards of one group. Raises ValueError when the function returns another number of them."""
-        found = list(self.function(samples[0][0], [completion for _, completion in samples]))
-        if len(found) != len(samples):
-            raise ValueError(f"{self._path} returned {len(found)} rewards for {len(samples)} answers")
-        return [one if isinstance(one, Reward) else Reward(float(one)) for one in found]
+        rewards = list(self.function(samples[0][0], [completion for _, completion in samples]))
+        if len(rewards) != len(samples):
+            raise ValueError(f"{self._path} returned {len(rewards)} rewards for {len(samples)} answers")
+        return [reward if isinstance(reward, Reward) else Reward(float(reward)) for reward in rewards]

@@ -46,12 +46,12 @@ def _answer_of(text: str) -> str | None:
 
 def _boxes(text: str) -> list[str]:
     """What each `\\boxed{...}` holds, braces balanced; an unclosed one is left out."""
-    found = []
+    contents = []
     for piece in text.split("\\boxed{")[1:]:
         depth = 1
         for position, character in enumerate(piece):
             depth += {"{": 1, "}": -1}.get(character, 0)
             if depth == 0:
-                found.append(piece[:position])
+                contents.append(piece[:position])
                 break
-    return found
+    return contents

@@ -33,12 +33,12 @@ def _leading_letters(text: str) -> set[str]:
     letters = set()
     for number, line in enumerate(text.splitlines()):
         words = line.split(maxsplit=1)
-        found = _BARE.fullmatch(words[0]) if words else None
-        is_choice = found is not None and (len(words) == 1 or words[0] != found.group(1))  # "A cat" is no choice
+        match = _BARE.fullmatch(words[0]) if words else None
+        is_choice = match is not None and (len(words) == 1 or words[0] != match.group(1))  # "A cat" is no choice
         if number == 0 and not is_choice:
             return set()
-        if found is not None and is_choice:
-            letters.add(found.group(1))
+        if match is not None and is_choice:
+            letters.add(match.group(1))
             rest = words[1] if len(words) > 1 else ""
             letters.update(_also_listed(rest))
     return letters
@@ -46,4 +46,4 @@ def _leading_letters(text: str) -> set[str]:
 
 def _also_listed(rest: str) -> set[str]:
     """Further bare choices on the same line: the `B)` and `(C)` of `A) B) (C)`."""
-    return {found.group(1) for word in rest.split() if len(word) > 1 and (found := _BARE.fullmatch(word.rstrip(",;")))}
+    return {match.group(1) for word in rest.split() if len(word) > 1 and (match := _BARE.fullmatch(word.rstrip(",;")))}

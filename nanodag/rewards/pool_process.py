@@ -59,12 +59,12 @@ def _scores(weights: Mapping[str, float], samples: Sequence[tuple[Mapping[str, A
 
 def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
     """One sample's answer. found: its reward by each name, or the reason why there is none."""
-    rewards = [one for one in found if isinstance(one, Reward)]
+    rewards = [outcome for outcome in found if isinstance(outcome, Reward)]
     if len(rewards) < len(found):
         reasons = [
-            one[:MAX_TEXT] if len(found) == 1 else f"{name}: {one[:MAX_TEXT]}"
-            for name, one in zip(weights, found, strict=True)
-            if isinstance(one, str)
+            outcome[:MAX_TEXT] if len(found) == 1 else f"{name}: {outcome[:MAX_TEXT]}"
+            for name, outcome in zip(weights, found, strict=True)
+            if isinstance(outcome, str)
         ]
         return {"error": "; ".join(reasons)}
     try:
@@ -90,16 +90,16 @@ def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> lis
 
 def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion: str) -> Reward | str:
     try:
-        found = function(prompt, completion)
-        return found if isinstance(found, Reward) else Reward(float(found))
+        result = function(prompt, completion)
+        return result if isinstance(result, Reward) else Reward(float(result))
     except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
         return _reason(error, function)
 
 
 def _reason(error: Exception, function: Any) -> str:
     """Type, message, and the line that a user can mend: the deepest of their own, else where their function begins."""
-    own = getattr(function, "function", function)  # of a `group:` or `process:` reward
-    return with_place(error, getattr(getattr(own, "func", own), "__code__", None))  # func: with options
+    unwrapped = getattr(function, "function", function)  # of a `group:` or `process:` reward
+    return with_place(error, getattr(getattr(unwrapped, "func", unwrapped), "__code__", None))  # func: with options
 
 
 def _load(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

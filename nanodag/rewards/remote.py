@@ -30,10 +30,10 @@ class Remote:
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The reward of one sample. Raises ValueError with the server's reason."""
-        (found,) = self.score_batch([(prompt, completion)])
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+        (outcome,) = self.score_batch([(prompt, completion)])
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+        return outcome
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
         """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
@@ -42,7 +42,7 @@ class Remote:
         rewards = reply.get("rewards") if isinstance(reply, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(samples):
             raise ValueError(f"{self._url} answered {len(samples)} samples with {str(reply)[:120]!r}")
-        return [_reward_of(one) for one in rewards]
+        return [_reward_of(reward) for reward in rewards]
 
     @retry(
         retry=retry_if_exception(lambda error: _may_pass(error)),

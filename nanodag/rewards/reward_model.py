@@ -53,7 +53,7 @@ class RewardModel:
         if tokenizer.chat_template is None:
             text = "\n".join(message_text(message) for message in prompt["messages"])
             return [*tokenizer(text + "\n")["input_ids"], *answer]
-        messages = [{"role": one["role"], "content": message_text(one)} for one in prompt["messages"]]
+        messages = [{"role": turn["role"], "content": message_text(turn)} for turn in prompt["messages"]]
         begun = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = [*tokenizer(begun, add_special_tokens=False)["input_ids"], *answer]
         return [*ids, tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else ids

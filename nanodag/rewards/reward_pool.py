@@ -78,16 +78,16 @@ class RewardPool:
         ConfigError when it does not exist, MissingTool when it needs a sandbox and there is none."""
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
-            own = prompt["reward"] if name == "auto" else name
-            traits = entries.find("reward", own)
+            reward = prompt["reward"] if name == "auto" else name
+            traits = entries.find("reward", reward)
             if traits is not None and traits.needs_sandbox:
                 sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
-            if name == "auto" and own not in entries.names("reward"):
+            if name == "auto" and reward not in entries.names("reward"):
                 raise ConfigError(
-                    f"A prompt asks for the reward {own}, and data may only ask for those that come with nanodag "
+                    f"A prompt asks for the reward {reward}, and data may only ask for those that come with nanodag "
                     f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
                 )
-            weights[own] = weights.get(own, 0.0) + weight
+            weights[reward] = weights.get(reward, 0.0) + weight
         samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
         for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
             self._waiting.put(lot)
@@ -219,8 +219,8 @@ class _Process:
         question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
         return [
-            SampleReward(one.get("value"), one.get("components", {}), one.get("error", ""), one.get("steps"))
-            for one in answers
+            SampleReward(reply.get("value"), reply.get("components", {}), reply.get("error", ""), reply.get("steps"))
+            for reply in answers
         ]
 
     def end(self) -> None:

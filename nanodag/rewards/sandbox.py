@@ -246,9 +246,9 @@ def _memory(pid: int) -> int:
     """Resident bytes of a process and all below it; what they share is counted for each."""
     total = 0
     with suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(pid).children(recursive=True):
+        for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                total += one.memory_info().rss
+                total += child.memory_info().rss
     return total
 
 

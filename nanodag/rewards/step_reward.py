@@ -25,8 +25,8 @@ class Steps:
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The total, and each step's end and score. Raises ValueError for a step that ends outside the completion."""
-        total, found = self.function(prompt, completion)
-        steps = [(int(end), float(score)) for end, score in found]
+        total, scored_steps = self.function(prompt, completion)
+        steps = [(int(end), float(score)) for end, score in scored_steps]
         for end, _ in steps:
             if not 1 <= end <= len(completion):
                 raise ValueError(

@@ -142,8 +142,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:
     """What names each function of the user's own in a key, by the entry's name, as `process:my_module:my_function`."""
-    found = [entry for _, entry in entries_in(stage) if entry.own_function]
-    return {entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in found}
+    entries = [entry for _, entry in entries_in(stage) if entry.own_function]
+    return {entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:
@@ -169,8 +169,8 @@ def server_identity(url: str) -> dict[str, Any]:
     try:
         answer = httpx.get(f"{url.rstrip('/')}/model_info", timeout=SERVER_TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
-        found = answer.json()
-        return {"kind": "server", "url": url, "model": found["model_path"], "version": str(found["weight_version"])}
+        info = answer.json()
+        return {"kind": "server", "url": url, "model": info["model_path"], "version": str(info["weight_version"])}
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"teacher.url {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "

@@ -48,28 +48,28 @@ def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]
 
 
 def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in flat(record.pipeline):
         if not name.startswith(_ELSEWHERE):
-            found["config"][name.removeprefix("stages.")] = value
-    found["code"]["run: revision of the run"] = record.revision
+            sections["config"][name.removeprefix("stages.")] = value
+    sections["code"]["run: revision of the run"] = record.revision
     stale = stale_stages(record)
     for stage, entry in record.stages.items():
         made = f"{entry.key[:12]}/{entry.made.attempt}" if entry.made is not None else entry.state
-        found["stages"][stage] = f"{made}, stale" if stage in stale else made
+        sections["stages"][stage] = f"{made}, stale" if stage in stale else made
         artifact = _artifact(store, entry)
         if artifact is None:
             continue
-        found["stages"][f"{stage} content"] = artifact.digest[:16]
+        sections["stages"][f"{stage} content"] = artifact.digest[:16]
         for url, identity in (artifact.sources or {}).items():
-            found["data"][f"{stage}: {url}"] = canonical_json(identity)
+            sections["data"][f"{stage}: {url}"] = canonical_json(identity)
         for name, value in flat(artifact.environment):
-            found["code"][f"{stage}: {name}"] = value
+            sections["code"][f"{stage}: {name}"] = value
         for name, value in flat(artifact.metrics):
-            found["metrics"][f"{stage}.{name}"] = value
-        found["cost"] |= {f"{stage}.{name}": artifact.cost[name] for name in _COST if name in artifact.cost}
-    found["code"] = _once(found["code"])
-    return found
+            sections["metrics"][f"{stage}.{name}"] = value
+        sections["cost"] |= {f"{stage}.{name}": artifact.cost[name] for name in _COST if name in artifact.cost}
+    sections["code"] = _once(sections["code"])
+    return sections
 
 
 def _artifact(store: Store, entry: StageRecord) -> Artifact | None:

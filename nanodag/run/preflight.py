@@ -40,8 +40,8 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
     mark = remembered / f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if _still_holds(mark):
         return
-    found = _look(asked)
-    if faults := found["faults"]:
+    report = _look(asked)
+    if faults := report["faults"]:
         more = [f"and {counted(len(faults) - MAX_FAULTS, 'more fault')}"] if len(faults) > MAX_FAULTS else []
         lines = [*faults[:MAX_FAULTS], *more]
         head = f"{file}, preset {pipeline.preset!r}"
@@ -49,16 +49,16 @@ def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stag
         raise ConfigError(text)
     with writing(f"Writing {mark}"):
         remembered.mkdir(parents=True, exist_ok=True)
-        write_json(mark, found["relied_on"])
+        write_json(mark, report["relied_on"])
 
 
 def state_of(path: str) -> list[int]:
     """What changes with a file: its size and the time of its last change; empty where there is none."""
     try:
-        found = os.stat(path)
+        facts = os.stat(path)
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns]
+    return [facts.st_size, facts.st_mtime_ns]
 
 
 def _still_holds(mark: Path) -> bool:

@@ -67,9 +67,9 @@ class Checks:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
         if not isinstance(stage, RLStage):
-            for where, one in entries_in(stage):
-                if one.own_function:
-                    self._try(f"{name}.{where}", f"{one.kind} {one}", partial(self._import, one.own_function))
+            for where, entry in entries_in(stage):
+                if entry.own_function:
+                    self._try(f"{name}.{where}", f"{entry.kind} {entry}", partial(self._import, entry.own_function))
         for label, wanted, sources in _mixtures(stage):
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
@@ -193,15 +193,15 @@ class Checks:
         algorithm = stage.algorithm
         models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
         models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
-        folders = [one.name.removeprefix("model:") for one in stage.reward if one.name.startswith("model:")]
+        folders = [entry.name.removeprefix("model:") for entry in stage.reward if entry.name.startswith("model:")]
         models += [(f"{name}.reward", folder) for folder in folders]
         for where, model in models:
             if model.startswith("/"):
                 self._try(where, model, partial(self._model, f"file:{model}"))
-        for where, one in entries_in(stage):
-            if one.own_function:
-                what = f"{one.kind} {one}"
-                self._try(f"{name}.{where}", what, partial(self._function, stage, one))
+        for where, entry in entries_in(stage):
+            if entry.own_function:
+                what = f"{entry.kind} {entry}"
+                self._try(f"{name}.{where}", what, partial(self._function, stage, entry))
         if stage.optimizer.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
@@ -234,14 +234,14 @@ class Checks:
     def _import(self, path: str) -> Callable[..., Any]:
         file = self._module(path)
         try:
-            found = function_at(path)
+            target = function_at(path)
         except AttributeError as error:
             raise ConfigError(f"{path}: {file} has no function {path.partition(':')[2]}") from error
         except Exception as error:  # a user's module may raise whatever it likes
             raise ConfigError(f"{path} cannot be imported: {with_place(error)}") from error
-        if not callable(found):
-            raise ConfigError(f"{path} is no function: {file} has it as {found!r:.60}")
-        return found
+        if not callable(target):
+            raise ConfigError(f"{path} is no function: {file} has it as {target!r:.60}")
+        return target
 
 
 def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[SourceConfig, ...]]]:
@@ -285,15 +285,15 @@ FormLoader.add_constructor("!function", lambda loader, node: node.value)
 def _form(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML file of lm-eval's with the one that it includes; `!function x` as the text x."""
     try:
-        own = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
+        form = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no form of lm-eval's: {with_place(error)}") from error
-    if not isinstance(own, dict):
+    if not isinstance(form, dict):
         raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
-    above = own.get("include")
+    above = form.get("include")
     if isinstance(above, str) and len(below) > MAX_INCLUDES:
         raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
-    return {**_form(path.parent / above, (*below, path)), **own} if isinstance(above, str) else own
+    return {**_form(path.parent / above, (*below, path)), **form} if isinstance(above, str) else form
 
 
 def _reader_of(form: Path) -> str:

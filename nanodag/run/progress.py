@@ -50,8 +50,8 @@ class StageProgress:
 def progress_of(store: Store, record: RunRecord) -> list[StageProgress]:
     """Every stage of a run, in the order of its DAG."""
     stale = stale_stages(record)
-    found = [_stage(store, name, entry) for name, entry in record.stages.items()]
-    return [replace(stage, state="stale") if stage.name in stale else stage for stage in found]
+    stages = [_stage(store, name, entry) for name, entry in record.stages.items()]
+    return [replace(stage, state="stale") if stage.name in stale else stage for stage in stages]
 
 
 def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:

@@ -228,8 +228,8 @@ def recorded_run(
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record.stages)}.{near}")
     else:
         stages = (stage,) if stage else following(inputs_in(record), begin_at)
-    own = (*stages, "unchecked")
-    foreign = [text for text in overrides if text.partition("=")[0].partition(".")[0] not in own]
+    allowed = (*stages, "unchecked")
+    foreign = [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]
     if foreign:
         raise ConfigError(
             f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."
@@ -265,18 +265,18 @@ def merged(overrides: Sequence[str]) -> list[str]:
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
     """Those inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
     stages = run.store.read_run(run.name).stages
-    found = {}
+    results = {}
     for label in labels:
         source = run.pipeline.stages[stage].inputs[label]
         entry = stages[source]
         if entry.has_ended_well and entry.artifact is not None:
             artifact = run.store.attempt(*entry.artifact)
-            found[label] = result_of(source, artifact, was_found=True)
+            results[label] = result_of(source, artifact, was_found=True)
         elif not find_kind(run.pipeline.stages[stage].kind).takes_what_exists:
             raise ArtifactNotFound(
                 f"Stage {stage} of run {run.name} needs stage {source}, which is {entry.state}: run that."
             )
-    return found
+    return results
 
 
 def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult:

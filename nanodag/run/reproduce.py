@@ -88,11 +88,11 @@ def _recipe(artifact: Artifact) -> Any:
 
 
 def _inputs(store: Store, artifact: Artifact) -> dict[str, StageResult]:
-    found = {}
+    results = {}
     for label, source in artifact.lineage.items():
         above = _with_digest(store, source)
-        found[label] = result_of(str(source["stage"]), above, was_found=True)
-    return found
+        results[label] = result_of(str(source["stage"]), above, was_found=True)
+    return results
 
 
 def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
@@ -100,11 +100,11 @@ def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
     key, attempt = str(source["key"]), str(source["attempt"])
     for name in [attempt, *store.attempts(key)]:
         try:
-            found = store.attempt(key, name)
+            artifact = store.attempt(key, name)
         except StoreError:  # gone or damaged: another may do
             continue
-        if found.digest == source["digest"]:
-            return found
+        if artifact.digest == source["digest"]:
+            return artifact
     raise ArtifactNotFound(
         f"The input {source['stage']} (key {key[:12]}, content {str(source['digest'])[:12]}) is not in {store.url} any "
         "more. Build that stage first, from the run that this artifact is of."
@@ -129,15 +129,15 @@ def _same_key(run: Run, stage: Any, inputs: Mapping[str, StageResult], artifact:
 
 
 def _compared(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    found = {}
+    verdicts = {}
     for name in sorted({*before, *after}):
         if name not in after:
-            found[name] = "missing"
+            verdicts[name] = "missing"
         elif name not in before:
-            found[name] = "new"
+            verdicts[name] = "new"
         else:
-            found[name] = "same" if before[name] == after[name] else "differs"
-    return found
+            verdicts[name] = "same" if before[name] == after[name] else "differs"
+    return verdicts
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -75,10 +75,10 @@ class RemovalPlan:
 
 def best_of(text: str) -> Best:
     """`STAGE.METRIC` for the highest, `STAGE.METRIC:min` for the lowest. Raises ConfigError for anything else."""
-    found = re.fullmatch(r"(?P<stage>[^.:]+)\.(?P<metric>[^:]+)(:(?P<side>min|max))?", text)
-    if found is None:
+    match = re.fullmatch(r"(?P<stage>[^.:]+)\.(?P<metric>[^:]+)(:(?P<side>min|max))?", text)
+    if match is None:
         raise ConfigError(f"--keep-best {text!r}: write STAGE.METRIC, STAGE.METRIC:max or STAGE.METRIC:min.")
-    return Best(stage=found["stage"], metric=found["metric"], is_lowest=found["side"] == "min")
+    return Best(stage=match["stage"], metric=match["metric"], is_lowest=match["side"] == "min")
 
 
 def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
@@ -253,21 +253,21 @@ def _attempts(
 ) -> dict[ArtifactReference, Any]:
     """Every attempt that is visible: its Artifact, or `newer`, or `damaged`. Half-written ones are leftovers. known:
     what was read before, which is not read again."""
-    found: dict[ArtifactReference, Any] = dict(known or {})
+    attempts: dict[ArtifactReference, Any] = dict(known or {})
     for key, attempt in targets(store, ""):
         reference = ArtifactReference(key, attempt)
-        if reference in found:
+        if reference in attempts:
             continue
         try:
-            found[reference] = store.attempt(key, attempt)
+            attempts[reference] = store.attempt(key, attempt)
         except ArtifactNotFound:
             continue
         except NewerFormat as error:
-            found[reference] = "newer"
+            attempts[reference] = "newer"
             notes.append(f"{error} It stays.")
         except CorruptArtifact:
-            found[reference] = "damaged"
-    return found
+            attempts[reference] = "damaged"
+    return attempts
 
 
 def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
@@ -286,21 +286,21 @@ def _is_in(reference: ArtifactReference, references: set[ArtifactReference]) -> 
 
 def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[ArtifactReference]) -> set[ArtifactReference]:
     """These references, and what the artifacts that they mean were made from, all the way up."""
-    found, waiting = set(wanted), [r for r in attempts if _is_in(r, wanted)]
+    references, waiting = set(wanted), [r for r in attempts if _is_in(r, wanted)]
     while waiting:
         artifact = attempts.get(waiting.pop())
         if not isinstance(artifact, Artifact):
             continue
         for source in artifact.lineage.values():
             above = ArtifactReference(str(source["key"]), str(source["attempt"]))
-            if above not in found:
-                found.add(above)
+            if above not in references:
+                references.add(above)
                 waiting.append(above)
-    return found
+    return references
 
 
 def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) -> set[ArtifactReference]:
-    found: set[ArtifactReference] = set()
+    winners: set[ArtifactReference] = set()
     for rule in rules:
         scores: dict[str, list[tuple[float, ArtifactReference]]] = {}
         for reference, artifact in attempts.items():
@@ -310,8 +310,8 @@ def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) ->
                     scores.setdefault(artifact.stage, []).append((-value if rule.is_lowest else value, reference))
         if not scores:
             raise ConfigError(f"--keep-best {rule.stage}.{rule.metric}: no stage of that name has such a metric.")
-        found |= {max(values)[1] for values in scores.values()}
-    return found
+        winners |= {max(values)[1] for values in scores.values()}
+    return winners
 
 
 def _metric(values: Mapping[str, Any], name: str) -> Any:
@@ -324,32 +324,32 @@ def _metric(values: Mapping[str, Any], name: str) -> Any:
 
 def _young(attempts: Mapping[ArtifactReference, Any], policy: RetentionPolicy) -> set[ArtifactReference]:
     limit = time.time() - policy.keep_days * 86400.0
-    found = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
-    return found if policy.keep_days else set()
+    references = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
+    return references if policy.keep_days else set()
 
 
 def _workspaces(store: Store, staying: Mapping[str, RunRecord]) -> list[Item]:
     """Workspaces of stages that no run is going to resume."""
     unfinished = _unfinished(staying)
     folder = store.local / "work"
-    found = []
+    items = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in unfinished:
             size = sum(n for n in sizes_below(path).values() if n > 0)
-            found.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run resumes it"))
-    return found
+            items.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run resumes it"))
+    return items
 
 
 def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[ArtifactReference]) -> list[Item]:
     """This host's copies of a remote store's attempts that do not stay."""
-    found = []
+    items = []
     for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
         reference = ArtifactReference(path.parent.name, path.name)
         if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
             size = sum(n for n in sizes_below(path).values() if n > 0)
             name = f"cache/{path.parent.name}/{path.name}"
-            found.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
-    return found
+            items.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
+    return items
 
 
 def _bytes(artifact: Any) -> int:

@@ -20,11 +20,11 @@ def stale_stages(record: RunRecord) -> dict[str, str]:
 
     Equal bytes are equal: a stage that was built again and came out the same makes nothing stale.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, entry in record.stages.items():
-        if entry.has_ended_well and entry.made is not None and (why := _why(record, entry, entry.made, found)):
-            found[name] = why
-    return found
+        if entry.has_ended_well and entry.made is not None and (why := _why(record, entry, entry.made, reasons)):
+            reasons[name] = why
+    return reasons
 
 
 def _why(record: RunRecord, entry: StageRecord, made: Made, stale: Mapping[str, str]) -> str:
@@ -64,11 +64,11 @@ def following(inputs: Mapping[str, Mapping[str, str]], first: str) -> tuple[str,
 
     inputs: stage -> its inputs, in that order.
     """
-    found = [first]
+    stages = [first]
     for stage, sources in inputs.items():
-        if stage not in found and set(sources.values()) & set(found):
-            found.append(stage)
-    return tuple(found)
+        if stage not in stages and set(sources.values()) & set(stages):
+            stages.append(stage)
+    return tuple(stages)
 
 
 def config_digest(stage: BaseModel) -> str:

@@ -135,12 +135,12 @@ class SamplerModel:
         for layer in self.weights.layers:
             attended, _, _ = self._prefill_attention(layer, x, 1, len(prompt))
             self._add_rest(layer, x, attended)
-        found: list[float] = []
+        logprobs: list[float] = []
         for before, targets in zip(x[:-1].split(LOGIT_ROWS), ids[1:].split(LOGIT_ROWS), strict=True):
             hidden = _normalised(before, a.norm_eps).mul_(self.weights.norm)
             logits = _multiply(hidden, self.weights.head)[:, : a.vocab_size]
-            found += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-        return found
+            logprobs += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+        return logprobs
 
     @torch.inference_mode()
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:

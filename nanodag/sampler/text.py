@@ -18,8 +18,8 @@ class Text:
     def __init__(self, path: Path) -> None:
         """Raises BadRequest if the file cannot be read."""
         try:
-            with regular(path) as own:
-                self._tokenizer = Tokenizer.from_file(own)
+            with regular(path) as name:
+                self._tokenizer = Tokenizer.from_file(name)
         except BadRequest:
             raise
         # The library raises a bare Exception for a malformed file.

@@ -192,8 +192,8 @@ class WeightEndpoints:
             self._received = received
 
     async def _check_received(self, received: _Received) -> dict[str, str]:
-        found = await self.traffic.in_loop(self.engine.model.weights.sums)
-        if found != received.sums:
+        sums = await self.traffic.in_loop(self.engine.model.weights.sums)
+        if sums != received.sums:
             raise SamplerError("the weights in memory are not those that were broadcast")
         return await asyncio.shield(received.fingerprints)  # who asks next needs it too
 

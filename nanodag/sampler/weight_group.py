@@ -39,12 +39,12 @@ class WeightGroup:
         self.name = name
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
-        found = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        prefix_store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         gloo: Any = ProcessGroupGloo  # whose annotations lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]  # else of the machine's name
         options._timeout = self._timeout
-        self._gloo = gloo(found, rank, size, options)
+        self._gloo = gloo(prefix_store, rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor into everybody's. Raises RuntimeError, after which the group is of no use, when a member is
@@ -59,11 +59,11 @@ class WeightGroup:
 
 def split(flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> dict:
     """The tensors, by name, whose bytes lie one after the other in flat, (num_bytes,) uint8; views, no copies."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     begin = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         end = begin + torch.Size(shape).numel() * dtype.itemsize
-        found[name] = flat[begin:end].view(dtype).reshape(tuple(shape))
+        tensors[name] = flat[begin:end].view(dtype).reshape(tuple(shape))
         begin = end
     assert begin == flat.numel(), f"{flat.numel()} bytes hold tensors of {begin}"
-    return found
+    return tensors

@@ -148,7 +148,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file_path in weight_files(path):
         try:
-            with regular(file_path) as own, safe_open(own, framework="pt") as file:
+            with regular(file_path) as name, safe_open(name, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise BadRequest(f"{file_path} cannot be read: {error}") from error

@@ -97,10 +97,10 @@ class LocalServer:
 
     def running(self) -> RunningServer | None:
         """The server that is up and answering, with its serve process; None otherwise."""
-        found = self._recorded()
-        if found is None or not found.server.is_alive() or not found.serve.is_alive():
+        record = self._recorded()
+        if record is None or not record.server.is_alive() or not record.serve.is_alive():
             return None
-        return found if self._answers(found) else None
+        return record if self._answers(record) else None
 
     def ensure(self, say: Callable[[str], None]) -> RunningServer:
         """The running server. It is started first when it is not up; its serve process, when what it serves has
@@ -112,35 +112,35 @@ class LocalServer:
         """
         read_login(self._password_file)  # refused before anything starts
         with locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s):
-            found = self._recorded()
-            if found is not None and found.server.is_alive() and found.settings != self._settings():
+            record = self._recorded()
+            if record is not None and record.server.is_alive() and record.settings != self._settings():
                 raise ServerError(
-                    f"Prefect's server at {found.url} was started with another server.host, database or password_file "
-                    f"than the config has now, or by an older nanodag ({found.settings}; now {self._settings()}). End "
+                    f"Prefect's server at {record.url} was started with another server.host, database or password_file "
+                    f"than the config has now, or by an older nanodag ({record.settings}; now {self._settings()}). End "
                     "it, and what it runs: nanodag server stop"
                 )
             server, port = self._server_or_start(say)
-            if found is not None and found.serve.is_alive():
-                found = replace(found, server=server)
-                write_json(self.home / "server.json", asdict(found))
+            if record is not None and record.serve.is_alive():
+                record = replace(record, server=server)
+                write_json(self.home / "server.json", asdict(record))
                 try:
-                    self._wait_for(found, found.api().is_healthy)
-                    found = self._ready(found)
-                    if found.serves == self._to_serve() or found.api().num_active_runs():
-                        return found
+                    self._wait_for(record, record.api().is_healthy)
+                    record = self._ready(record)
+                    if record.serves == self._to_serve() or record.api().num_active_runs():
+                        return record
                 except _Ended:
-                    if found.serve.is_alive():  # it was the server; nobody can be asked what is under way
+                    if record.serve.is_alive():  # it was the server; nobody can be asked what is under way
                         raise
-                self._end(found.serve)
+                self._end(record.serve)
             return self._serve(server, port, say)
 
     def stop(self) -> bool:
         """End both processes and every flow run of theirs; False when none was up."""
-        found = self._recorded()
-        was_up = found is not None and (found.serve.is_alive() or found.server.is_alive())
-        if found is not None:
-            self._end(found.serve)
-            self._end(found.server)
+        record = self._recorded()
+        was_up = record is not None and (record.serve.is_alive() or record.server.is_alive())
+        if record is not None:
+            self._end(record.serve)
+            self._end(record.server)
         were_strays = self._end_strays()
         (self.home / "server.json").unlink(missing_ok=True)
         return was_up or were_strays
@@ -184,25 +184,25 @@ class LocalServer:
         return Patience([running.server.pid, running.serve.pid], logs, self._start_timeout_s)
 
     def _server_or_start(self, say: Callable[[str], None]) -> tuple[ProcessId, int]:
-        found = self._recorded()
-        if found is not None and found.server.is_alive() and self._answers(found):
-            return found.server, found.port
-        serving = found if found is not None and found.serve.is_alive() else None
+        record = self._recorded()
+        if record is not None and record.server.is_alive() and self._answers(record):
+            return record.server, record.port
+        serving = record if record is not None and record.serve.is_alive() else None
         if serving is not None and serving.server.is_alive():
             raise ServerError(f"Prefect's server at {serving.url} is up but does not answer. {_MAY_BE_UNDER_WAY}")
         if serving is not None and not _is_free(serving.host, serving.port):
             raise ServerError(
                 f"Prefect's server is gone and something else has its port {serving.port}. {_MAY_BE_UNDER_WAY}"
             )
-        self._end(found.server if found is not None else None)
-        self._end_strays(*([found.serve] if found is not None else []))
+        self._end(record.server if record is not None else None)
+        self._end_strays(*([record.serve] if record is not None else []))
         wanted = serving.port if serving is not None else self._port  # what serves looks for it there
         port = wanted if _is_free(self._host, wanted) else free_port(self._host)
         if port != wanted:
             say(f"Port {wanted} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
         command = [sys.executable, "-m", "flows.prefect_server", "start", "--host", self._host, "--port", str(port)]
-        own: dict[str, str] = {
+        variables: dict[str, str] = {
             # A page's scripts must not create flow runs (flows.prefect_server). The UI asks the address it came from.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{self._host}:{port}",
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
@@ -211,10 +211,10 @@ class LocalServer:
             "NANODAG_PROXIES": " ".join(self._proxy_names),
         }
         if self._database != "sqlite":
-            own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
+            variables["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
         if (login := read_login(self._password_file)) is not None:
-            own["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
-        return self._start(command, "server.log", self._environment(port) | own), port
+            variables["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
+        return self._start(command, "server.log", self._environment(port) | variables), port
 
     def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> RunningServer:
         """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
@@ -273,7 +273,7 @@ class LocalServer:
                 if process.cwd() != str(self.home.resolve()) or not {*process.cmdline()} & {*_PROGRAMS}:
                     continue
                 is_first = os.getpgid(process.pid) == process.pid  # of its group
-                if is_first and process.pid not in [one.pid for one in known]:
+                if is_first and process.pid not in [identity.pid for identity in known]:
                     self._end(ProcessId(pid=process.pid, started=process_started(process)))
                     num_ended += 1
         return num_ended > 0

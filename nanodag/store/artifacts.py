@@ -110,8 +110,8 @@ class Store(RunRecords):
         prefix, _, attempt = key_prefix.partition("/")
         keys = [k for k in self.keys() if k.startswith(prefix)] if prefix else []
         if len(keys) != 1:
-            found = ", ".join(k[: len(prefix) + 8] for k in keys[:5]) or "none"
-            raise ArtifactNotFound(f"{len(keys)} keys in {self.url} begin with {prefix!r} ({found}); give more of it.")
+            names = ", ".join(k[: len(prefix) + 8] for k in keys[:5]) or "none"
+            raise ArtifactNotFound(f"{len(keys)} keys in {self.url} begin with {prefix!r} ({names}); give more of it.")
         artifact = self.attempt(keys[0], attempt) if attempt else self.lookup(keys[0])
         if artifact is None:
             raise ArtifactNotFound(
@@ -281,13 +281,13 @@ class Store(RunRecords):
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
             path = folder / part / name
-            found = sha256_of(path)
-            if found != facts["sha256"] and self._backend.forget(artifact, f"{part}/{name}"):
+            digest = sha256_of(path)
+            if digest != facts["sha256"] and self._backend.forget(artifact, f"{part}/{name}"):
                 self._backend.fetch(artifact)  # the copy here may have gone bad while the original has not
-                found = sha256_of(path)
-            if found != facts["sha256"]:
+                digest = sha256_of(path)
+            if digest != facts["sha256"]:
                 raise CorruptArtifact(
-                    f"Artifact {artifact.folder} in {self.url}: the bytes of {path} (sha256 {found[:12]}) differ from "
+                    f"Artifact {artifact.folder} in {self.url}: the bytes of {path} (sha256 {digest[:12]}) differ from "
                     f"their recorded sha256 {facts['sha256'][:12]}. Take it out of the way with: nanodag verify "
                     f"{artifact.key[:12]} --set-aside; stage {artifact.stage} is then rebuilt by the next run."
                 )

@@ -46,7 +46,7 @@ def writing(what: str) -> Iterator[None]:
 def sizes_below(folder: Path) -> dict[str, int]:
     """Relative path -> bytes of every file below a folder, NOT_REGULAR for links and whatever else is no file; empty
     when there is no such folder. Links are not followed: they could lead out of the folder."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     waiting = [(str(folder), "")]
     while waiting:
         path, prefix = waiting.pop()
@@ -59,8 +59,8 @@ def sizes_below(folder: Path) -> dict[str, int]:
                 waiting.append((entry.path, f"{prefix}{entry.name}/"))
             else:
                 facts = entry.stat(follow_symlinks=False)
-                found[prefix + entry.name] = facts.st_size if stat.S_ISREG(facts.st_mode) else NOT_REGULAR
-    return found
+                sizes[prefix + entry.name] = facts.st_size if stat.S_ISREG(facts.st_mode) else NOT_REGULAR
+    return sizes
 
 
 def copy_hashed(source: Path, target: Path) -> str:

@@ -51,13 +51,13 @@ class LocalBackend:
 
     def read_texts(self, paths: list[str]) -> dict[str, str]:
         """The text of each that is there; bytes that are none become lone surrogates, which no parser takes."""
-        found = {}
+        texts = {}
         for path in paths:
             try:
-                found[path] = (self.root / path).read_text(encoding="utf-8", errors="surrogateescape")
+                texts[path] = (self.root / path).read_text(encoding="utf-8", errors="surrogateescape")
             except FileNotFoundError:
                 continue
-        return found
+        return texts
 
     def write_text(self, path: str, text: str) -> None:
         """Replace a small file; readers see the old text or the new one."""
@@ -161,17 +161,17 @@ class LocalBackend:
 
     def leftovers(self) -> dict[str, int]:
         """What killed writers of this host left behind: path below the store -> bytes."""
-        found = {}
+        sizes = {}
         for path in self.root.glob("artifacts/*/.*.tmp"):
             if is_leftover(path.name):
                 size = sum(n for n in sizes_below(path).values() if n > 0)
-                found[path.relative_to(self.root).as_posix()] = size
+                sizes[path.relative_to(self.root).as_posix()] = size
         for path in self.root.glob("runs/.*.tmp"):
             with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
                 facts = path.stat()
                 if facts.st_mtime < time.time() - ABANDONED_AFTER_S and not _is_written(path.name):
-                    found[path.relative_to(self.root).as_posix()] = facts.st_size
-        return found
+                    sizes[path.relative_to(self.root).as_posix()] = facts.st_size
+        return sizes
 
     def clear(self, leftover: str) -> None:
         """Remove one of `leftovers`."""
@@ -192,16 +192,16 @@ def is_leftover(name: str) -> bool:
 
     A store may be shared: another host's processes cannot be seen from here, so theirs never are.
     """
-    found = _TEMPORARY.fullmatch(name)
-    if found is None or found["host"] != _host():
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or match["host"] != _host():
         return False
-    return not _is_process(int(found["pid"]))
+    return not _is_process(int(match["pid"]))
 
 
 def _is_written(name: str) -> bool:
     """True when the process that a small file's temporary name tells of (nanodag.store.atomic.write_bytes) is there."""
-    found = _SMALL_TEMPORARY.fullmatch(name)
-    return found is not None and _is_process(int(found["pid"]))
+    match = _SMALL_TEMPORARY.fullmatch(name)
+    return match is not None and _is_process(int(match["pid"]))
 
 
 def _is_process(pid: int) -> bool:

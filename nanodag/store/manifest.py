@@ -101,9 +101,9 @@ def check_listing(artifact: Artifact, sizes: Mapping[str, int], parts: tuple[str
     """
     for part in parts:
         for name, facts in getattr(artifact, part).items():
-            found = sizes.get(f"{part}/{name}", -1)
-            if found != facts["bytes"]:
-                what = {-1: "is missing", NOT_REGULAR: "is no regular file"}.get(found, f"has {found} bytes")
+            size = sizes.get(f"{part}/{name}", -1)
+            if size != facts["bytes"]:
+                what = {-1: "is missing", NOT_REGULAR: "is no regular file"}.get(size, f"has {size} bytes")
                 raise CorruptArtifact(
                     f"Artifact {artifact.folder}: file {part}/{name} {what}, its manifest says {facts['bytes']} bytes."
                 )
@@ -119,10 +119,10 @@ def _seal(raw: Mapping[str, Any]) -> str:
 
 
 def _sha256(facts: Mapping[str, Any]) -> str:
-    found = facts["sha256"]
-    if not re.fullmatch(r"[0-9a-f]{64}", found) or type(facts["bytes"]) is not int or facts["bytes"] < 0:
+    digest = facts["sha256"]
+    if not re.fullmatch(r"[0-9a-f]{64}", digest) or type(facts["bytes"]) is not int or facts["bytes"] < 0:
         raise ValueError(f"{dict(facts)} is not the sha256 and size of a file")
-    return found
+    return digest
 
 
 def is_inside(name: str) -> bool:

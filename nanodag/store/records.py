@@ -73,17 +73,17 @@ class RunRecords:
 
     def records_of_runs(self) -> dict[str, RunRecord]:
         """Every readable record by its run's name, oldest first; a warning names each other one."""
-        found, unreadable = self._records()
+        records, unreadable = self._records()
         for error in unreadable.values():
             log.warning("%s It is passed over.", error)
-        return found
+        return records
 
     def all_records(self) -> dict[str, RunRecord]:
         """The same for who needs all of them. Raises StoreError naming the first one that cannot be read."""
-        found, unreadable = self._records()
+        records, unreadable = self._records()
         for error in unreadable.values():
             raise error
-        return found
+        return records
 
     def unreadable_runs(self) -> dict[str, StoreError]:
         """Runs whose record cannot be read: name -> why."""
@@ -111,15 +111,15 @@ class RunRecords:
 
     def _records(self) -> tuple[dict[str, RunRecord], dict[str, StoreError]]:
         """Records by their run's name, oldest first, and why each other one cannot be read."""
-        found: dict[str, RunRecord] = {}
+        records: dict[str, RunRecord] = {}
         unreadable: dict[str, StoreError] = {}
         names = {f"runs/{name}": name.removesuffix(".json") for name in self._backend.names("runs") if _is_record(name)}
         for path, text in self._backend.read_texts(list(names)).items():
             try:
-                found[names[path]] = parse_record(text, names[path], self.url)
+                records[names[path]] = parse_record(text, names[path], self.url)
             except StoreError as error:
                 unreadable[names[path]] = error
-        return dict(sorted(found.items(), key=lambda item: (item[1].number, item[1].created))), unreadable
+        return dict(sorted(records.items(), key=lambda item: (item[1].number, item[1].created))), unreadable
 
 
 def _path(run: str) -> str:

@@ -65,8 +65,8 @@ class RemoteBackend:
         self._fs.invalidate_cache()
         base = f"{self._root}/{folder}"
         with self._asking(f"Listing {folder}"):
-            found = self._fs.find(base, detail=True)
-        return {path[len(base) + path.index(base) + 1 :]: facts for path, facts in found.items()}
+            listing = self._fs.find(base, detail=True)
+        return {path[len(base) + path.index(base) + 1 :]: facts for path, facts in listing.items()}
 
     def read_text(self, path: str) -> str:
         """As LocalBackend.read_text."""
@@ -79,8 +79,8 @@ class RemoteBackend:
             return {}
         wanted = {f"{self._root}/{path}": path for path in paths}
         with self._asking(f"Reading {len(paths)} files"):
-            found = self._fs.cat(list(wanted), on_error="omit")
-        return {path: found[full].decode(errors="surrogateescape") for full, path in wanted.items() if full in found}
+            blobs = self._fs.cat(list(wanted), on_error="omit")
+        return {path: blobs[full].decode(errors="surrogateescape") for full, path in wanted.items() if full in blobs}
 
     def write_text(self, path: str, text: str) -> None:
         """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""
@@ -231,12 +231,12 @@ class RemoteBackend:
 
 def _driver_errors() -> tuple[type[Exception], ...]:
     """What the drivers that are loaded raise beside OSError."""
-    found: list[type[Exception]] = [OSError]
+    errors: list[type[Exception]] = [OSError]
     if "botocore.exceptions" in sys.modules:
-        found += [sys.modules["botocore.exceptions"].BotoCoreError, sys.modules["botocore.exceptions"].ClientError]
+        errors += [sys.modules["botocore.exceptions"].BotoCoreError, sys.modules["botocore.exceptions"].ClientError]
     if "aiohttp" in sys.modules:
-        found.append(sys.modules["aiohttp"].ClientError)
-    return tuple(found)
+        errors.append(sys.modules["aiohttp"].ClientError)
+    return tuple(errors)
 
 
 def _written(facts: dict[str, Any]) -> float:

@@ -238,10 +238,10 @@ def parse_record(text: str, run: str, url: str) -> RunRecord:
         raw = from_json(text.encode("utf-8", "surrogateescape"))
     except ValueError as error:
         raise CorruptArtifact(f"{where} is damaged: it is no JSON ({error}). {_REMOVE}") from None
-    found = raw.get("format", "none") if isinstance(raw, dict) else "none"
-    if found != RECORD_FORMAT:
+    version = raw.get("format", "none") if isinstance(raw, dict) else "none"
+    if version != RECORD_FORMAT:
         raise StoreError(
-            f"{where} has format {found}; this nanodag reads format {RECORD_FORMAT}. Use the nanodag that wrote it, "
+            f"{where} has format {version}; this nanodag reads format {RECORD_FORMAT}. Use the nanodag that wrote it, "
             "or remove it if it is of no use."
         )
     try:

@@ -60,19 +60,19 @@ def in_waves(sweep: Sweep, stages: Sequence[str]) -> list[str]:
 
 def find_built(run: Run) -> dict[str, StageResult]:
     """What the store has of a run's stages, noted in its record at once; what needs a missing one is missing too."""
-    found: dict[str, StageResult] = {}
+    results: dict[str, StageResult] = {}
     notes: dict[str, dict[str, Any]] = {}
     now = time.time()
     for stage in run.to_do:
         config = run.pipeline.stages[stage]
-        if not set(config.inputs.values()) <= set(found):
+        if not set(config.inputs.values()) <= set(results):
             continue
-        inputs = {label: found[source] for label, source in config.inputs.items()}
+        inputs = {label: results[source] for label, source in config.inputs.items()}
         key, _ = key_of(run, config, inputs)
         artifact = run.store.lookup(key)
         if artifact is None:
             continue
-        found[stage] = result_of(stage, artifact, was_found=True)
+        results[stage] = result_of(stage, artifact, was_found=True)
         made = made_from(artifact, config, inputs)
         notes[stage] = {"state": "found", "reason": "", "started": now, "ended": now, "key": key, "made": made}
 
@@ -81,4 +81,4 @@ def find_built(run: Run) -> dict[str, StageResult]:
         return record.changed(stages={**record.stages, **noted})
 
     run.store.change_run(run.name, note)
-    return found
+    return results

@@ -114,19 +114,19 @@ def _joined(
     identities: list[dict[str, str]] = []
     variants: dict[str, dict[str, int]] = {}
     for pipeline, point in zip(pipelines, points, strict=True):
-        found: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for name in _needed(pipeline, stage):
             config = pipeline.stages[name]
-            inputs = {label: found[source] for label, source in config.inputs.items()}
-            found[name] = canonical_json([name, config.model_dump(mode="json", exclude={"inputs"}), inputs])
-            variants.setdefault(name, {}).setdefault(found[name], point.number)
-        identities.append(found)
+            inputs = {label: by_name[source] for label, source in config.inputs.items()}
+            by_name[name] = canonical_json([name, config.model_dump(mode="json", exclude={"inputs"}), inputs])
+            variants.setdefault(name, {}).setdefault(by_name[name], point.number)
+        identities.append(by_name)
     digits = len(str(len(points)))
     stages: dict[str, AnyStage] = {}
     placed: list[Point] = []
-    for pipeline, point, found in zip(pipelines, points, identities, strict=True):
+    for pipeline, point, by_name in zip(pipelines, points, identities, strict=True):
         names = {}
-        for name, identity in found.items():
+        for name, identity in by_name.items():
             number = f"-{variants[name][identity]:0{digits}d}" if len(variants[name]) > 1 else ""
             names[name] = f"{name}{number}"
             config = pipeline.stages[name]
@@ -154,10 +154,10 @@ def _needed(pipeline: Pipeline, stage: str) -> list[str]:
 def _last_set(base: Pipeline, points: Sequence[Point]) -> str:
     heads = {name.partition(".")[0] for point in points for name in point.values}
     kinds = {name: find_kind(stage.kind) for name, stage in base.stages.items()}
-    found = [name for name in order_of(base) if name in heads and not kinds[name].is_about_others]
-    if not found:
+    stages = [name for name in order_of(base) if name in heads and not kinds[name].is_about_others]
+    if not stages:
         raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
-    return found[-1]
+    return stages[-1]
 
 
 def _axis(text: str) -> list[str]:

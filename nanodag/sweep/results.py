@@ -50,8 +50,8 @@ class PointRow:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The numbers that the stage ended with."""
-        found = self.artifact.metrics if self.artifact is not None else {}
-        return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        raw_metrics = self.artifact.metrics if self.artifact is not None else {}
+        return {k: float(v) for k, v in raw_metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric over training."""
@@ -97,7 +97,7 @@ def _corrected(rows: list[PointRow]) -> list[PointRow]:
 
 def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, PointScore]:
     """first: benchmark -> samples of the first point that has it; added to."""
-    found = {}
+    scores = {}
     benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
     for benchmark, values in benchmarks.items():
         label = f"{name}: {benchmark}"
@@ -105,8 +105,8 @@ def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, PointS
         base = first.setdefault(label, samples)
         kept = {k: values[k] for k in ("metric", "higher_is_better", "value", "low", "high", "num_items")}
         difference = _difference(base, samples, values["metric"]) if base != samples else None
-        found[label] = PointScore(benchmark=benchmark, difference=difference, **kept)
-    return found
+        scores[label] = PointScore(benchmark=benchmark, difference=difference, **kept)
+    return scores
 
 
 def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | None:

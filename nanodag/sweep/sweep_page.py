@@ -92,11 +92,11 @@ def _score_cell(score: PointScore | None) -> Cell:
         return Cell(text="")
     detail = words.interval(score.low, score.high, score.metric)
     tone = ""
-    if (found := score.difference) is not None:
-        low, high = words.signed(found.low, score.metric), words.signed(found.high, score.metric)
-        detail = f"{words.signed(found.difference, score.metric)}, {low} to {high}"
+    if (outcome := score.difference) is not None:
+        low, high = words.signed(outcome.low, score.metric), words.signed(outcome.high, score.metric)
+        detail = f"{words.signed(outcome.difference, score.metric)}, {low} to {high}"
         if score.adjusted < FALSE_ALARMS:
-            tone = "good" if (found.difference > 0) == score.higher_is_better else "bad"
+            tone = "good" if (outcome.difference > 0) == score.higher_is_better else "bad"
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)
 
 

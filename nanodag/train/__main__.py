@@ -70,7 +70,7 @@ def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, float
 
 def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
     progress = loop.progress
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "loss": progress.last_losses[-1] if progress.last_losses else None,
         "steps": progress.step,
         "planned_steps": loop.plan.num_steps,
@@ -78,18 +78,18 @@ def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
         **{name: int(value) for name, value in stats.items() if name not in ("batches", "document_tokens")},
     }
     if isinstance(loop.config, ChatStage):
-        found["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)
+        metrics["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)
     if progress.best_loss is not None:
-        found["best_validation_loss"] = progress.best_loss
-        found["best_validation_bits_per_byte"] = progress.best_bits_per_byte
-        found["best_step"] = progress.best_step
+        metrics["best_validation_loss"] = progress.best_loss
+        metrics["best_validation_bits_per_byte"] = progress.best_bits_per_byte
+        metrics["best_step"] = progress.best_step
     if loop.best is not None:
-        found["validation_loss"] = progress.best_loss
-        found["validation_bits_per_byte"] = progress.best_bits_per_byte
+        metrics["validation_loss"] = progress.best_loss
+        metrics["validation_bits_per_byte"] = progress.best_bits_per_byte
     elif progress.validation_loss is not None:
-        found["validation_loss"] = progress.validation_loss
-        found["validation_bits_per_byte"] = progress.validation_bits_per_byte
-    return found
+        metrics["validation_loss"] = progress.validation_loss
+        metrics["validation_bits_per_byte"] = progress.validation_bits_per_byte
+    return metrics
 
 
 def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> dict[str, Any]:

@@ -63,16 +63,16 @@ def newest_of_all(checkpoints: Checkpoints, engine: TrainEngine) -> Path | None:
     Raises CorruptArtifact when ranks find different ones, ConfigError when it was written by another number of ranks:
     their data cursors cannot be dealt out again.
     """
-    found = checkpoints.newest_valid()
-    steps = [int(step) for step in engine.by_rank(-1 if found is None else found[0])]
+    newest = checkpoints.newest_valid()
+    steps = [int(step) for step in engine.by_rank(-1 if newest is None else newest[0])]
     if len(set(steps)) > 1:
         raise CorruptArtifact(
             f"The ranks find different checkpoints in {checkpoints.path}; their steps, rank by rank: {steps}, -1 for "
             "none. All must see the same folder; remove the checkpoints that not all of them can read."
         )
-    if found is None:
+    if newest is None:
         return None
-    folder = found[1]
+    folder = newest[1]
     num_ranks = _common(folder)["num_ranks"]
     if num_ranks != engine.world_size:
         raise ConfigError(
@@ -100,8 +100,8 @@ def save_checkpoint(
     reached = asdict(progress)
     seconds = reached.pop("seconds")
     common = {"progress": reached, "num_steps": num_steps, "num_ranks": engine.world_size}
-    own = {"common": common, "cursor": cursor.state_dict(), "random": _random_state()}
-    (folder / RANK_FILE.format(engine.rank)).write_text(json.dumps(own))
+    rank_state = {"common": common, "cursor": cursor.state_dict(), "random": _random_state()}
+    (folder / RANK_FILE.format(engine.rank)).write_text(json.dumps(rank_state))
     if engine.rank == 0:
         (folder / PROGRESS_FILE).write_text(json.dumps({"common": common, "seconds": seconds}))
     engine.barrier()
@@ -112,14 +112,14 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path, engine: TrainEngine, cursor: Cursor) -> tuple[Progress, list[torch.Tensor] | None]:
     """Put everything back; returns progress and the best weights. Raises CorruptArtifact when ranks disagree."""
-    found = json.loads((folder / PROGRESS_FILE).read_text())
+    record = json.loads((folder / PROGRESS_FILE).read_text())
     path = folder / RANK_FILE.format(engine.rank)
-    own = json.loads(path.read_text())
-    check_same(path, own["common"], found["common"], common_file=PROGRESS_FILE)
+    rank_state = json.loads(path.read_text())
+    check_same(path, rank_state["common"], record["common"], common_file=PROGRESS_FILE)
     best = engine.load(folder)
-    cursor.load_state_dict(own["cursor"])
-    _restore_random_state(own["random"])
-    return Progress(**found["common"]["progress"], seconds=found["seconds"]), best
+    cursor.load_state_dict(rank_state["cursor"])
+    _restore_random_state(rank_state["random"])
+    return Progress(**record["common"]["progress"], seconds=record["seconds"]), best
 
 
 def planned_steps(folder: Path) -> int:
@@ -128,10 +128,10 @@ def planned_steps(folder: Path) -> int:
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / PROGRESS_FILE).read_text())
-    if "common" not in found:
+    record = json.loads((folder / PROGRESS_FILE).read_text())
+    if "common" not in record:
         raise CorruptArtifact(f"Checkpoint {folder} is of an older nanodag; remove it to begin the stage again.")
-    return found["common"]
+    return record["common"]
 
 
 def _random_state() -> dict[str, Any]:

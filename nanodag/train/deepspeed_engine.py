@@ -190,9 +190,9 @@ class TrainEngine:
         """The highest of a value over all ranks."""
         if self.world_size == 1:
             return value
-        found = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return float(found)
+        maximum = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+        return float(maximum)
 
     def by_rank(self, value: float) -> list[float]:
         """The value of each rank, on every rank."""

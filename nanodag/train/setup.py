@@ -221,8 +221,8 @@ class _Data:
         num_batches = max(1, math.ceil(per_rank / (self._rows * config.sequence_length)))
         batches = held_out_batches(held_out, num_batches=num_batches)
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
-        found = torch.from_numpy(Encoding(self._tokenizer_path).token_bytes)[:vocabulary]
-        token_bytes[: len(found)] = found
+        encoding_bytes = torch.from_numpy(Encoding(self._tokenizer_path).token_bytes)[:vocabulary]
+        token_bytes[: len(encoding_bytes)] = encoding_bytes
         return Validation(self._engine, batches, held_out.empty_batch(), token_bytes)
 
 

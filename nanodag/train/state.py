@@ -86,7 +86,7 @@ class SavedState:
         self._opened.close()
 
     def has(self, plane: str) -> bool:
-        return any(found == plane for found, _ in self._found)
+        return any(saved_plane == plane for saved_plane, _ in self._found)
 
     def fill(self, plane: str, segment: Segment, target: Tensor) -> None:
         """Copy what belongs to a segment into its view. Raises CorruptArtifact when a part of it is nowhere."""

@@ -61,9 +61,9 @@ class Shelf:
         """
         folder = self.records / "rollouts"
         path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
-        found = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
+        reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
         answers = {line["prompt_id"]: line["answer"] for line in _lines(path.with_suffix(".answers.jsonl"))}
-        return [replace(read, answer=answers.get(read.rollout.prompt_id, "")) for read in found]
+        return [replace(read, answer=answers.get(read.rollout.prompt_id, "")) for read in reads]
 
     def _read_training(self, step: int, path: Path) -> list[Read]:
         scores = self._scores(step)
@@ -72,11 +72,11 @@ class Shelf:
             for line in _lines(self.records / "ledger.jsonl")
             if line["step"] == step and line["outcome"] == "dropped"
         }
-        found = [_with_scores(r, scores) for r in _of(path)]
+        reads = [_with_scores(r, scores) for r in _of(path)]
         for rollout in _of(path.with_suffix(".dropped.jsonl")):
             alone = GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
-            found.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
-        return found
+            reads.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
+        return reads
 
     def timeline(self, step: int) -> list[Span]:
         """What ended between the step before and this one: name, begin, end in seconds since 1970."""
@@ -131,14 +131,14 @@ def _has_begun(entry: StageRecord) -> bool:
 
 
 def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> Read:
-    found = scores.get((rollout.group_id, rollout.sample_index))
-    if found is None:
+    entry = scores.get((rollout.group_id, rollout.sample_index))
+    if entry is None:
         return Read(rollout=rollout, fate=TRAINED)
     return Read(
         rollout=rollout,
         fate=TRAINED,
-        advantages=tuple(found["advantages"]),
-        differences=tuple(found["differences"]),
+        advantages=tuple(entry["advantages"]),
+        differences=tuple(entry["differences"]),
     )
 
 

@@ -127,18 +127,18 @@ class Painter:
         )
 
     def _tokens(self, read: Read, colour: Colour, largest: float, versions: Sequence[int]) -> list[Token]:
-        found: list[Token] = []
+        tokens: list[Token] = []
         for span in read.rollout.spans[1:]:
             for place, token_id in enumerate(span.token_ids):
-                number = len(found)
+                number = len(tokens)
                 hint = [f"id {token_id}", *_sampled_facts(span, place)]
                 for name, values in (("advantage", read.advantages), ("trainer - sampler", read.differences)):
                     value = values[number] if values else None
                     hint += [] if value is None else [f"{name} {value:+.4g}"]
                 value = _value_of(read, span, place, number, colour)
                 style = "" if value is None else _style(value, colour, largest, versions)
-                found.append(Token(self._text(token_id), style, " · ".join(hint)))
-        return found
+                tokens.append(Token(self._text(token_id), style, " · ".join(hint)))
+        return tokens
 
     def _text(self, token_id: int) -> str:
         if token_id in self._encoding.special_ids:

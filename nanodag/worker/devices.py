@@ -93,7 +93,7 @@ def hold(
     Raises StageStopped once `stop` is set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    said = False
+    was_announced = False
     free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
         while True:
@@ -108,11 +108,11 @@ def hold(
                 raise StageStopped(
                     f"Was stopped while it waited for {devices.wanted} of {devices.capacity} {devices.name}."
                 )
-            if not said and len(free_since) < devices.wanted:
+            if not was_announced and len(free_since) < devices.wanted:
                 log.info(
                     "Waiting for %d of %d %s, which other stages hold.", devices.wanted, devices.capacity, devices.name
                 )
-                said = True
+                was_announced = True
             time.sleep(POLL_S)
         yield held
 
@@ -135,13 +135,13 @@ def named_gpus(numbers: Sequence[int]) -> str:
 
 def _free(folder: Path, devices: Devices) -> list[int]:
     """The devices that nobody holds. Who looks is in the way of nobody else who looks."""
-    found = []
+    numbers = []
     for number in range(devices.capacity):
         # "a+": over NFS a shared lock wants a file that can be read
         with _lock_file(folder, devices, number).open("a+") as stream, contextlib.suppress(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found.append(number)
-    return found
+            numbers.append(number)
+    return numbers
 
 
 def _lock_file(folder: Path, devices: Devices, number: int) -> Path:

@@ -159,9 +159,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         what = f"took longer than its timeout_s of {ended.timeout_s:.0f} s"
         more = f"{words['again']}timeout_s={2 * ended.timeout_s:.0f}"
         return Cause(error=StageFailed, what=what, advice=f"Give it longer; it goes on from its checkpoint: {more}")
-    found = _exceptions(ended.lines)
-    last = next((line for line in reversed(found) if not _CONSEQUENCE.search(line)), "")
-    for lines in ([last], found[::-1]):
+    exceptions = _exceptions(ended.lines)
+    last = next((line for line in reversed(exceptions) if not _CONSEQUENCE.search(line)), "")
+    for lines in ([last], exceptions[::-1]):
         for rule in _RULES:
             line = next((line for line in lines if rule.pattern.search(line)), "")
             if line and (rule.is_deep or line is last):
@@ -169,7 +169,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
         return _signalled(replace(ended, code=code), resume, words)
-    line = last or (found[-1] if found else _last_words(ended))
+    line = last or (exceptions[-1] if exceptions else _last_words(ended))
     return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {resume}")
 
 
@@ -209,8 +209,8 @@ def _by_itself(ended: Ended) -> str:
 
 
 def _last_words(ended: Ended) -> str:
-    said = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
-    return f"exit code {ended.code}" + (f"; the last line of its log is: {said[:300]}" if said else "")
+    last = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
+    return f"exit code {ended.code}" + (f"; the last line of its log is: {last[:300]}" if last else "")
 
 
 def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:
@@ -230,13 +230,13 @@ def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:
 
 def _rank_ended_by_signal(lines: Sequence[str]) -> int:
     """128 + signal where torchrun says that a signal ended a rank, else 0: torchrun itself then ends with 1."""
-    found = [match for line in lines if (match := re.search(r"failed \(exitcode: -(\d+)\)", line))]
-    return 128 + int(found[0][1]) if found else 0
+    matches = [match for line in lines if (match := re.search(r"failed \(exitcode: -(\d+)\)", line))]
+    return 128 + int(matches[0][1]) if matches else 0
 
 
 def _exceptions(lines: Sequence[str]) -> list[str]:
     """The lines that end a traceback, or that a worker logged as its error; each with the user's line behind it."""
-    found, users_line, is_inside = [], "", False
+    exceptions, users_line, is_inside = [], "", False
     for raw in lines[-LOOK_BACK_LINES:]:
         line = _OF_RANK.sub("", raw)
         if line.startswith(_TRACEBACK):
@@ -252,11 +252,11 @@ def _exceptions(lines: Sequence[str]) -> list[str]:
         if match:
             name = match["name"].rpartition(".")[2] if match["name"].startswith("nanodag.") else match["name"]
             text = f"{name}: {match['message']}" if match["message"] else name
-            found.append(f"{text} ({users_line})" if users_line and users_line not in text else text)
+            exceptions.append(f"{text} ({users_line})" if users_line and users_line not in text else text)
             continue
         if line.strip() and line not in _CHAINED:
             users_line = ""
-    return found
+    return exceptions
 
 
 _CHAINED = (

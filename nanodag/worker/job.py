@@ -57,8 +57,8 @@ class Job:
     @property
     def mirror(self) -> Path | None:
         """The folder that hub sources are read from; None for the hub itself."""
-        found = self.context.get("mirror", "none")
-        return None if found == "none" else Path(found)
+        folder = self.context.get("mirror", "none")
+        return None if folder == "none" else Path(folder)
 
     @property
     def checkpoints(self) -> Path:

@@ -48,13 +48,13 @@ class ForPeople:
             self._goes_on = False
             return False
         self._goes_on = False
-        if found := LINE.fullmatch(line):
-            if found["logger"] == "py.warnings":
-                warning = _WARNING.match(found["text"].removeprefix("py.warnings: "))
+        if match := LINE.fullmatch(line):
+            if match["logger"] == "py.warnings":
+                warning = _WARNING.match(match["text"].removeprefix("py.warnings: "))
                 return warning is None or not _is_of_a_library(warning["path"])
-            return found["level"] in ("ERROR", "CRITICAL") or not _is_library(found["logger"].partition(".")[0])
-        if found := _WARNING.match(line):
-            self._goes_on = _is_of_a_library(found["path"])
+            return match["level"] in ("ERROR", "CRITICAL") or not _is_library(match["logger"].partition(".")[0])
+        if match := _WARNING.match(line):
+            self._goes_on = _is_of_a_library(match["path"])
             return not self._goes_on
         return not _FOREIGN.match(line)
 

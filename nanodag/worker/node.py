@@ -14,19 +14,19 @@ from nanodag.worker.nodes import NOT_SHARED_EXIT_CODE, address_towards
 
 
 def main() -> int:
-    told = json.loads(_first_line())
-    up = Path(told["up"])
+    message = json.loads(_first_line())
+    up = Path(message["up"])
     if not up.parent.is_dir():
         return NOT_SHARED_EXIT_CODE
-    os.environ.update(told["environment"])
-    os.environ.update(network_environment(address_towards(told["address"])))
+    os.environ.update(message["environment"])
+    os.environ.update(network_environment(address_towards(message["address"])))
     channel = os.dup(0)
     os.set_inheritable(channel, True)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what runs here has nothing to read
-    up.write_text(told["token"])
+    up.write_text(message["token"])
     os.execv(
         sys.executable,
-        [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), told["usage"], "0", *told["command"]],
+        [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *message["command"]],
     )
 
 

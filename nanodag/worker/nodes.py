@@ -72,12 +72,12 @@ def read_hostfile(path: Path) -> list[Host]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        found = _LINE.fullmatch(text)
-        if found is None:
+        match = _LINE.fullmatch(text)
+        if match is None:
             raise ConfigError(f"{path}, line {number}: {text!r} is not of the form `worker-1 slots=8`.")
-        if any(host.name == found["name"] for host in hosts):
-            raise ConfigError(f"{path}, line {number}: {found['name']} is there twice; give its slots in one line.")
-        hosts.append(Host(name=found["name"], slots=int(found["slots"])))
+        if any(host.name == match["name"] for host in hosts):
+            raise ConfigError(f"{path}, line {number}: {match['name']} is there twice; give its slots in one line.")
+        hosts.append(Host(name=match["name"], slots=int(match["slots"])))
     return hosts
 
 
@@ -86,8 +86,8 @@ def chosen(hosts: Sequence[Host], *, nodes: int, ranks_per_node: int, path: Path
 
     Raises ConfigError when this machine is not among them, or too few have room.
     """
-    own = {address.address for found in psutil.net_if_addrs().values() for address in found} | _own_names()
-    here = [host for host in hosts if host.name in own]
+    names = {address.address for found in psutil.net_if_addrs().values() for address in found} | _own_names()
+    here = [host for host in hosts if host.name in names]
     if not here:
         raise ConfigError(
             f"{path} (cluster.hostfile) does not name this machine ({', '.join(sorted(_own_names()))}, or one of its "
@@ -172,9 +172,9 @@ class Nodes:
         one does not share the workspace.
         """
         self._reach_all(module, environment)
-        own = dict(environment) | network_environment(self.address)
+        env = dict(environment) | network_environment(self.address)
         # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
-        here = subprocess.Popen(self.command(0, module), env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+        here = subprocess.Popen(self.command(0, module), env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         return {self._hosts[0].name: here, **self._others}
 
     def end(self) -> None:
@@ -235,7 +235,7 @@ class Nodes:
         # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
         command = self._ssh_command(host)
         process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-        told = {
+        message = {
             "command": self.command(number, module),
             "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
             "address": self.address,
@@ -245,7 +245,7 @@ class Nodes:
         }
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
-            process.stdin.write(json.dumps(told).encode() + b"\n")
+            process.stdin.write(json.dumps(message).encode() + b"\n")
         return process
 
     def _close(self, process: Process) -> None:

@@ -32,8 +32,8 @@ def find_kind(name: str) -> Kind:
 
     Raises ConfigError when there is none, or the pipeline file does not vouch for the module that it stands in.
     """
-    if found := shipped().get(name) or _loaded.get(name):
-        return found
+    if kind := shipped().get(name) or _loaded.get(name):
+        return kind
     if name in installed():
         _loaded[name] = _checked(name, installed()[name])
     elif ":" in name:
@@ -56,7 +56,7 @@ def recorded_kind(name: str) -> Kind:
 @cache
 def shipped() -> dict[str, Kind]:
     """The kinds that come with nanodag, by name."""
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     kinds: list[Kind] = sorted((module.KIND for module in modules), key=lambda kind: kind.order)
     return {kind.name: kind for kind in kinds}
 
@@ -95,11 +95,11 @@ def _own(name: str) -> Kind:
 
 def _checked(name: str, place: EntryPoint | str) -> Kind:
     try:
-        found = function_at(place) if isinstance(place, str) else place.load()
+        kind = function_at(place) if isinstance(place, str) else place.load()
     except ConfigError:
         raise
     except Exception as error:  # a user's module may raise whatever it likes
         raise ConfigError(f"the kind {name!r} cannot be imported: {with_place(error)}") from error
-    if not isinstance(found, Kind):
-        raise ConfigError(f"the kind {name!r} must be a nanodag.config.kind.Kind; found {found!r:.100}")
-    return found
+    if not isinstance(kind, Kind):
+        raise ConfigError(f"the kind {name!r} must be a nanodag.config.kind.Kind; found {kind!r:.100}")
+    return kind

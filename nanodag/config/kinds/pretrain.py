@@ -23,9 +23,9 @@ class PretrainStage(SupervisedStage):
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""
         if ("tokenizer" in self.inputs) == ("model" in self.inputs):
-            found = ", ".join(self.inputs) or "none"
+            labels = ", ".join(self.inputs) or "none"
             raise ValueError(
-                f"inputs: found {found}; name either a tokenizer, to begin at random weights, or a model, to continue"
+                f"inputs: found {labels}; name either a tokenizer, to begin at random weights, or a model, to continue"
             )
         if "tokenizer" in self.inputs:
             if self.continues:

@@ -140,8 +140,8 @@ class RLStage(StageBase):
         for label, model in (("critic", algorithm.critic.model), ("teacher", algorithm.teacher.model)):
             if (model == "input") != (label in self.inputs):
                 way = f"name a stage as inputs.{label}" if model == "input" else f"set {label}.model to input"
-                found = listed(self.inputs)
-                raise ValueError(f"algorithm.{label}.model {model!r} and inputs ({found}) do not fit together; {way}")
+                labels = listed(self.inputs)
+                raise ValueError(f"algorithm.{label}.model {model!r} and inputs ({labels}) do not fit together; {way}")
         if algorithm.teacher.url != "none" and self.rollout.temperature != 1.0:
             raise ValueError(
                 f"algorithm.teacher.url with rollout.temperature {self.rollout.temperature}: servers score a prompt at "
@@ -173,24 +173,24 @@ class RLStage(StageBase):
     @property
     def has_process_reward(self) -> bool:
         """Whether the reward scores single steps of a response."""
-        return any(one.traits is not None and one.traits.scores_steps for one in self.reward)
+        return any(reward.traits is not None and reward.traits.scores_steps for reward in self.reward)
 
     def _check_reward(self) -> None:
-        if not self.reward or not all(one.weight for one in self.reward):
-            found = listed(f"{one.name} {one.weight:g}" for one in self.reward)
-            raise ValueError(f"reward ({found}) has nothing to add up, or a weight of 0; name rewards with weights")
-        names = [one.name for one in self.reward]
+        if not self.reward or not all(reward.weight for reward in self.reward):
+            weights = listed(f"{reward.name} {reward.weight:g}" for reward in self.reward)
+            raise ValueError(f"reward ({weights}) has nothing to add up, or a weight of 0; name rewards with weights")
+        names = [reward.name for reward in self.reward]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"reward {twice[0]} stands twice; name it once, with the sum of the weights")
-        for one in self.reward:
-            if (traits := one.traits) is None:
+        for reward in self.reward:
+            if (traits := reward.traits) is None:
                 continue
             if traits.scores_steps:
-                self._check_process_reward(one)
+                self._check_process_reward(reward)
             if self.rollout.reward_timeout_s < traits.least_timeout_s:
                 raise ValueError(
                     f"rollout.reward_timeout_s {self.rollout.reward_timeout_s:g} is below {traits.least_timeout_s:g}, "
-                    f"what the reward {one.name} takes, so a program that hangs would fail instead of being wrong; "
+                    f"what the reward {reward.name} takes, so a program that hangs would fail instead of being wrong; "
                     "raise it"
                 )
 
@@ -202,7 +202,7 @@ class RLStage(StageBase):
             )
         traits = self.algorithm.advantage.traits
         if traits is None or not traits.takes_steps:
-            fitting = [name for name, one in registry.entries_of("advantage").items() if one.takes_steps]
+            fitting = [name for name, entry in registry.entries_of("advantage").items() if entry.takes_steps]
             raise ValueError(
                 f"algorithm.advantage {self.algorithm.advantage} is of whole responses, and the reward {reward.name} "
                 f"scores their steps; use {' or '.join(sorted(fitting, reverse=True))}"

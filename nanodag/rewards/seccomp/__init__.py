@@ -13,5 +13,5 @@ FOLDER = Path(__file__).parent
 
 def filter_path() -> Path | None:
     """The filter for this machine's processor; None where there is none."""
-    found = FOLDER / f"{platform.machine()}.bpf"
-    return found if found.is_file() else None
+    path = FOLDER / f"{platform.machine()}.bpf"
+    return path if path.is_file() else None

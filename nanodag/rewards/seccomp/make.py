@@ -64,7 +64,7 @@ def _add(pyseccomp: Any, made: Any, rule: Mapping[str, Any]) -> None:
     action = pyseccomp.ALLOW if is_allowed else pyseccomp.ERRNO(rule["errnoRet"])
     for name in rule["names"]:
         if name not in REFUSED | BY_ARGUMENTS:
-            _rule(made, action, name, *(_argument(pyseccomp, one) for one in rule.get("args") or []))
+            _rule(made, action, name, *(_argument(pyseccomp, argument) for argument in rule.get("args") or []))
 
 
 def _add_own(pyseccomp: Any, made: Any) -> None:

@@ -22,10 +22,10 @@ def gae(
 
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; verl's compute_gae_advantage_return before it whitens.
     """
-    found = torch.zeros(2, len(mask), dtype=torch.float64, device=mask.device)
+    by_token = torch.zeros(2, len(mask), dtype=torch.float64, device=mask.device)
     chosen = mask.nonzero().squeeze(1)
     if not len(chosen):
-        return found[0], found[1]
+        return by_token[0], by_token[1]
     response = sequence_ids[chosen]
     counts = torch.bincount(response)
     place = torch.arange(len(chosen), device=mask.device) - (counts.cumsum(0) - counts)[response]
@@ -38,15 +38,15 @@ def gae(
         advantage = reward[:, step] + gamma * following - value[:, step] + gamma * gae_lambda * advantage
         advantages[:, step] = advantage
         following = value[:, step]
-    found[0, chosen] = advantages[response, place]
-    found[1, chosen] = (advantages + value)[response, place]
-    return found[0], found[1]
+    by_token[0, chosen] = advantages[response, place]
+    by_token[1, chosen] = (advantages + value)[response, place]
+    return by_token[0], by_token[1]
 
 
 def reward_of_last(rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """(N,): the reward of a response, one of (R,), at its last trained token, 0 elsewhere."""
     places = torch.arange(len(mask), device=mask.device)
     last = places.new_full((len(rewards),), -1).scatter_reduce(0, sequence_ids[mask], places[mask], "amax")
-    found = rewards.new_zeros(len(mask))
-    found[last[last >= 0]] = rewards[last >= 0]
-    return found
+    token_rewards = rewards.new_zeros(len(mask))
+    token_rewards[last[last >= 0]] = rewards[last >= 0]
+    return token_rewards

@@ -21,11 +21,11 @@ def process_grpo(steps: Sequence[Steps], group_ids: Tensor, sizes: Sequence[int]
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.3; epsilon and unbiased std as in `grpo`.
     """
-    scores = torch.tensor([score for own in steps for _, score in own], dtype=torch.float32)
-    counts = torch.tensor([len(own) for own in steps])
+    scores = torch.tensor([score for pairs in steps for _, score in pairs], dtype=torch.float32)
+    counts = torch.tensor([len(pairs) for pairs in steps])
     group = group_statistics(scores, group_ids.cpu().repeat_interleave(counts))
     normalised = (group.centred / (group.std + EPSILON)).split(counts.tolist())
-    return [_from_the_end(own, values, size) for own, values, size in zip(steps, normalised, sizes, strict=True)]
+    return [_from_the_end(pairs, values, size) for pairs, values, size in zip(steps, normalised, sizes, strict=True)]
 
 
 def _from_the_end(steps: Steps, values: Tensor, size: int) -> Tensor:
@@ -40,12 +40,12 @@ def step_rewards(steps: Sequence[Steps], mask: Tensor, sequence_ids: Tensor) -> 
 
     steps: of each of R responses. mask: (N,) bool. sequence_ids: (N,) int64, 0 to R - 1 in order.
     """
-    found = torch.zeros(len(mask), dtype=torch.float64)
+    rewards = torch.zeros(len(mask), dtype=torch.float64)
     starts = torch.bincount(sequence_ids, minlength=len(steps)).cumsum(0).tolist()
     is_trained = mask.tolist()
-    for own, start in zip(steps, [0, *starts], strict=False):
-        for place, score in own:
+    for pairs, start in zip(steps, [0, *starts], strict=False):
+        for place, score in pairs:
             end = next((token for token in range(start + place, start - 1, -1) if is_trained[token]), None)
             if end is not None:
-                found[end] += score
-    return found.to(mask.device)
+                rewards[end] += score
+    return rewards.to(mask.device)

@@ -137,7 +137,7 @@ class Controller:
         with self._stopwatch.timed("sync"):
             async with self._services.samplers.paused():
                 await self._services.sync.load(folder, version)
-        for older in [found for found in self._published if found < policy]:
+        for older in [number for number in self._published if number < policy]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> RolloutBatch:
@@ -273,10 +273,10 @@ class Controller:
 
     def _resume(self) -> Position | None:
         """Go back to the newest valid checkpoint; None when there is none."""
-        found = self._checkpoints.newest_valid()
-        if found is None:
+        checkpoint = self._checkpoints.newest_valid()
+        if checkpoint is None:
             return None
-        step, folder = found
+        step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
@@ -346,10 +346,10 @@ class Controller:
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
     """Raise StageFailed when a rank of the trainer that saved or loaded a checkpoint made other updates than the
     controller counts."""
-    found = [reply["num_updates"] for reply in replies]
-    if set(found) != {version}:
+    counts = [reply["num_updates"] for reply in replies]
+    if set(counts) != {version}:
         raise StageFailed(
-            f"Checkpoint {folder}: the trainer's ranks made {found} updates, the controller counts {version}. Remove "
+            f"Checkpoint {folder}: the trainer's ranks made {counts} updates, the controller counts {version}. Remove "
             "the checkpoint to begin again from the one before."
         )
 
@@ -358,14 +358,14 @@ async def _unless_stopped(work: Awaitable[T]) -> T:
     """What it finds. Raises Stopped when a stop was asked for meanwhile: the signal may have ended what computes
     rewards."""
     try:
-        found = await work
+        result = await work
     except StageFailed:
         if not stop_requested():
             raise
         raise StopRequested from None
     if stop_requested():
         raise StopRequested
-    return found
+    return result
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ class RolloutGenerator:
         self._encoding = encoding
         self._stop_ids = tuple(stop_ids)
         self._turns = turns
-        self._filters = [one.load() for one in config.rollout.filters]
+        self._filters = [entry.load() for entry in config.rollout.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
@@ -245,15 +245,15 @@ class RolloutGenerator:
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         scored = map(self._with_score, whole, answers, scores)
-        found = {id(before): after for before, after in zip(whole, scored, strict=True)}
-        return [found.get(id(rollout), rollout) for rollout in rollouts]
+        by_id = {id(before): after for before, after in zip(whole, scored, strict=True)}
+        return [by_id.get(id(rollout), rollout) for rollout in rollouts]
 
     async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
         """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
         them."""
         if not any(map(has_failed_reward, group)):
             return list(group)
-        bare = [replace(one, metadata={k: v for k, v in one.metadata.items() if k != REASON}) for one in group]
+        bare = [replace(member, metadata={k: v for k, v in member.metadata.items() if k != REASON}) for member in group]
         scored = await self._scored(prompt, bare)
         return [
             shaped(new, self._config) if has_failed_reward(old) else old for old, new in zip(group, scored, strict=True)
@@ -269,8 +269,8 @@ class RolloutGenerator:
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
         special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
-        if (said := rollout.metadata.get(ANSWER)) is not None:
-            return said
+        if (answer := rollout.metadata.get(ANSWER)) is not None:
+            return answer
         ids = _last_words(rollout)
         return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
 
@@ -306,10 +306,10 @@ class _Group:
         if not self._is_ended_by_syncs:
             return answers
         whole = [
-            asyncio.gather(*(self._to_its_end(request, index, one) for index, one in enumerate(answer)))
+            asyncio.gather(*(self._to_its_end(request, index, completion) for index, completion in enumerate(answer)))
             for request, answer in zip(requests, answers, strict=True)
         ]
-        return [list(found) for found in await asyncio.gather(*whole)]
+        return [list(completions) for completions in await asyncio.gather(*whole)]
 
     async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
         for _ in range(MAX_PARTS):

@@ -292,6 +292,6 @@ class Schedule:
 
 
 async def _end(*work: "asyncio.Future[Any]") -> None:
-    for one in work:
-        one.cancel()
+    for future in work:
+        future.cancel()
     await asyncio.gather(*work, return_exceptions=True)

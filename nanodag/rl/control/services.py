@@ -88,15 +88,15 @@ class Services:
         starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
         self.pool = RewardPool(
-            {one.name: one.weight for one in self._config.reward},
-            options={one.name: one.options for one in self._config.reward},
+            {entry.name: entry.weight for entry in self._config.reward},
+            options={entry.name: entry.options for entry in self._config.reward},
             num_processes=self._config.rollout.reward_processes,
             timeout_s=self._config.rollout.reward_timeout_s,
         )
         self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         self.link.receive()
-        for one in starting:
-            self._servers.append(one.result())
+        for entry in starting:
+            self._servers.append(entry.result())
         self._router = None if router is None else self._make_router(router.result())
         self.samplers = Samplers(
             self._servers,
@@ -155,9 +155,9 @@ class Services:
             environment.update(network_environment())
             environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()))
         for rank in range(num_ranks):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
+            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer.trainer", str(self._job.workspace / "job.json")]
-            self.children.start(f"Trainer rank {rank}", command, own)
+            self.children.start(f"Trainer rank {rank}", command, variables)
 
     @property
     def _device(self) -> Device:
@@ -230,7 +230,7 @@ class Services:
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
-        own = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
+        defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         return SGLangProcess.start(
             self._sglang_python,
             model,
@@ -245,7 +245,7 @@ class Services:
             first_gpu=number * config.tensor_parallel if self._device == "cuda" else 0,  # else a NUMA node
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
-            options={**own, **config.options},
+            options={**defaults, **config.options},
             token=self._token,
             start_timeout_s=config.start_timeout_s,
         )

@@ -125,10 +125,10 @@ class DistributedSync:
             failure = replies[0]["failure"]
             await asyncio.wait(receiving, timeout=GRACE_S if failure else self._timeout_s)
         finally:
-            for one in receiving:
-                one.cancel()
-            found = await asyncio.gather(*receiving, return_exceptions=True)
-        for member, error in zip(members, found, strict=True):
+            for task in receiving:
+                task.cancel()
+            outcomes = await asyncio.gather(*receiving, return_exceptions=True)
+        for member, error in zip(members, outcomes, strict=True):
             if error is not None and not isinstance(error, SamplerError | asyncio.CancelledError):
                 raise error
             if isinstance(error, asyncio.CancelledError):

@@ -95,11 +95,11 @@ class Router:
         removed: set[str] = set()
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                while (found := await self._client.servers()).keys() != (wanted := set(self.urls())):
-                    for url in found.keys() - wanted - removed:
+                while (servers := await self._client.servers()).keys() != (wanted := set(self.urls())):
+                    for url in servers.keys() - wanted - removed:
                         removed.add(url)
-                        await self._client.remove(found[url])
-                    for url in wanted - found.keys() - added:
+                        await self._client.remove(servers[url])
+                    for url in wanted - servers.keys() - added:
                         added.add(url)
                         await self._client.add(url)
                     await asyncio.sleep(POLL_S)
@@ -107,7 +107,7 @@ class Router:
             log.warning("The router (%s) could not be told its servers: %r", self.describe(), error)
             return False
         self._is_arranged = True
-        log.info("The router (%s) has %d servers behind it.", self.describe(), len(found))
+        log.info("The router (%s) has %d servers behind it.", self.describe(), len(servers))
         return True
 
     def describe(self) -> str:

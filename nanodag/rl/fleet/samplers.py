@@ -250,8 +250,8 @@ class Samplers:
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
-        found = await asyncio.gather(*(self._on(r, lambda client: client.model_info()) for r in self._replicas))
-        return [str(info["weight_version"]) for info in found]
+        infos = await asyncio.gather(*(self._on(r, lambda client: client.model_info()) for r in self._replicas))
+        return [str(info["weight_version"]) for info in infos]
 
     async def fingerprints(self) -> list[list[dict[str, str]]]:
         """Of the weights that each sampler holds, by rank and tensor."""

@@ -29,19 +29,19 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]
     if broken:
-        said = _said("function that generates", broken, rollouts, of=of, reason=str(broken[0].metadata[FAILED]))
+        message = _said("function that generates", broken, rollouts, of=of, reason=str(broken[0].metadata[FAILED]))
         if not answered:
-            raise StageFailed(f"{said} Repair it, or raise generate.timeout_s.")
-        _warn(said, len(broken) / len(rollouts))
+            raise StageFailed(f"{message} Repair it, or raise generate.timeout_s.")
+        _warn(message, len(broken) / len(rollouts))
     if failed:
         share = len(failed) / len(answered)
-        said = _said("reward", failed, answered, of=of, reason=str(failed[0].metadata.get(REASON)))
+        message = _said("reward", failed, answered, of=of, reason=str(failed[0].metadata.get(REASON)))
         if share > max_failed_rewards or share == 1.0:
             raise StageFailed(
-                f"{said} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. Repair "
+                f"{message} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. Repair "
                 "the reward function and start the stage again, raise reward_timeout_s, or raise max_failed_rewards."
             )
-        _warn(said, share)
+        _warn(message, share)
 
 
 def _said(what: str, failed: Sequence[Rollout], tried: Sequence[Rollout], *, of: str, reason: str) -> str:

@@ -23,10 +23,10 @@ def nonzero_spread(group: Sequence[Rollout]) -> str | None:
 @entry("filter", "mean_reward")
 def mean_reward(group: Sequence[Rollout], *, lowest: float = -math.inf, highest: float = math.inf) -> str | None:
     """Drops a group whose mean reward is below lowest or above highest: too hard, or too easy, to learn from."""
-    found = fmean(member.reward for member in group if member.reward is not None)
-    if found < lowest:
+    mean = fmean(member.reward for member in group if member.reward is not None)
+    if mean < lowest:
         return "reward_too_low"
-    return "reward_too_high" if found > highest else None
+    return "reward_too_high" if mean > highest else None
 
 
 @entry("filter", "length")
@@ -35,10 +35,10 @@ def length(
 ) -> str | None:
     """Drops a group whose mean response has fewer than lowest or more than highest tokens, or of which more than the
     share `truncated` was cut off."""
-    found = fmean(member.num_sampled for member in group)
-    if found < lowest:
+    mean = fmean(member.num_sampled for member in group)
+    if mean < lowest:
         return "too_short"
-    if found > highest:
+    if mean > highest:
         return "too_long"
     share = fmean(member.finish_reason == "length" for member in group)
     return "truncated" if share > truncated else None

@@ -17,20 +17,20 @@ def learning_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     (two-sided, normal approximation), left out below FEWEST_STEPS steps. zero_spread_share: mean over the steps.
     """
     steps = [line for line in lines if line.get("event", "step") == "step" and line.get("step", 0) > 0]
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     if shares := [float(line["zero_spread_share"]) for line in steps if "zero_spread_share" in line]:
-        found["zero_spread_share"] = fmean(shares)
+        summary["zero_spread_share"] = fmean(shares)
     pairs = [(float(line["step"]), float(line["reward"])) for line in steps if "reward" in line]
     if len(pairs) < FEWEST_STEPS:
-        return found
+        return summary
     xs, ys = zip(*pairs, strict=True)
     slope, intercept = linear_regression(xs, ys)
-    found |= {"reward_first": intercept + slope * xs[0], "reward_last": intercept + slope * xs[-1]}
+    summary |= {"reward_first": intercept + slope * xs[0], "reward_last": intercept + slope * xs[-1]}
     residual = sum((y - intercept - slope * x) ** 2 for x, y in pairs) / (len(pairs) - 2)
     stderr = math.sqrt(residual / sum((x - fmean(xs)) ** 2 for x in xs))
     is_flat = abs(slope) <= 1e-12  # a reward that is the same in every step has neither trend nor noise
-    found["reward_p"] = 1.0 if is_flat else math.erfc(abs(slope) / stderr / math.sqrt(2)) if stderr else 0.0
-    return found
+    summary["reward_p"] = 1.0 if is_flat else math.erfc(abs(slope) / stderr / math.sqrt(2)) if stderr else 0.0
+    return summary
 
 
 def why_nothing_was_learned(metrics: Mapping[str, Any]) -> list[str]:

@@ -169,11 +169,11 @@ class PromptCursor:
 
 def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int) -> list[Prompt]:
     """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for drawn in mixture:
-        if len(found) == count:
+        if len(prompts) == count:
             break
         token_ids = tuple(renderer.prompt(drawn.record["messages"]))
         if len(token_ids) <= longest:
-            found.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
-    return found
+            prompts.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
+    return prompts

@@ -102,5 +102,5 @@ class Broadcaster:
 
     def _split(self, names: list[str], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         shapes = [self._shares.shapes[name] for name in names]
-        found = split(flat, names, [self._shares.dtype] * len(names), shapes)
-        return ((name.removeprefix(self._prefix), tensor) for name, tensor in found.items())
+        tensors = split(flat, names, [self._shares.dtype] * len(names), shapes)
+        return ((name.removeprefix(self._prefix), tensor) for name, tensor in tensors.items())

@@ -44,8 +44,8 @@ class Credit:
         critic, teacher = config.algorithm.critic, config.algorithm.teacher
         self.critic: Critic | None = None
         if config.algorithm.has_critic:
-            own = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
-            folder = Path(own or critic.model)
+            input_path = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
+            folder = Path(input_path or critic.model)
             check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
             self.critic = Critic(config, folder, device=device, group=group)
         else:
@@ -90,9 +90,9 @@ class Credit:
         if self._teacher is None:
             return None
         asked = rows if self._group.is_first else [[] for _ in rows]
-        found = self._teacher.logprobs(parts, asked)
+        logprobs = self._teacher.logprobs(parts, asked)
         if self._group.is_first:
-            return [[self._group.of_first(one) for one in part] for part in found]
+            return [[self._group.of_first(row_logprobs) for row_logprobs in part] for part in logprobs]
         return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]
 
     def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
@@ -121,11 +121,11 @@ class Credit:
         rollouts = [rollout for part in parts for rollout in part]
         steps = [rollout.steps or () for rollout in rollouts]
         sizes = [len(rollout.response_token_ids) for rollout in rollouts]
-        found = iter(process_grpo(steps, _numbered_groups(rollouts), sizes))
-        by_part = [[next(found) for _ in part] for part in parts]
+        advantages = iter(process_grpo(steps, _numbered_groups(rollouts), sizes))
+        by_part = [[next(advantages) for _ in part] for part in parts]
         return [
-            [torch.cat([own[index] for index in row.rollouts.tolist()]).to(self._engine.device) for row in part]
-            for own, part in zip(by_part, rows, strict=True)
+            [torch.cat([values[index] for index in row.rollouts.tolist()]).to(self._engine.device) for row in part]
+            for values, part in zip(by_part, rows, strict=True)
         ]
 
     def _token_rewards(
@@ -138,22 +138,22 @@ class Credit:
     ) -> ByRow:
         """The reward of each token, (N,) float64: its response's at the last trained one, or those of steps, less its
         KL with `kl_in: reward`."""
-        found: ByRow = []
+        token_rewards: ByRow = []
         for number, part in enumerate(rows):
-            own = rewards[number].double().to(self._engine.device)
-            found.append([])
+            part_rewards = rewards[number].double().to(self._engine.device)
+            token_rewards.append([])
             for place, row in enumerate(part):
                 if self._config.has_process_reward:
                     steps = [parts[number][index].steps or () for index in row.rollouts.tolist()]
                     of_tokens = step_rewards(steps, row.mask, row.sequence_ids)
                 else:
-                    of_tokens = reward_of_last(own[row.rollouts], row.mask, row.sequence_ids)
+                    of_tokens = reward_of_last(part_rewards[row.rollouts], row.mask, row.sequence_ids)
                 if self._config.algorithm.kl_in == "reward":
                     assert old is not None and reference is not None
                     kl = self._objective.kl(old[number][place], reference[number][place])
                     of_tokens = of_tokens - self._config.algorithm.kl_coefficient * kl
-                found[-1].append(of_tokens)
-        return found
+                token_rewards[-1].append(of_tokens)
+        return token_rewards
 
     def _less_kl(
         self,
@@ -173,10 +173,10 @@ class Credit:
     def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
         """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
         the same rewards."""
-        found = torch.zeros(size, dtype=torch.float64)
+        kl_by_rollout = torch.zeros(size, dtype=torch.float64)
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
-            found += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
-        summed = self._engine.summed(*self._group.counted(*found.tolist()))
+            kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
+        summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
 
 

@@ -85,12 +85,12 @@ class Critic:
         advantages: list[list[Tensor]] = []
         returns: list[list[Tensor]] = []
         for number, part in enumerate(rows):
-            found = [
-                gae(own, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
-                for row, before, own in zip(part, values[number], rewards[number], strict=True)
+            pairs = [
+                gae(row_rewards, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
+                for row, before, row_rewards in zip(part, values[number], rewards[number], strict=True)
             ]
-            advantages.append([advantage for advantage, _ in found])
-            returns.append([wanted for _, wanted in found])
+            advantages.append([advantage for advantage, _ in pairs])
+            returns.append([wanted for _, wanted in pairs])
         sums, norm = self._learn(step, rows, values, returns, num_tokens)
 
         def summed(*numbers: float) -> list[float]:
@@ -123,9 +123,9 @@ class Critic:
         for _ in range(self._own.epochs):
             for number, part in enumerate(rows):
                 for place, row in enumerate(part):
-                    found = self.engine(row)
+                    predictions = self.engine(row)
                     losses, clipped = value_loss(
-                        found, values[number][place], returns[number][place].float(), clip=self._own.value_clip
+                        predictions, values[number][place], returns[number][place].float(), clip=self._own.value_clip
                     )
                     loss = torch.where(row.mask, losses, 0.0).sum() / max(num_tokens[number], 1)
                     sums.add(Sums({"value_loss": float(loss.detach()), "clipped": float(clipped[row.mask].sum())}, {}))
@@ -161,20 +161,20 @@ def whitened(
     summed: adds numbers up over ranks. Source: verl's masked_whiten; OpenRLHF divides by n and takes max(variance,
     1e-8).
     """
-    pairs = [pair for own, part in zip(advantages, rows, strict=True) for pair in zip(own, part, strict=True)]
+    pairs = [pair for tensors, part in zip(advantages, rows, strict=True) for pair in zip(tensors, part, strict=True)]
     trained = torch.cat([advantage[row.mask] for advantage, row in pairs])
     count, total = summed(len(trained), float(trained.sum()))
     mean = total / max(count, 1.0)
     (squares,) = summed(float((trained - mean).square().sum()))
     scale = (squares / max(count - 1.0, 1.0) + 1e-8) ** -0.5
-    return [[((one - mean) * scale).float() for one in own] for own in advantages]
+    return [[((tensor - mean) * scale).float() for tensor in tensors] for tensors in advantages]
 
 
 def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> Sums:
     """Sums over the trained tokens of a row: how well values of before the step say the returns."""
     values, returns = values[row.mask], returns[row.mask]
     errors = returns - values
-    found = {
+    sums = {
         "tokens": row.mask.sum(),
         "value": values.sum(),
         "return": returns.sum(),
@@ -182,4 +182,4 @@ def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> Sums:
         "error": errors.sum(),
         "error_squared": errors.square().sum(),
     }
-    return Sums({name: float(value) for name, value in found.items()}, {})
+    return Sums({name: float(value) for name, value in sums.items()}, {})

@@ -56,9 +56,9 @@ class KeptAttention(torch.autograd.Function):
             of_responses[place] = of_responses[place][:, length:]
         gradients = [
             torch.cat(
-                [_flat(one, layout.prompt_places, num_kv), _flat(other, layout.response_places, num_kv)]
+                [_flat(of_prompt, layout.prompt_places, num_kv), _flat(of_response, layout.response_places, num_kv)]
             ).index_select(0, layout.places_back)
-            for one, other in zip(of_prompts, of_responses, strict=True)
+            for of_prompt, of_response in zip(of_prompts, of_responses, strict=True)
         ]
         return gradients[0].mul_(d_output.shape[-1] ** -0.5), gradients[1], gradients[2], None
 

@@ -43,11 +43,11 @@ class RankLink:
     def accept(self, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until every rank has said hello. check: called often; raises when a rank's process has ended."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, _Lines] = {}
-        while len(found) < self.num_ranks:
+        connections: dict[int, _Lines] = {}
+        while len(connections) < self.num_ranks:
             check()
             if time.monotonic() > deadline:
-                missing = sorted(set(range(self.num_ranks)) - set(found))
+                missing = sorted(set(range(self.num_ranks)) - set(connections))
                 raise StageFailed(f"Trainer ranks {missing} did not connect within {timeout_s:.0f} s; see the log.")
             self._server.settimeout(0.2)
             try:
@@ -64,8 +64,8 @@ class RankLink:
                 connection.close()
                 continue
             connection.settimeout(None)
-            found[hello["rank"]] = lines
-        self._connections = [found[rank] for rank in range(self.num_ranks)]
+            connections[hello["rank"]] = lines
+        self._connections = [connections[rank] for rank in range(self.num_ranks)]
 
     def send(self, do: str, **arguments: Any) -> None:
         """Ask every rank to do something; `receive` waits for it."""

@@ -84,8 +84,8 @@ class SequenceGroup:
             counts = [tensor.shape[2] // self.size for tensor in (query, key, value)]
             out = attend(*(part[None] for part in whole.split(counts, dim=1)))[0]  # (T, H / S, D)
             out = functional.pad(out, (0, 0, 0, 0, 0, query.shape[1] * self.size - num_tokens))
-            own = _Exchange.apply(out.unflatten(0, (self.size, -1)), self.handle)  # (S, T / S, H / S, D)
-            return torch.cat(own.unbind(), dim=1)[None]
+            head_parts = _Exchange.apply(out.unflatten(0, (self.size, -1)), self.handle)  # (S, T / S, H / S, D)
+            return torch.cat(head_parts.unbind(), dim=1)[None]
 
         return of_parts
 

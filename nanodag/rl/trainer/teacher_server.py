@@ -63,7 +63,7 @@ class TeacherServer:
 
     async def _scored(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """The logprob of every token of each sequence; that of its first is NaN."""
-        found: list[list[float]] = []
+        logprobs: list[list[float]] = []
         async with SamplerClient(self._url) as client:
             for start in range(0, len(sequences), SEQUENCES_A_REQUEST):
                 lot = sequences[start : start + SEQUENCES_A_REQUEST]
@@ -74,8 +74,8 @@ class TeacherServer:
                             f"{self._version} at the beginning; it must not change while the stage runs."
                         )
                     self._version = completion.weight_version
-                    found.append(_values(completion, ids, self._url))
-        return found
+                    logprobs.append(_values(completion, ids, self._url))
+        return logprobs
 
     async def _check(self, policy: Path, context: int) -> None:
         encoding = Encoding(policy)
@@ -108,11 +108,11 @@ class TeacherServer:
     async def _check_probe(self, client: SamplerClient, probe: list[int]) -> None:
         """Compare the ids of a text, where the server's tokenizer is not on this machine. A token that it begins every
         text with is left aside."""
-        found = await client.prompt_ids(PROBE)
-        if found != probe and found[1:] != probe:
+        ids = await client.prompt_ids(PROBE)
+        if ids != probe and ids[1:] != probe:
             raise ConfigError(
-                f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(found)} "
-                f"tokens that begin with {found[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
+                f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(ids)} "
+                f"tokens that begin with {ids[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
             )
 
 

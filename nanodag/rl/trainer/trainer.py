@@ -167,23 +167,23 @@ class Trainer:
         fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold. kept: the weights
         that were broadcast last.
         """
-        found = self._fingerprints()
-        own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
+        fingerprints = self._fingerprints()
+        weights = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
         write_like(
             self.model_path,
             folder,
-            self.broadcaster.kept() if kept else own,
+            self.broadcaster.kept() if kept else weights,
             is_writer=self.engine.rank == 0,
             dtype=self.engine.dtype,
-            on_tensor=found.add if fingerprint else None,
+            on_tensor=fingerprints.add if fingerprint else None,
         )
-        return found.all()
+        return fingerprints.all()
 
     def broadcast(self, *, fingerprint: bool) -> dict[str, Any]:
         """Give the samplers of the open group the weights; every rank must call it. fingerprint: as for `export`."""
-        found = self._fingerprints()
-        failure = self.broadcaster.send(found if fingerprint and self.engine.rank == 0 else None)
-        return {"failure": failure, "fingerprints": found.all()}
+        fingerprints = self._fingerprints()
+        failure = self.broadcaster.send(fingerprints if fingerprint and self.engine.rank == 0 else None)
+        return {"failure": failure, "fingerprints": fingerprints.all()}
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""

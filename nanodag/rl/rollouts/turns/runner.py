@@ -58,20 +58,20 @@ class Turns:
     async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
         """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose
         metadata say why. Raises SamplerError when the sampler is to blame."""
-        one, seed = params.model_copy(update={"n": 1}), params.sampling_seed
+        single, seed = params.model_copy(update={"n": 1}), params.sampling_seed
         if seed is None:  # greedy: a function may still draw numbers of its own
             seed = derived_seed("greedy", prompt.group_id)
         calls = [
-            self._call(self._sample(prompt, derived_seed(seed, "sample", number)), one, ask, f"{rid}-{number}")
+            self._call(self._sample(prompt, derived_seed(seed, "sample", number)), single, ask, f"{rid}-{number}")
             for number in range(params.n)
         ]
         answered = await _all(calls)
         rollouts: list[Rollout] = []
-        for found in answered:
-            if isinstance(found, str):
-                rollouts.append(_failed(prompt, len(rollouts), found))
+        for outcome in answered:
+            if isinstance(outcome, str):
+                rollouts.append(_failed(prompt, len(rollouts), outcome))
             else:
-                rollouts += [_rollout(prompt, len(rollouts) + place, sample) for place, sample in enumerate(found)]
+                rollouts += [_rollout(prompt, len(rollouts) + place, sample) for place, sample in enumerate(outcome)]
         return rollouts
 
     def _sample(self, prompt: Prompt, seed: int) -> Sample:
@@ -90,8 +90,8 @@ class Turns:
             sampler = TurnSampler(line.ask, params=params, encoding=self._encoding, renderer=self._renderer)
             call = _Call(partial(self._function, sampler, sample))
             try:
-                found = await self._waited(call, line)
-                return self._checked(found, sample)
+                result = await self._waited(call, line)
+                return self._checked(result, sample)
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
@@ -212,9 +212,9 @@ class _Call:
         task = asyncio.current_task()
         assert task is not None
         self._running = (asyncio.get_running_loop(), task)
-        found = await self._make()
+        result = await self._make()
         with suppress(InvalidStateError):  # it may have been given up
-            self.result.set_result(found)
+            self.result.set_result(result)
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

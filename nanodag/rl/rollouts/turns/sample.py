@@ -90,14 +90,14 @@ class TurnSampler:
         wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
-        own = {
+        overrides = {
             "max_new_tokens": wanted,
             "stop_token_ids": (*self.stop_ids, *stop_token_ids),
             "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
         }
         if self._params.temperature == 0.0:
-            del own["sampling_seed"]
-        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=own))
+            del overrides["sampling_seed"]
+        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=overrides))
         completion = await self._ask(request)
         reason = finish_reason_of(completion)
         return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
