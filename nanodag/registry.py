@@ -138,8 +138,8 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def is_shipped(path: str) -> bool:
-    """Whether `module:function` is an entry of ours."""
-    return any(spec.path == path for kind in KINDS for spec in entries_of(kind).values())
+    """Whether `module:function` is an entry of ours; one that takes an argument is named with it, never by its path."""
+    return any(spec.path == path and not spec.argument for kind in KINDS for spec in entries_of(kind).values())
 
 
 def find(kind: str, name: str) -> Entry | None:

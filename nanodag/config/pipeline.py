@@ -37,7 +37,9 @@ def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
         raise PydanticKnownError("dict_type")
     if "kind" not in raw:
         raise ValueError(f"has no `kind`, which says what the stage does: {listed(known())}")
-    model = find_kind(str(raw["kind"])).config
+    if not isinstance(raw["kind"], str):
+        raise ValueError(f"kind must be text; found {raw['kind']!r:.80}")
+    model = find_kind(raw["kind"]).config
     raw = in_sections(model, raw)
     if info.mode == "json":  # a pipeline file: types are strict, and a list may stand for a tuple
         return model.model_validate_json(json.dumps(raw), strict=True)

@@ -20,6 +20,7 @@ from nanodag.config.section import in_sections
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
+from nanodag.own_code.vouched import check_owner
 
 KeyPath = tuple[str, ...]
 
@@ -46,6 +47,7 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     Raises ConfigError naming the field, the value found, what is allowed and the nearest right name.
     """
     document = read_document(file)
+    check_owner(file)
     presets = document["presets"]
     if preset == "auto":
         has_gpu = shutil.which("nvidia-smi") is not None and "single-gpu" in presets

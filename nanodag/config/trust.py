@@ -5,6 +5,7 @@ overrides come from elsewhere too, as a flow run's parameters do; they are data,
 the pipeline file vouches for, and no others. `trusted_modules` stands in the file alone (nanodag.config.resolve).
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,12 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
     check_forms(pipeline, file)
     voucher = Voucher(file=file, trusted_modules=pipeline.trusted_modules)
     for where, name in named_functions(pipeline):
-        if name in SHIPPED or registry.is_shipped(name):
-            continue
-        voucher.check(where, name)
+        if name not in SHIPPED:
+            voucher.check(where, name)
+    for stage_name, stage in pipeline.stages.items():
+        for _, entry in entries_in(stage):
+            if entry.own_function and not registry.is_shipped(entry.own_function):
+                voucher.check(f"stage {stage_name}", entry.own_function)
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:
@@ -39,31 +43,33 @@ def check_forms(pipeline: Pipeline, file: Path) -> None:
     for name, stage in pipeline.stages.items():
         for _, benchmark in found_in(stage, BenchmarkConfig):
             form = benchmark.form
-            of_lm_eval = form.startswith("lm_eval:")
-            parts = Path(form.removeprefix("lm_eval:")).parts
-            is_elsewhere = (
-                (".." in parts or form.removeprefix("lm_eval:").startswith("/"))
-                if of_lm_eval
-                else form.endswith(".yaml") and not Path(form).resolve().is_relative_to(file.parent.resolve())
-            )
-            if is_elsewhere:
+            if is_elsewhere(form, pipeline, file):
                 raise ConfigError(
-                    f"stage {name}: the form {form} of benchmark {benchmark.name} lies elsewhere, and a form may name "
-                    f"functions. Put it below {file.parent}, or name one of lm-eval's as lm_eval:folder/file.yaml."
+                    f"stage {name}: the form {form:.200} of benchmark {benchmark.name} lies elsewhere, and a form may "
+                    f"name functions. Put it below {file.parent}, or name one of lm-eval's as lm_eval:folder/file.yaml."
                 )
 
 
+def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
+    """Whether a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in the
+    store, where others write."""
+    if form.startswith("lm_eval:"):
+        inner = form.removeprefix("lm_eval:")
+        return inner.startswith("/") or ".." in Path(inner).parts
+    if not form.endswith(".yaml"):
+        return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", form) is None
+    path = Path(form).resolve()
+    stores = [Path(folder).resolve() for folder in (pipeline.store.url, pipeline.store.local) if "://" not in folder]
+    return not path.is_relative_to(file.parent.resolve()) or any(path.is_relative_to(store) for store in stores)
+
+
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
-    """Where in a pipeline a function stands, and its `module:function`."""
+    """Where a function of a source or an adapter stands, and its `module:function`."""
     for source in sources_in(pipeline):
         if (url := parse_url(source.url)).kind == "python":
             yield source.url, url.path
         if ":" in source.adapter:
             yield f"adapter of {source.url}", source.adapter
-    for name, stage in pipeline.stages.items():
-        for _, entry in entries_in(stage):
-            if entry.own_function:
-                yield f"stage {name}", entry.own_function
 
 
 def sources_in(value: Any) -> list[SourceConfig]:

@@ -27,7 +27,14 @@ class Voucher:
         module, folder = name.partition(":")[0], self.file.parent
         if module.partition(".")[0] in sys.stdlib_module_names:  # whatever trusted_modules say: some have no file
             raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
-        if _is_below(module, self.trusted_modules) or is_beside(module, folder):
+        if _is_below(module, self.trusted_modules):
+            return
+        if is_beside(module, folder):
+            if _is_of_others(folder.stat()):
+                raise ConfigError(
+                    f"{where} names {name!r}, and {folder} belongs to another user or is writable by everybody, so "
+                    "its modules are not run. Move the pipeline file and its modules into a folder of your own."
+                )
             return
         required_file(module, f"{where} names {name!r}", [folder])
         raise ConfigError(
@@ -39,21 +46,31 @@ class Voucher:
 
 def check_owner(file: Path) -> None:
     """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
-    status = file.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{file} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; a pipeline file says "
-            "which code may run, so it must be yours, and not writable by everybody."
-        )
+    for status in (file.lstat(), file.stat()):  # of a link, and of what it leads to
+        if _is_of_others(status):
+            raise ConfigError(
+                f"{file} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; a pipeline file "
+                "says which code may run, so it must be yours, and not writable by everybody."
+            )
+
+
+def _is_of_others(status: os.stat_result) -> bool:
+    """True where another user than this one and root may have written, a link's mode aside: it says nothing."""
+    may_all_write = bool(status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
+    return status.st_uid not in (os.geteuid(), 0) or may_all_write
 
 
 def is_beside(module: str, folder: Path) -> bool:
-    """True when the module that Python would import under that name lies in a folder, or in a package of it."""
+    """True when the module that Python would import under that name lies in a folder, or in a package of it with
+    __init__.py: the store is a folder below it, too."""
     top = module.partition(".")[0]
+    if not all(part.isidentifier() for part in module.split(".")):
+        return False
     if top in sys.stdlib_module_names or (top in OURS and folder.resolve() == PROJECT.resolve()):
         return False
     elsewhere = [path for path in sys.path if Path(path).resolve() != folder.resolve()]
-    return PathFinder.find_spec(top, [str(folder)]) is not None and PathFinder.find_spec(top, elsewhere) is None
+    spec = PathFinder.find_spec(top, [str(folder)])
+    return spec is not None and spec.origin is not None and PathFinder.find_spec(top, elsewhere) is None
 
 
 def _is_below(module: str, packages: Sequence[str]) -> bool:

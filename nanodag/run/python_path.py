@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def take_python_path(local: Path, run: str) -> None:
     """Let this process, and those that it starts, find modules by what was noted for a run in the place of its own
     PYTHONPATH, which is that of whoever started the server. Nothing noted: it stays."""
     try:
-        noted = _noted(local, run).read_text(encoding="utf-8", errors="surrogateescape")
+        path = _noted(local, run)
+        if not _is_own(path.lstat()) or not _is_own(path.parent.lstat()):
+            return  # whoever may write there would say where code comes from
+        noted = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
     replaced = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -35,3 +39,8 @@ def take_python_path(local: Path, run: str) -> None:
 def _noted(local: Path, run: str) -> Path:
     name = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:32]  # a run's may be no file's
     return local / "prefect" / "python_path" / name
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """True for what this user, or root, made and nobody else may write; no link."""
+    return status.st_uid in (os.geteuid(), 0) and not stat.S_ISLNK(status.st_mode) and not status.st_mode & stat.S_IWOTH

@@ -153,7 +153,6 @@ def open_run(
     Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
     executes that run.
     """
-    check_owner(pipeline_file(file))
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
     run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
@@ -185,7 +184,8 @@ def open_run(
 
 def join_run(name: str, store: Store) -> Run:
     """A run of another process, for one stage of it here: as its record says, nothing resolved again."""
-    record = store.read_run(name)
+    record = store.own_run(name)
+    check_owner(Path(record.file))
     vouch_for(Path(record.file), record.pipeline["trusted_modules"])
     resolved = Resolved(pipeline=Pipeline.model_validate(record.pipeline), origins=record.origins)
     check_trust(resolved.pipeline, Path(record.file))

@@ -1,5 +1,7 @@
 """Which functions a pipeline may name: those beside its file, those its file trusts, and a list of ours."""
 
+import os
+import sys
 import textwrap
 
 import pytest
@@ -9,7 +11,8 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 from nanodag.own_code.functions import function_at
-from nanodag.own_code.vouched import check_owner
+from nanodag.own_code.vouched import Voucher, check_owner, is_beside
+from nanodag.run.python_path import note_python_path, take_python_path
 
 TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}
 
@@ -167,3 +170,59 @@ def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
 def test_an_abbreviated_option_of_the_samplers_own_is_refused():
     with pytest.raises(ValueError, match=r"sampler.options.hos follows from other fields"):
         check_options("options", {"hos": "0.0.0.0"}, OWN_OPTIONS)
+
+
+def test_a_shipped_entry_that_takes_an_argument_is_no_source_or_adapter(pipeline):
+    """Called with a row's parameters, it would import whatever they name."""
+    for url in ("python:nanodag.rewards.group_reward:GroupReward?path=evil:f", "python:nanodag.rewards.exact:exact"):
+        with pytest.raises(ConfigError, match="neither stands beside"):
+            pipeline(f'tokenizer.data=["{url}"]')
+
+
+@pytest.mark.parametrize("form", ["/elsewhere/evil", "../../evil", "a/b", "store/artifacts/k/evil.yaml", "/x/e.yaml"])
+def test_a_form_is_shipped_or_lies_below_the_pipeline_files_folder_and_not_in_the_store(pipeline, form):
+    with pytest.raises(ConfigError, match="lies elsewhere"):
+        evaluated = {"kind": "eval", "inputs": {"model": "start"}, "benchmarks": [{"name": "x", "form": form}]}
+        start = {"kind": "import", "model": "file:start"}
+        pipeline(stages={"start": start, "evaluated": evaluated})
+
+
+def test_a_folder_that_others_may_write_vouches_for_no_module(tmp_path):
+    (tmp_path / "beside_others.py").write_text("def f(): ...")
+    voucher = Voucher(file=tmp_path / "pipeline.yaml", trusted_modules=())
+    voucher.check("here", "beside_others:f")
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="belongs to another user or is writable by everybody"):
+        voucher.check("here", "beside_others:f")
+
+
+def test_a_folder_without_init_is_no_package_beside_the_file(tmp_path):
+    """The store lies there, too, and others write into it."""
+    (tmp_path / "store" / "artifacts").mkdir(parents=True)
+    (tmp_path / "store" / "artifacts" / "evil.py").write_text("1 / 0")
+    assert not is_beside("store.artifacts.evil", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    assert is_beside("mine.inner", tmp_path) and not is_beside("mine.a-b", tmp_path)
+
+
+def test_the_file_is_looked_at_whoever_reads_it(tmp_path):
+    path = tmp_path / "pipeline.yaml"
+    path.write_text("presets: {one: {stages: {t: {kind: tokenizer, data: ['file:x']}}}}\ndefault: one\n")
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="not writable by everybody"):
+        resolve(path)
+
+
+def test_a_noted_python_path_of_another_user_is_not_taken(tmp_path, monkeypatch):
+    note_python_path(tmp_path, "r")
+    (note,) = (tmp_path / "prefect" / "python_path").iterdir()
+    note.write_text("/evil")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    note.chmod(0o666)
+    take_python_path(tmp_path, "r")
+    assert os.environ["PYTHONPATH"] == "/mine" and "/evil" not in sys.path
+    note.chmod(0o644)
+    take_python_path(tmp_path, "r")
+    assert os.environ["PYTHONPATH"] == "/evil"

@@ -49,7 +49,7 @@ def recorded_kind(name: str) -> Kind:
     """The kind that a record or an artifact names; one that is not to be had here any more makes nothing."""
     try:
         return find_kind(name)
-    except ConfigError:
+    except (ConfigError, UnicodeError):
         return Kind(name=name, config=StageBase, module="", order=100)
 
 
@@ -98,8 +98,12 @@ def _checked(name: str, place: EntryPoint | str) -> Kind:
         kind = function_at(place) if isinstance(place, str) else place.load()
     except ConfigError:
         raise
-    except Exception as error:  # a user's module may raise whatever it likes
+    except (Exception, SystemExit) as error:  # a user's module may raise whatever it likes
         raise ConfigError(f"the kind {name!r} cannot be imported: {with_place(error)}") from error
     if not isinstance(kind, Kind):
         raise ConfigError(f"the kind {name!r} must be a nanodag.config.kind.Kind; found {kind!r:.100}")
+    if not isinstance(kind.config, type) or not issubclass(kind.config, StageBase):
+        raise ConfigError(f"the kind {name!r} must have a config class below StageBase; found {kind.config!r:.100}")
+    if not isinstance(kind.needs, Mapping) or not isinstance(kind.may_take, Mapping):
+        raise ConfigError(f"the kind {name!r} must have tables as needs and may_take: input name -> what it must be")
     return kind
