@@ -51,8 +51,9 @@ def stepping(owner, name):
         return found
     setattr(owner, name, stepped)
 for owner, name in (
-    (server, "write_json"), (server, "process_started"), (server.subprocess, "Popen"), (server.Server, "_end_strays"),
-    (server.Server, "_serve"), (server.Server, "_ready"), (server.Api, "create_run"), (server.Api, "num_active_runs"),
+    (server, "write_json"), (server, "process_started"), (server.subprocess, "Popen"),
+    (server.LocalServer, "_end_strays"), (server.LocalServer, "_serve"), (server.LocalServer, "_ready"),
+    (server.Api, "create_run"), (server.Api, "num_active_runs"),
 ):
     stepping(owner, name)
 from nanodag.cli import main
@@ -92,7 +93,8 @@ class Trial:
         if self.number % 2:
             at = 1 + self.number // 2 % STEPS[self.is_real]
             process = project.command(*begin, code=COMMAND, KILL_AT=str(at))
-            process.communicate(timeout=TIMEOUT_S)
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode in (0, -signal.SIGKILL), f"the command was not killed but failed: {output}"
             return f"the command at step {at} ({'killed' if process.returncode == -signal.SIGKILL else 'it was over'})"
         victim = source.choice((*VICTIMS, "tokenizer") if self.is_real else VICTIMS)
         process, after_s = project.command(*begin), source.uniform(0.0, MOMENTS_S[self.is_real])

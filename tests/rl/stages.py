@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ def same_in_the_end(job, undisturbed) -> None:
     assert read_ledger(job.records / "ledger.jsonl") == read_ledger(undisturbed.records / "ledger.jsonl")
 
 
-def end_group(process) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end_group(process) -> bool:
+    """Kill it and all that it started; True where it was still running. A fork that has ended is gone at once."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL

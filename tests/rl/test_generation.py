@@ -393,3 +393,10 @@ def test_what_is_ended_at_its_last_token_is_whole(tmp_path):
 def test_what_ends_early_where_no_sync_ends_anything_is_an_error(tmp_path):
     with pytest.raises(SamplerError, match="ended request"):
         step(generator(EndingSampler({0: ["1", "12345"]}), prompts_per_step=1), cursor_over(tmp_path, [1]))
+
+
+def test_an_evaluation_asks_for_whole_responses_also_where_training_asks_for_parts(tmp_path):
+    sampler = FakeSampler({0: SPREAD, 1: SPREAD})
+    made = generator(sampler, partial_rollout_tokens=3, over_sampling=4)
+    asyncio.run(made.greedy(cursor_over(tmp_path, [1] * 2).take(2)))
+    assert {request.params.max_new_tokens for request in sampler.requests} == {made._config.rollout.max_new_tokens}

@@ -230,7 +230,8 @@ class RolloutGenerator:
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
-        return _Group(prompt, params, rid, self._sampler, is_ended_by_syncs=is_ended)
+        segment = config.rollout.partial_rollout_tokens
+        return _Group(prompt, params, rid, self._sampler, segment=segment, is_ended_by_syncs=is_ended)
 
     async def _rollouts(self, group: "_Group") -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
@@ -262,9 +263,8 @@ class RolloutGenerator:
     async def _responses(self, group: "_Group") -> list[Rollout]:
         if self._turns is not None:
             return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
-        config = self._config
-        requests = requests_for(group.prompt, group.params, group.rid, segment=config.rollout.partial_rollout_tokens)
-        return rollouts_from(group.prompt, await group.ask(requests), longest=config.rollout.max_new_tokens)
+        requests = requests_for(group.prompt, group.params, group.rid, segment=group.segment)
+        return rollouts_from(group.prompt, await group.ask(requests), longest=self._config.rollout.max_new_tokens)
 
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
@@ -289,13 +289,21 @@ class RolloutGenerator:
 
 
 class _Group:
-    """What is asked for one prompt. under_way: names of requests that were sent and not answered. is_ended_by_syncs:
-    new weights end what is under way, which is then continued by a new request."""
+    """What is asked for one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
+    under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
+    which is then continued by a new request."""
 
     def __init__(
-        self, prompt: Prompt, params: SamplingParams, rid: str, sampler: Sampler, *, is_ended_by_syncs: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        rid: str,
+        sampler: Sampler,
+        *,
+        segment: int = 0,
+        is_ended_by_syncs: bool = False,
     ) -> None:
-        self.prompt, self.params, self.rid = prompt, params, rid
+        self.prompt, self.params, self.rid, self.segment = prompt, params, rid, segment
         self._sampler = sampler
         self._is_ended_by_syncs = is_ended_by_syncs
         self.under_way: dict[str, None] = {}
