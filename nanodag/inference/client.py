@@ -181,8 +181,8 @@ class SamplerClient:
         await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def health(self) -> bool:
-        """True: it serves. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
-        return await self._is_well("/health")
+        """True: it generates. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
+        return await self._is_well("/health_generate")
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""

@@ -2,8 +2,8 @@
 
 A server on loopback is within reach of every process of the machine, and of every web page that a browser there shows.
 So: the Host must be this machine's (a name that a page made point here is refused), no request may come from a page of
-another origin, and where a token was set each request but /health must bear it, as with SGLang's --api-key. The bytes
-of a body are limited, and counted as they come.
+another origin, and where a token was set each request but those for health must bear it, as with SGLang's --api-key.
+The bytes of a body are limited, and counted as they come.
 """
 
 import hmac
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/health_generate")
 
 
 class Doors:

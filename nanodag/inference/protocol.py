@@ -5,7 +5,8 @@ The models accept exactly what the embedded sampler honours; any other field is 
 
 Endpoints: POST /generate, /update_weights_from_disk, /init_weights_update_group, /destroy_weights_update_group,
 /begin_weight_update, /update_weights_from_distributed, /end_weight_update, /weights_checker, /flush_cache,
-/pause_generation, /continue_generation, /abort_request; GET /health, /model_info, /get_server_info. Source:
+/pause_generation, /continue_generation, /abort_request; GET /health, /health_generate, /model_info,
+/get_server_info. Source:
 sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and python/sglang/srt/sampling/sampling_params.py.
 """
 

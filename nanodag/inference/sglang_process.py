@@ -113,6 +113,9 @@ def _environment(device: Device, threads: int) -> dict[str, str]:
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
     environment.update(HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    # /health would generate, which a paused server cannot: the router would never take a server that starts paused, and
+    # would drop one that is paused for long. /health_generate still generates.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
     for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
         environment.setdefault(dump, "false")

@@ -69,6 +69,7 @@ class SamplerServer:
                 Route("/continue_generation", self.continue_generation, methods=post),
                 Route("/abort_request", self.abort_request, methods=post),
                 Route("/health", self.health, methods=get),
+                Route("/health_generate", self.health_generate, methods=get),
                 Route("/model_info", self.model_info, methods=get),
                 Route("/get_model_info", self.model_info, methods=get),
                 Route("/get_server_info", self.server_info, methods=get),
@@ -243,6 +244,11 @@ class SamplerServer:
         return Response()
 
     async def health(self, http: HttpRequest) -> Response:
+        """200 as long as the loop lives, also while it is paused: a router must not drop a paused server."""
+        return Response(status_code=200 if self.loop.is_alive else 503)
+
+    async def health_generate(self, http: HttpRequest) -> Response:
+        """200 where a request would be answered now."""
         return Response(status_code=200 if self.loop.is_alive and not self.loop.is_paused else 503)
 
     async def model_info(self, http: HttpRequest) -> Response:

@@ -1,8 +1,10 @@
 """A process that speaks sglang-router's protocol: `fake_router.py PORT`. Each prompt goes to the next server."""
 
+import contextlib
 import json
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +12,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 servers: dict[str, str] = {}
 lock = threading.Lock()
 count = 0
+
+
+def take(name: str, url: str) -> None:
+    """Add a server once it says that it is well, as the real router does."""
+    while True:
+        with contextlib.suppress(OSError):  # 503 is one, too
+            urllib.request.urlopen(f"{url}/health", timeout=1).close()
+            break
+        time.sleep(0.05)
+    servers[name] = url
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
         global count
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path == "/workers":
-            servers[f"w{len(servers)}-{count}"] = json.loads(body)["url"]
+            url = json.loads(body)["url"]
+            threading.Thread(target=take, args=(f"w{len(servers)}-{count}", url), daemon=True).start()
             return self.reply(202, {})
         if not isinstance(json.loads(body).get("rid", ""), str):
             return self.reply(422, {"error": "rid: expected a string"})

@@ -129,6 +129,49 @@ def test_what_a_killed_sampler_was_asked_is_sent_again_and_another_one_takes_its
     with_fake(model, tmp_path, work)
 
 
+def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(model, tmp_path):
+    async def work(samplers, servers, router):
+        undisturbed = await answers(samplers, 6)
+        step = asyncio.ensure_future(answers(samplers, 6))
+        await until_busy(servers[1].url)
+        async with samplers.paused(), asyncio.timeout(30):
+            os.kill(servers[1].pid, signal.SIGKILL)
+            while samplers.num_restarts == 0:
+                await asyncio.sleep(0.05)
+            members = await samplers.members()
+            while set(await router._client.servers()) != {member.server.url for member in members}:
+                await asyncio.sleep(0.05)
+        assert await step == undisturbed and router.num_restarts == 0
+
+    with_fake(model, tmp_path, work, pause="in_place")
+
+
+def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(model, tmp_path):
+    seen = []
+
+    async def work(samplers, servers, router):
+        async def generate(requests):
+            seen.append(requests[0].rid)
+            if len(seen) == 1:
+                raise SamplerLost("the router died")
+            await asyncio.sleep(60)
+
+        async def abort(rid):
+            aborted.append(rid)
+
+        router.generate, aborted = generate, []
+        asking = asyncio.ensure_future(samplers.generate([Request(input_ids=[1], rid="mine")]))
+        while len(seen) < 2:
+            await asyncio.sleep(0.01)
+        for member in await samplers.members():
+            member.client.abort = abort
+        asking.cancel()
+        await samplers.abort("mine")
+        assert seen == ["mine", "mine-attempt-2"] and set(aborted) == {"mine-attempt-2"}
+
+    with_fake(model, tmp_path, work)
+
+
 def test_a_sampler_that_ends_while_others_answer_is_noticed_and_replaced(model, tmp_path):
     async def work(samplers, servers, router):
         step = asyncio.ensure_future(answers(samplers, 6))

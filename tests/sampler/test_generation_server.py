@@ -251,6 +251,15 @@ def test_the_server_keeps_serving_after_all_of_them(post):
     assert post("/health", method="GET").status_code == 200
 
 
+def test_a_paused_server_lives_but_does_not_generate(post):
+    assert post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    try:
+        assert [post(path, method="GET").status_code for path in ("/health", "/health_generate")] == [200, 503]
+    finally:
+        post("/continue_generation", {})
+    assert [post(path, method="GET").status_code for path in ("/health", "/health_generate")] == [200, 200]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -109,6 +109,7 @@ class Samplers:
             router.urls = lambda: [r.server.url for r in self._replicas if r.is_up and r.server.is_alive]
         self._replacing: set[asyncio.Task[None]] = set()
         self._holder: dict[str, Replica] = {}
+        self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.num_restarts = 0
@@ -141,15 +142,22 @@ class Samplers:
         raise AssertionError("unreachable")
 
     async def _through(self, router: Router, requests: Sequence[Request]) -> list[list[Completion]]:
-        """What the samplers answer by way of the router. What falls through is sent again."""
+        """What the samplers answer by way of the router. A request that fails is sent again, with another rid: a paused
+        server may still hold the request of a router that died, and SGLang refuses a second request of the same rid."""
         for attempt in range(self._max_restarts + 1):
             await self._choose()  # waits until one is up
-            work: Awaitable[list[list[Completion]]] = router.generate(requests)
+            named = [_of_attempt(request, attempt) for request in requests]
+            pairs = zip(requests, named, strict=True)
+            self._sent.update({old.rid: new.rid for old, new in pairs if old.rid and new.rid})
+            work: Awaitable[list[list[Completion]]] = router.generate(named)
             for replica in self._replicas:
                 if replica.is_up:
                     work = replica.watch.over(work)  # who answered is not known, so no loss is forgotten
             try:
-                return await work
+                answers = await work
+                for request in requests:  # those of a call that is given up stay, for `abort`
+                    self._sent.pop(request.rid or "", None)
+                return answers
             except BadRequest:
                 raise
             except SamplerError as error:
@@ -167,10 +175,11 @@ class Samplers:
     async def abort(self, rid: str) -> None:
         """End a request, if it is under way."""
         holders = self._replicas if self._router is not None else filter(None, [self._holder.pop(rid, None)])
+        sent = self._sent.pop(rid, rid)
         for replica in holders:
             if replica.is_up:  # else it ended with its sampler
                 with suppress(SamplerLost):  # then it has ended
-                    await self._watched(replica, replica.client.abort(rid))
+                    await self._watched(replica, replica.client.abort(sent))
 
     async def members(self) -> list[Member]:
         """All of them, when all have answered."""
@@ -386,6 +395,12 @@ class Samplers:
             timeout_s=self._health_timeout_s,
             on_end=partial(self._noticed, replica, server),
         )
+
+
+def _of_attempt(request: Request, attempt: int) -> Request:
+    if request.rid is None or attempt == 0:
+        return request
+    return replace(request, rid=f"{request.rid}-attempt-{attempt + 1}")
 
 
 async def _nothing(folder: Path) -> None:
