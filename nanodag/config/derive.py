@@ -185,10 +185,11 @@ def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
     if source is not None:
-        begins = _is_from_scratch(stage)
-        if not begins:  # the source's own `auto` may come later in the table
+        if begins := _is_from_scratch(stage):
+            shape = shape_from(stage.shape)
+        else:  # the source's own `auto` may come later in the table
             source = _pretrain(stage.inputs["model"], source, {})
-        shape = shape_from(stage.shape if _is_from_scratch(stage) else source.shape)
+            shape = shape_from(source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         ratio = source.tokens_per_parameter
         fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)

@@ -22,7 +22,7 @@ from pydantic_core import PydanticKnownError
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.section import Section, full_name, in_sections
+from nanodag.config.section import Section, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import listed, nearest
 
@@ -40,7 +40,6 @@ def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
     if not isinstance(raw["kind"], str):
         raise ValueError(f"kind must be text; found {raw['kind']!r:.80}")
     model = find_kind(raw["kind"]).config
-    raw = in_sections(model, raw)
     if info.mode == "json":  # a pipeline file: types are strict, and a list may stand for a tuple
         return model.model_validate_json(json.dumps(raw), strict=True)
     return model.model_validate(raw)

@@ -1,6 +1,5 @@
 """Which modules of a user's own may be imported: those beside the pipeline file, and those that it trusts."""
 
-import os
 import stat
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
+from nanodag.host.ownership import may_be_of_others
 from nanodag.own_code.find import required_file
 
 OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
@@ -30,7 +30,7 @@ class Voucher:
         if _is_below(module, self.trusted_modules):
             return
         if is_beside(module, folder):
-            if _is_of_others(folder.stat()):
+            if may_be_of_others(folder.stat()):
                 raise ConfigError(
                     f"{where} names {name!r}, and {folder} belongs to another user or is writable by everybody, so "
                     "its modules are not run. Move the pipeline file and its modules into a folder of your own."
@@ -47,17 +47,11 @@ class Voucher:
 def check_owner(file: Path) -> None:
     """Raise ConfigError for a pipeline file that another user wrote, or may write: it says which code may run."""
     for status in (file.lstat(), file.stat()):  # of a link, and of what it leads to
-        if _is_of_others(status):
+        if may_be_of_others(status):
             raise ConfigError(
                 f"{file} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; a pipeline file "
                 "says which code may run, so it must be yours, and not writable by everybody."
             )
-
-
-def _is_of_others(status: os.stat_result) -> bool:
-    """True where another user than this one and root may have written, a link's mode aside: it says nothing."""
-    may_all_write = bool(status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
-    return status.st_uid not in (os.geteuid(), 0) or may_all_write
 
 
 def is_beside(module: str, folder: Path) -> bool:

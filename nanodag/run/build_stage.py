@@ -225,7 +225,7 @@ class _Build:
             run,
             job,
             self._lock,
-            on_place=self._on_place(job),
+            on_devices=self._on_devices(job),
             on_line=on_line,
             on_metrics=on_metrics,
             restarts=restarts,
@@ -238,7 +238,7 @@ class _Build:
         return artifact
 
     @contextlib.contextmanager
-    def _on_place(self, job: Job) -> Iterator[None]:
+    def _on_devices(self, job: Job) -> Iterator[None]:
         """Say that the stage is running. Go on from mirrored checkpoints, and mirror new ones while the worker works,
         where that is asked for."""
         tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}

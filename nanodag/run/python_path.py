@@ -6,6 +6,7 @@ import stat
 import sys
 from pathlib import Path
 
+from nanodag.host.ownership import may_be_of_others
 from nanodag.store.atomic import write_bytes, writing
 
 
@@ -26,7 +27,7 @@ def take_python_path(local: Path, run: str) -> None:
     PYTHONPATH, which is that of whoever started the server. Nothing noted: it stays."""
     try:
         path = _noted(local, run)
-        if not _is_own(path.lstat()) or not _is_own(path.parent.lstat()):
+        if any(stat.S_ISLNK(s.st_mode) or may_be_of_others(s) for s in (path.lstat(), path.parent.lstat())):
             return  # whoever may write there would say where code comes from
         noted = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -39,8 +40,3 @@ def take_python_path(local: Path, run: str) -> None:
 def _noted(local: Path, run: str) -> Path:
     name = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:32]  # a run's may be no file's
     return local / "prefect" / "python_path" / name
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """True for what this user, or root, made and nobody else may write; no link."""
-    return status.st_uid in (os.geteuid(), 0) and not stat.S_ISLNK(status.st_mode) and not status.st_mode & stat.S_IWOTH

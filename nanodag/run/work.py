@@ -1,6 +1,6 @@
-"""Has a worker do a stage's work: what it is told, and its process on a place of this machine.
+"""Has a worker do a stage's work: what it is told, and its process on devices of this machine.
 
-`stage` publishes what comes of it, `reproduce` compares it with what there is.
+`build_stage` publishes what comes of it, `reproduce` compares it with what there is.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nanodag.worker.launch import Result, run_worker
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What a worker ended with, and how long it had waited for its place."""
+    """What a worker ended with, and how long it had waited for its devices."""
 
     result: Result
     waited_s: float
@@ -58,28 +58,28 @@ def work(
     job: Job,
     lock: int,
     *,
-    on_place: AbstractContextManager[Any] | None = None,
+    on_devices: AbstractContextManager[Any] | None = None,
     steps_back: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
     restarts: int = 0,
     restarts_left: int = 0,
 ) -> Done:
-    """Wait for a place on this machine, and run the job there.
+    """Wait for devices of this machine, and run the job there.
 
-    lock: the descriptor of the key's lock, which the worker holds as long as it lives; it comes before the place: who
-    holds a place waits for nobody, so no two wait for each other. on_place: entered once the place is there, left when
-    the worker has ended. steps_back: GPUs that another stage waits for are left to it. The others: as in
+    lock: the descriptor of the key's lock, which the worker holds as long as it lives; it comes before the devices: who
+    holds devices waits for nobody, so no two wait for each other. on_devices: entered once they are held, left when the
+    worker has ended. steps_back: GPUs that another stage waits for are left to it. The others: as in
     nanodag.worker.launch.run_worker, which says what is raised.
     """
     stage, kind = job.config, find_kind(job.config.kind)
     device = str(stage.resources.device)
-    places = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
+    devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
     asked = time.monotonic()
-    with hold(devices_folder(run.store), places, stop=run.stop, step_back_s=step_back_s) as held:
+    with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - asked
-        with on_place or contextlib.nullcontext():
+        with on_devices or contextlib.nullcontext():
             result = run_worker(
                 kind.module,
                 job,

@@ -92,6 +92,9 @@ class Project:
         path = self.folder / "store" / "runs" / f"{run}.json"
         return json.loads(path.read_text()) if path.exists() else {"stages": {}}
 
+    def serve_log(self) -> str:
+        return (self.folder / "store" / "prefect" / "serve.log").read_text()[-5000:]
+
     def server(self) -> dict:
         return json.loads((self.folder / "store" / "prefect" / "server.json").read_text())
 

@@ -93,8 +93,11 @@ def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_r
     supervisor.children()[0].kill()
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
     deadline = time.monotonic() + 300
-    while api.run_state(before["flow_run"])["type"] != "CRASHED" or alive([*pids_in(workspace), before["pid"]]):
-        assert time.monotonic() < deadline
+    while (state := api.run_state(before["flow_run"]))["type"] != "CRASHED" or alive(
+        [*pids_in(workspace), before["pid"]]
+    ):
+        still = alive([before["pid"], *pids_in(workspace)])
+        assert time.monotonic() < deadline, (state, [psutil.Process(pid) for pid in still], project.serve_log())
         time.sleep(0.2)
     project.tell("pretrain", "")
     api.set_state(before["flow_run"], "SCHEDULED", "", name="AwaitingRetry")

@@ -203,15 +203,19 @@ def test_an_ordinary_user_has_the_same_walls():
         pytest.skip("needs root, to become another user, and a Python of 3.11 that everybody may read")
     program = "import os\nprint(os.getuid(), open('/proc/self/status').read().count('0' * 16))\nopen('/usr/x', 'w')"
     start = f"from nanodag.rewards.sandbox import *\nprint(walls().becomes, run_python({program!r}, timeout_s=60))"
-    packages = f"{Path(nanodag.__file__).parents[1]}:{Path(psutil.__file__).parents[1]}"
-    done = subprocess.run(
-        ["setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups", python, "-P", "-c", start],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": packages},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as packages:  # a checkout may be in a folder that is closed to others
+        os.chmod(packages, 0o755)
+        for package in (nanodag, psutil):
+            folder = Path(package.__file__).parent
+            shutil.copytree(folder, f"{packages}/{folder.name}", ignore=shutil.ignore_patterns("__pycache__"))
+        done = subprocess.run(
+            ["setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups", python, "-P", "-c", start],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.stdout.startswith("None Finished(stdout='65534 "), done
     assert "Read-only file system" in done.stdout
 
