@@ -1,5 +1,6 @@
 """A parent's death: what makes a process end with the one that started it. Standard library only."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -18,8 +19,9 @@ def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        sys.stderr.write(f"the parent process {parent} is gone\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # stderr may be a pipe that ended at the parent
+            sys.stderr.write(f"the parent process {parent} is gone\n")
+            sys.stderr.flush()
         os.kill(os.getpid(), signum)
 
     threading.Thread(target=watch, daemon=True, name="end_with_parent").start()

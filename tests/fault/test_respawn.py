@@ -14,7 +14,7 @@ PARENT = """
 import subprocess, sys, time
 code = "import os, time; from nanodag.host.parent import end_with_parent; end_with_parent(os.getppid())"
 code += "; print(os.getpid(), flush=True)"
-subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"])
+subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"], stderr=STDERR)
 time.sleep(600)
 """
 
@@ -64,8 +64,15 @@ def test_a_killed_supervisor_takes_its_command_along(keep):
 
 
 def test_a_process_that_ends_with_its_parent_does_so_within_seconds(keep):
-    parent = keep("-c", PARENT)
+    parent = keep("-c", PARENT.replace("STDERR", "None"))
     pid = int(parent.stdout.readline())
     assert is_running(pid)
     parent.kill()
     wait_until(lambda: not is_running(pid))
+
+
+def test_a_process_whose_output_went_to_its_parent_ends_with_it_too(keep):
+    parent = keep("-c", PARENT.replace("STDERR", "subprocess.PIPE"))  # nobody reads it, once the parent is gone
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    wait_until(lambda: not is_running(pid), timeout_s=10)
