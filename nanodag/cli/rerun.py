@@ -42,7 +42,7 @@ def rerun(
     name = find_run(store, run).run
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
     path = pipeline_file(recorded.file)
-    pipeline = resolve(path, recorded.preset, recorded.overrides).pipeline
+    pipeline = resolve(path, recorded.preset, recorded.overrides, machine=recorded.machine).pipeline
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
     check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)

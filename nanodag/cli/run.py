@@ -17,6 +17,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.resolve import portable
 from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
+from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
@@ -38,6 +39,7 @@ def run_pipeline(
     resumed, build again what is stale, without asking."""
     began = time.monotonic()
     console = make_console()
+    machine = None
     known = store_of(resolve(pipeline_file(file), overrides=_of_store(overrides)).pipeline) if name else None
     if known is not None and known.find_run(name) is not None:
         # Go on with that run: what it was told before, and is told now.
@@ -45,8 +47,9 @@ def run_pipeline(
         refuse_composed(name, before)
         file, preset = file or before.file, before.preset if preset == "auto" else preset
         overrides = merged([*before.overrides, *overrides])
+        machine = machine_of(before.machine)
     path = pipeline_file(file)
-    pipeline = resolve(path, preset, overrides).pipeline
+    pipeline = resolve(path, preset, overrides, machine=machine).pipeline
     store = store_of(pipeline)
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     server = server_of(pipeline, store, path)

@@ -19,6 +19,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, MissingTool
 from nanodag.errors.words import listed, nearest
 from nanodag.host.folders import PROJECT
+from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.server.local_server import LocalServer, server_of
@@ -42,7 +43,7 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
         raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
     folder = _files_of(store, record, stage or models[-1])
     print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
-    environment = worker_environment(usable_cores(), device="cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
+    environment = worker_environment(usable_cores(), device=detect().device)
     command = [sys.executable, "-m", "nanodag.chat", str(folder)]
     # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
     os.execve(sys.executable, command, environment)

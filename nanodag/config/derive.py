@@ -1,6 +1,5 @@
 """Replaces every `auto` of a pipeline by a number, and says why it is that number."""
 
-import os
 from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
@@ -13,7 +12,7 @@ from nanodag.config.rl_parts import SamplerConfig
 from nanodag.config.stage_base import Resources, StageBase
 from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
-from nanodag.host.processor import multiplies_bf16_fast, usable_cores
+from nanodag.host.machine import Machine
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 MAX_REPLICAS = 4
@@ -22,18 +21,17 @@ _S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 
-def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
-    """The pipeline without `auto`, and the origin of what was filled in, by dotted name."""
+def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, str]]:
+    """The pipeline without `auto`, as it fits a machine, and the origin of what was filled in, by dotted name."""
     origins: dict[str, str] = {}
     stages: dict[str, Any] = {}
-    device = "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
     for name, stage in pipeline.stages.items():
         updates: dict[str, Any] = {}
         if stage.seed == "auto":
             updates["seed"] = pipeline.seed
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
-        updates["resources"] = _resources(name, stage, device, origins)
-        stage = _precision(name, stage.model_copy(update=updates), origins)
+        updates["resources"] = _resources(name, stage, machine, origins)
+        stage = _precision(name, stage.model_copy(update=updates), machine, origins)
         if _is_from_scratch(stage):
             stage = _pretrain(name, stage, origins)
         if isinstance(stage, SupervisedStage):
@@ -47,13 +45,13 @@ def derive(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str]]:
     return pipeline.model_copy(update={"stages": stages}), origins
 
 
-def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]) -> Resources:
+def _resources(name: str, stage: StageBase, machine: Machine, origins: dict[str, str]) -> Resources:
     updates: dict[str, Any] = {}
     resources = stage.resources
-    chosen = device if resources.device == "auto" else resources.device
+    chosen = machine.device if resources.device == "auto" else resources.device
     if resources.device == "auto":
         updates["device"] = chosen
-        origins[f"{name}.resources.device"] = "derived: what this machine has"
+        origins[f"{name}.resources.device"] = f"derived: {machine}"
     if resources.gpus_per_node and chosen == "cpu":
         raise ConfigError(f"{name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU.")
     if resources.num_ranks == "auto":
@@ -62,16 +60,16 @@ def _resources(name: str, stage: StageBase, device: str, origins: dict[str, str]
         origins[f"{name}.resources.num_ranks"] = f"derived: {why}"
     here = updates.get("num_ranks", resources.num_ranks) // resources.nodes
     if resources.threads == "auto":
-        updates["threads"] = max(1, usable_cores() // here)
-        origins[f"{name}.resources.threads"] = "derived: this machine's cores over its ranks"
+        updates["threads"] = max(1, machine.cores // here)
+        origins[f"{name}.resources.threads"] = f"derived: {machine}, its cores over its ranks"
     return resources.model_copy(update=updates)
 
 
-def _precision(name: str, stage: _S, origins: dict[str, str]) -> _S:
+def _precision(name: str, stage: _S, machine: Machine, origins: dict[str, str]) -> _S:
     """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
-    is_fast = multiplies_bf16_fast(stage.resources.device)
+    is_fast = machine.multiplies_bf16_fast(stage.resources.device)
     precision = "bf16" if is_fast else "fp32"
-    why = f"derived: this machine's {stage.resources.device} multiplies bf16 {'fast' if is_fast else 'slowly'}"
+    why = f"derived: {machine} multiplies bf16 {'fast' if is_fast else 'slowly'}"
     updates: dict[str, Any] = {}
     if getattr(stage, "precision", "") == "auto":
         updates["precision"] = precision

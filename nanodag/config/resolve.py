@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from nanodag.config.section import in_sections
 from nanodag.config.trust import check_trust
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
+from nanodag.host.machine import Machine, detect
 from nanodag.own_code.vouched import check_owner
 
 KeyPath = tuple[str, ...]
@@ -39,19 +39,24 @@ class Resolved:
 
     pipeline: Pipeline
     origins: Mapping[str, str]
+    machine: Machine
 
 
-def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> Resolved:
+def resolve(
+    file: Path, preset: str = "auto", overrides: Sequence[str] = (), *, machine: Machine | None = None
+) -> Resolved:
     """Read a pipeline file, choose a preset (`auto`: by hardware), apply `dotted.name=value` overrides.
+
+    machine: what `auto` follows from; None: this one.
 
     Raises ConfigError naming the field, the value found, what is allowed and the nearest right name.
     """
+    machine = machine or detect()
     document = read_document(file)
     check_owner(file)
     presets = document["presets"]
     if preset == "auto":
-        has_gpu = shutil.which("nvidia-smi") is not None and "single-gpu" in presets
-        preset = "single-gpu" if has_gpu else document.get("default", "pocket")
+        preset = "single-gpu" if machine.num_gpus and "single-gpu" in presets else document.get("default", "pocket")
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     common = {key: value for key, value in document.items() if key not in ("default", "presets")}
@@ -84,11 +89,11 @@ def resolve(file: Path, preset: str = "auto", overrides: Sequence[str] = ()) -> 
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
-    pipeline, derived = derive(pipeline)
+    pipeline, derived = derive(pipeline, machine)
     origins.update(derived)
     shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
-    return Resolved(pipeline=pipeline, origins=shown)
+    return Resolved(pipeline=pipeline, origins=shown, machine=machine)
 
 
 def _origin_of(name: str, origins: Mapping[str, str]) -> str:

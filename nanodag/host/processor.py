@@ -1,33 +1,69 @@
-"""This machine's processor and GPUs: cores, and what they multiply fast. No torch: the control plane asks."""
+"""This machine's processor: its cores and instruction set. No torch: the control plane asks."""
 
 import functools
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
-# Processors that multiply bfloat16 at least twice as fast as float32. Others emulate it: AVX2, 5 GFLOP a CPU-second
-# where float32 has 60; AVX-512 without this extension is in between.
-FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-ISAS_WITH_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
+_ANY = ("DEFAULT", "ALL", "AVX10")
+_BF16 = (*_ANY, "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX")
+ISA_LIMITS_OF = {
+    "amx": (*_ANY, "AVX512_CORE_AMX"),
+    "avx512_bf16": _BF16,
+    "avx512": (*_BF16, "AVX512"),
+    "avx2": (*_BF16, "AVX512", "AVX2"),
+}
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: by its affinity, or fewer where its control group has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for path in control_group_files("cpu.max"):
+        quota, _, period = read_limit(path).partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
-def multiplies_bf16_fast(device: str) -> bool:
-    """Whether a device of this machine, `cpu` or `cuda`, multiplies bfloat16 faster than float32."""
-    if device == "cuda":
-        capabilities = gpu_capabilities()
-        return not capabilities or min(capabilities) >= FAST_BF16_CAPABILITY
+def control_group_files(name: str) -> list[Path]:
+    """The files of that name of this process's control group (version 2) and of those above it, which limit it too."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    group = next((line.partition("::")[2] for line in lines if line.startswith("0::")), "/")
+    folder = root / group.lstrip("/")
+    folders = [folder, *folder.parents]
+    return [path / name for path in folders if path == root or root in path.parents]
+
+
+def read_limit(path: Path) -> str:
+    """What a control group's file says; empty where it is not there."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def instruction_set() -> str:
+    """The widest of `amx`, `avx512_bf16`, `avx512`, `avx2` that matrix products here may use; `other` for less."""
+    flags = processor_flags()
+    has = {
+        "amx": "amx_bf16" in flags,
+        "avx512_bf16": "avx512_bf16" in flags,
+        "avx512": "avx512f" in flags,
+        "avx2": "avx2" in flags,
+        "other": True,
+    }
     limits = [os.environ[name].upper() for name in ISA_LIMITS if os.environ.get(name)]
-    return bool(processor_flags() & FAST_BF16_FLAGS) and all(limit.startswith(ISAS_WITH_BF16) for limit in limits)
+    for limit in limits:
+        for name, allowed in ISA_LIMITS_OF.items():
+            has[name] = has[name] and limit.startswith(allowed)
+    return next(name for name, is_there in has.items() if is_there)
 
 
 @functools.cache
@@ -39,14 +75,3 @@ def processor_flags() -> frozenset[str]:
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
-
-
-@functools.cache
-def gpu_capabilities() -> tuple[float, ...]:
-    """The CUDA compute capability of each GPU, as 9.0; nothing where nvidia-smi is not there or does not say."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return tuple(float(line) for line in done.stdout.split())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()

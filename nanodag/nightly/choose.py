@@ -19,6 +19,7 @@ from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted, listed, nearest
+from nanodag.host.machine import detect
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
@@ -124,7 +125,7 @@ def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:
         "mirror": choice.mirror,
         "stages": raw,
     }
-    return derive(Pipeline.model_validate(made))[0]
+    return derive(Pipeline.model_validate(made), detect())[0]
 
 
 def _model_of(subject: Subject, pipeline: Pipeline) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, Resolved
+from nanodag.host.machine import detect, machine_of
 from nanodag.run.python_path import take_python_path
 from nanodag.run.record import Run, StageResult, begun_record, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
@@ -33,9 +34,10 @@ def open_composed(
     known = before.stages if before is not None else {}
     stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
     kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}
-    places = {"file": str(file), "overrides": (), "origins": {}, "flow_run": flow_run}
+    machine = machine_of(before.machine) if before is not None else detect(store.local)
+    places = {"file": str(file), "overrides": (), "origins": {}, "machine": str(machine), "flow_run": flow_run}
     record = store.write_run(begun_record(name, pipeline, stages, before, **places, **kind))
-    run = Run(name, Resolved(pipeline=pipeline, origins={}), store, file.parent, flow_run)
+    run = Run(name, Resolved(pipeline=pipeline, origins={}, machine=machine), store, file.parent, flow_run)
     run.to_do, run.composed = list(to_do), record.composed
     return run
 

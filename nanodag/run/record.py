@@ -21,6 +21,7 @@ from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import nearest
 from nanodag.host.folders import PROJECT
+from nanodag.host.machine import Machine, machine_of
 from nanodag.own_code.vouched import check_owner
 from nanodag.run.python_path import take_python_path
 from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
@@ -155,12 +156,14 @@ def open_run(
     """
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
+    before = store.find_run(name)
+    if before is not None and before.machine != str(resolved.machine):
+        resolved = resolve(pipeline_file(file), preset, overrides, machine=machine_of(before.machine))
     run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
     if unknown := [stage for stage in only if stage not in run.pipeline.stages]:
         raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
         raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
-    before = store.find_run(name)
     refuse_composed(name, before)
     take_python_path(store.local, name)
     if keeps_stale and before is not None and (kept_stale := left_alone(before, run.pipeline)):
@@ -178,6 +181,7 @@ def open_run(
             forced = earlier.forced if earlier is not None else None
             stages[stage] = waiting_stage(config, earlier if only else None).changed(forced=forced)
     about = {"file": str(pipeline_file(file)), "overrides": tuple(overrides), "origins": dict(run.origins)}
+    about["machine"] = str(resolved.machine)
     store.write_run(begun_record(name, run.pipeline, stages, before, flow_run=flow_run, **about))
     return run
 
@@ -187,7 +191,9 @@ def join_run(name: str, store: Store) -> Run:
     record = store.own_run(name)
     check_owner(Path(record.file))
     vouch_for(Path(record.file), record.pipeline["trusted_modules"])
-    resolved = Resolved(pipeline=Pipeline.model_validate(record.pipeline), origins=record.origins)
+    resolved = Resolved(
+        pipeline=Pipeline.model_validate(record.pipeline), origins=record.origins, machine=machine_of(record.machine)
+    )
     check_trust(resolved.pipeline, Path(record.file))
     run = Run(name, resolved, store, Path(record.file).parent, record.flow_run)
     run.is_joined = True
@@ -197,12 +203,13 @@ def join_run(name: str, store: Store) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What it takes to open a run again. stages: those that are to be run."""
+    """What it takes to open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
 
     file: str
     preset: str
     overrides: list[str]
     stages: tuple[str, ...]
+    machine: Machine
 
 
 def recorded_run(
@@ -235,7 +242,9 @@ def recorded_run(
             f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."
         )
     overrides = merged([*record.overrides, *overrides])
-    return Recorded(file=record.file, preset=record.preset, overrides=overrides, stages=stages)
+    return Recorded(
+        file=record.file, preset=record.preset, overrides=overrides, stages=stages, machine=machine_of(record.machine)
+    )
 
 
 def refuse_composed(name: str, record: RunRecord | None) -> None:

@@ -161,7 +161,7 @@ class RunRecord(_Part):
     number: orders runs whatever clocks say; the store gives it. pipeline: the resolved one, as nanodag.config.Pipeline
     dumps it. stages: inputs first. before: what the record that this one replaced kept alive; it stays until the run
     has completed. uses: artifacts that the pipeline names by a path into the store. pid, pid_started: the process that
-    executes the run, or did.
+    executes the run, or did. machine: what its `auto` followed from, as nanodag.host.machine.machine_of reads it.
     """
 
     format: Literal[1] = RECORD_FORMAT
@@ -177,6 +177,7 @@ class RunRecord(_Part):
     overrides: tuple[str, ...]
     pipeline: dict[str, Any]
     origins: dict[str, str]
+    machine: str
     stages: dict[str, StageRecord]
     before: tuple[ArtifactReference, ...] = ()
     uses: tuple[ArtifactReference, ...] = ()

@@ -11,6 +11,7 @@ from nanodag.config.derive import derive
 from nanodag.config.pipeline import ClusterConfig, Pipeline
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
+from nanodag.host.machine import detect
 from nanodag.worker import nodes
 from nanodag.worker.failure import Ended, cause_of
 from nanodag.worker.nodes import Host, Nodes, chosen, read_hostfile
@@ -67,7 +68,7 @@ def test_ranks_follow_from_nodes_and_gpus_of_each():
 def resolved(resources):
     stages = {"base": {"kind": "import", "model": "file:/m"}, "sft": SFT | {"resources": resources}}
     made = Pipeline.model_validate({"preset": "x", "cluster": {"hostfile": "/h"}, "stages": stages})
-    return derive(made)[0].stages["sft"].resources
+    return derive(made, detect())[0].stages["sft"].resources
 
 
 SFT = {

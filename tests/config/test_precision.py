@@ -3,55 +3,57 @@
 import pytest
 
 from nanodag.config import resolve
-from nanodag.host import processor as host
+from nanodag.host import processor
 from nanodag.host.folders import PROJECT
+from nanodag.host.machine import detect, machine_of
 
-FLAGS = {"avx2": {"avx2"}, "avx512": {"avx512f"}, "avx512_bf16": {"avx512f", "avx512_bf16"}, "amx": {"amx_bf16"}}
+FLAGS = {
+    "other": {"sse4_2"},
+    "avx2": {"avx2"},
+    "avx512": {"avx2", "avx512f"},
+    "avx512_bf16": {"avx2", "avx512f", "avx512_bf16"},
+    "amx": {"avx2", "avx512f", "avx512_bf16", "amx_bf16"},
+}
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """Gives this machine another processor and other GPUs."""
-    for name in host.ISA_LIMITS:
+def no_limits(monkeypatch):
+    for name in processor.ISA_LIMITS:
         monkeypatch.delenv(name, raising=False)
-
-    def describe(flags=(), capabilities=()):
-        monkeypatch.setattr(host, "processor_flags", lambda: frozenset(flags))
-        monkeypatch.setattr(host, "gpu_capabilities", lambda: tuple(capabilities))
-
-    return describe
 
 
 @pytest.mark.parametrize(
-    ("processor", "expected"), [("avx2", "fp32"), ("avx512", "fp32"), ("avx512_bf16", "bf16"), ("amx", "bf16")]
+    ("instructions", "expected"), [("avx2", "fp32"), ("avx512", "fp32"), ("avx512_bf16", "bf16"), ("amx", "bf16")]
 )
-def test_auto_precision_is_what_the_processor_multiplies_fast(processor, expected, machine):
-    machine(FLAGS[processor])
-    resolved = resolve(PROJECT / "pipeline.yaml", "pocket", ["pretrain.resources.device=cpu"])
+def test_auto_precision_is_what_the_processor_multiplies_fast(instructions, expected):
+    resolved = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine_of(f"cpu:2:{instructions}:8GiB"))
     assert resolved.pipeline.stages["pretrain"].precision == expected
     assert resolved.pipeline.stages["sft"].precision == expected
-    assert resolved.origins["pretrain.precision"].startswith("derived: this machine's cpu multiplies bf16")
+    assert resolved.origins["pretrain.precision"].startswith(f"derived: cpu:2:{instructions}:8GiB multiplies bf16")
     assert resolved.pipeline.stages["rl"].optimizer.precision == "fp32", "what a preset says is kept"
 
 
-def test_a_processor_told_to_work_as_one_without_bf16_counts_as_one(machine, monkeypatch):
-    machine(FLAGS["amx"])
-    assert host.multiplies_bf16_fast("cpu")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not host.multiplies_bf16_fast("cpu")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
-    assert host.multiplies_bf16_fast("cpu")
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_instruction_set_is_the_widest_that_the_processor_has(name, monkeypatch):
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(FLAGS[name]))
+    assert detect().instruction_set == name
 
 
-@pytest.mark.parametrize(("capabilities", "is_fast"), [((9.0, 9.0), True), ((8.0,), True), ((9.0, 7.5), False)])
-def test_gpus_take_bf16_from_ampere_on(capabilities, is_fast, machine):
-    machine(capabilities=capabilities)
-    assert host.multiplies_bf16_fast("cuda") == is_fast
+@pytest.mark.parametrize(("limit", "expected"), [("AVX2", "avx2"), ("avx512_core_bf16", "avx512_bf16"), ("ALL", "amx")])
+def test_a_processor_told_to_work_as_another_counts_as_that_one(limit, expected, monkeypatch):
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(FLAGS["amx"]))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert detect().instruction_set == expected
 
 
-def test_every_stage_of_every_preset_has_a_precision_when_it_begins(machine):
-    machine(FLAGS["avx2"])
+@pytest.mark.parametrize(("gpu", "is_fast"), [("8xH100", True), ("1xA100", True), ("1x24GB", True), ("1xT4", False)])
+def test_gpus_take_bf16_from_ampere_on(gpu, is_fast):
+    assert machine_of(gpu).multiplies_bf16_fast("cuda") == is_fast
+
+
+def test_every_stage_of_every_preset_has_a_precision_when_it_begins():
+    machine = machine_of("cpu:2:avx2:8GiB")
     for preset in ("small", "speedrun", "gsm8k-rl"):
-        for name, stage in resolve(PROJECT / "pipeline.yaml", preset).pipeline.stages.items():
+        for name, stage in resolve(PROJECT / "pipeline.yaml", preset, machine=machine).pipeline.stages.items():
             for section in (stage, getattr(stage, "sampler", None)):
                 assert getattr(section, "precision", "fp32") == "fp32", name

@@ -1,6 +1,5 @@
 """pipeline.yaml, presets, overrides: what is refused, how it is said, where each value came from."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from nanodag.config import order_of, resolve, result_config
 from nanodag.config.resolve import leaves, portable
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
 from tests.config.stages import STAGES
 
 SHIPPED = PROJECT / "pipeline.yaml"
@@ -74,12 +74,11 @@ def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
     assert (pipeline.stages["rl"].optimizer.learning_rate, pipeline.seed) == (2e-6, 2)
 
 
-def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file, monkeypatch):
-    exists = os.path.exists
-    monkeypatch.setattr("nanodag.config.derive.os.path.exists", lambda path: path == "/dev/nvidiactl" or exists(path))
+def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file):
+    gpu = machine_of("1xH100")
     with pytest.raises(ConfigError, match=r"stages\.rl\.weights\.sync_check_every 20: SGLang .* on a GPU"):
-        resolve(file, "one", ["rl.sampler.engine=sglang"])
-    assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"])
+        resolve(file, "one", ["rl.sampler.engine=sglang"], machine=gpu)
+    assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"], machine=gpu)
 
 
 MORE = {

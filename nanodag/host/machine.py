@@ -1,0 +1,220 @@
+"""One description of the hardware that a run has: of this machine, or of another one by a text. No torch.
+
+`8xH100`, `1x24GB`, `2x8xH100` (two nodes), `cpu:2:avx2:16GiB` (cores, instruction set, memory). What is `auto` in a
+pipeline follows from it alone (nanodag.config.derive), so a run's record keeps it as such a text.
+"""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanodag.errors import ConfigError
+from nanodag.host.processor import control_group_files, instruction_set, read_limit, usable_cores
+
+GIB = 1 << 30
+INSTRUCTION_SETS = ("other", "avx2", "avx512", "avx512_bf16", "amx")
+# Processors that multiply bfloat16 at least twice as fast as float32. Others emulate it: AVX2, 5 GFLOP a CPU-second
+# where float32 has 60; AVX-512 without this extension is in between.
+FAST_BF16_SETS = ("avx512_bf16", "amx")
+FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
+# What a GPU's host is taken to have where only the GPUs are named: less than any vendor sells with them.
+CORES_PER_GPU = 8
+MEMORY_PER_GPU = 96 * GIB
+ASSUMED_DISK = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A model of GPU. memory: bytes. capability: CUDA's, as 9.0. peak: dense bfloat16 FLOPs a second and bandwidth:
+    bytes a second, from the vendor's data sheet; 0 where it is not known."""
+
+    name: str
+    memory: int
+    capability: float
+    peak: float = 0.0
+    bandwidth: float = 0.0
+
+
+# By the part of CUDA's name that tells them apart; the first that fits counts. Memory as CUDA reports it, rounded down.
+GPUS = (
+    Gpu(name="B200", memory=178 * GIB, capability=10.0, peak=2250e12, bandwidth=8000e9),
+    Gpu(name="H200", memory=139 * GIB, capability=9.0, peak=989e12, bandwidth=4800e9),
+    Gpu(name="H100 PCIe", memory=79 * GIB, capability=9.0, peak=756e12, bandwidth=2000e9),
+    Gpu(name="H100", memory=79 * GIB, capability=9.0, peak=989e12, bandwidth=3350e9),
+    Gpu(name="A100-40GB", memory=39 * GIB, capability=8.0, peak=312e12, bandwidth=1555e9),
+    Gpu(name="A100", memory=79 * GIB, capability=8.0, peak=312e12, bandwidth=2039e9),
+    Gpu(name="L40S", memory=44 * GIB, capability=8.9, peak=362e12, bandwidth=864e9),
+    Gpu(name="A10", memory=22 * GIB, capability=8.6, peak=125e12, bandwidth=600e9),
+    Gpu(name="4090", memory=23 * GIB, capability=8.9, peak=165e12, bandwidth=1008e9),
+    Gpu(name="3090", memory=23 * GIB, capability=8.6, peak=71e12, bandwidth=936e9),
+    Gpu(name="T4", memory=14 * GIB, capability=7.5, peak=65e12, bandwidth=320e9),
+    Gpu(name="V100", memory=15 * GIB, capability=7.0, peak=125e12, bandwidth=900e9),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One node's hardware, and how many such nodes there are.
+
+    cores: usable, by affinity and quota. instruction_set: one of INSTRUCTION_SETS. memory: bytes of host memory that
+    may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model.
+    """
+
+    cores: int
+    instruction_set: str
+    memory: int
+    disk: int = ASSUMED_DISK
+    gpu: Gpu | None = None
+    num_gpus: int = 0
+    nodes: int = 1
+
+    @property
+    def device(self) -> str:
+        """`cuda` where it has GPUs, else `cpu`."""
+        return "cuda" if self.gpu is not None else "cpu"
+
+    def multiplies_bf16_fast(self, device: str) -> bool:
+        """Whether it multiplies bfloat16 at least twice as fast as float32 on a device, `cpu` or `cuda`."""
+        if device == "cuda":
+            return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
+        return self.instruction_set in FAST_BF16_SETS
+
+    def __str__(self) -> str:
+        """The text that `machine_of` reads as this machine, but for its disk."""
+        host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB"
+        if self.gpu is None:
+            return f"cpu:{host}" if self.nodes == 1 else f"{self.nodes}xcpu:{host}"
+        gpu = self.gpu
+        is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
+        name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{gpu.memory / GIB:.4g}GiB@{gpu.capability}"
+        name = name.replace(" ", "_")
+        return f"{f'{self.nodes}x' if self.nodes > 1 else ''}{self.num_gpus}x{name}:{host}"
+
+
+def machine_of(text: str) -> Machine:
+    """The machine that a text describes: `cpu:CORES:INSTRUCTIONS:MEMORY` or `COUNTxGPU`, with the host's
+    `:CORES:INSTRUCTIONS:MEMORY` behind it where it is known, and `NODESx` before it. GPU: a name of GPUS, or the memory
+    of any: `24GB`. Raises ConfigError, naming the part."""
+    match = re.fullmatch(r"(?:(?P<nodes>\d{1,4})x)?(?:(?P<count>\d{1,3})x(?P<gpu>[^:]+)|cpu)(?::(?P<host>.+))?", text)
+    if match is None or (not match["gpu"] and not match["host"]):
+        raise _wrong(text, "is of neither form")
+    host = (match["host"] or "").split(":") if match["host"] else []
+    if len(host) not in (0, 3):
+        raise _wrong(text, f"names {len(host)} things of the host, and not its cores, instruction set and memory")
+    nodes, count = int(match["nodes"] or 1), int(match["count"] or 0)
+    gpu = _gpu_of(match["gpu"].replace("_", " "), text) if match["gpu"] else None
+    if not nodes or (gpu is not None and not count):
+        raise _wrong(text, "has none of something")
+    if not host:
+        return Machine(
+            cores=CORES_PER_GPU * count,
+            instruction_set="avx512_bf16",
+            memory=MEMORY_PER_GPU * count,
+            gpu=gpu,
+            num_gpus=count,
+            nodes=nodes,
+        )
+    if not host[0].isdecimal() or not 1 <= int(host[0]) <= 4096:
+        raise _wrong(text, f"has {host[0]!r} cores")
+    if host[1] not in INSTRUCTION_SETS:
+        raise _wrong(text, f"has the instruction set {host[1]!r}, and there are {', '.join(INSTRUCTION_SETS)}")
+    return Machine(
+        cores=int(host[0]),
+        instruction_set=host[1],
+        memory=_bytes(host[2], text),
+        gpu=gpu,
+        num_gpus=count,
+        nodes=nodes,
+    )
+
+
+def _gpu_of(name: str, text: str) -> Gpu:
+    for gpu in GPUS:
+        if gpu.name == name:
+            return gpu
+    if name.endswith("GB") and name[:-2].isdecimal() and int(name[:-2]):  # a card's GB are GiB, less what CUDA takes
+        memory = int(0.97 * int(name[:-2]) * GIB)
+        return Gpu(name=name, memory=memory, capability=8.6, peak=71e12, bandwidth=600e9)
+    described = re.fullmatch(r"(.+)@([0-9.]+)GiB@(\d+\.\d)", name)
+    if described is not None:
+        return Gpu(name=described[1], memory=int(float(described[2]) * GIB), capability=float(described[3]))
+    names = ", ".join(gpu.name.replace(" ", "_") for gpu in GPUS)
+    raise _wrong(text, f"names the GPU {name!r}; known are {names}, or say its memory, as in 24GB")
+
+
+def _bytes(size: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB|TiB|TB)", size)
+    if match is None or not float(match[1]):
+        raise _wrong(text, f"has {size!r} memory, and not some GiB")
+    unit = {"GiB": GIB, "GB": 10**9, "TiB": GIB << 10, "TB": 10**12}[match[2]]
+    return int(float(match[1]) * unit)
+
+
+def _wrong(text: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"Machine {text!r:.80} {why}. Write it as in 8xH100, 1x24GB, 2x8xH100, cpu:2:avx2:16GiB or "
+        "1xH100:16:avx512_bf16:128GiB."
+    )
+
+
+def detect(folder: Path | None = None) -> Machine:
+    """This machine. folder: where the store lies, whose disk counts; it need not be there yet."""
+    gpu, count = _gpus()
+    return Machine(
+        cores=usable_cores(),
+        instruction_set=instruction_set(),
+        memory=_rounded(usable_memory()),
+        disk=_free(folder or Path.cwd()),
+        gpu=gpu,
+        num_gpus=count,
+    )
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or less where its control group says so."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in control_group_files("memory.max"):
+        text = read_limit(path)
+        if text.isdecimal():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _free(folder: Path) -> int:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@functools.cache
+def _gpus() -> tuple[Gpu | None, int]:
+    """The weakest model of GPU that CUDA may use here, and how many GPUs."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            names = [name.strip() for name in visible.split(",") if name.strip()]
+            rows = [row for row in rows if row[0] in names or any(row[1].startswith(n) for n in names if n[:1] == "G")]
+        gpus = [_detected(row[2], int(row[3]) << 20, float(row[4])) for row in rows]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None, 0
+    return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
+
+
+def _detected(name: str, memory: int, capability: float) -> Gpu:
+    for gpu in GPUS:
+        if gpu.name in name and abs(gpu.memory - memory) < 0.1 * memory:
+            return gpu
+    return Gpu(name=re.sub(r"[^A-Za-z0-9 .-]", "", name), memory=_rounded(memory), capability=capability)
+
+
+def _rounded(memory: int) -> int:
+    """Down to a quarter of a GiB: what a machine's text can say, and the same however much the kernel took today."""
+    return memory // (GIB // 4) * (GIB // 4)

@@ -1,0 +1,90 @@
+"""One description of a machine: of this one, and of others by a text."""
+
+import pytest
+
+from nanodag.errors import ConfigError
+from nanodag.host import machine as host
+from nanodag.host import processor
+from nanodag.host.machine import GIB, detect, machine_of
+
+MACHINES = (
+    *("8xH100", "1xH200", "1x24GB", "2x8xH100", "cpu:2:avx2:16GiB", "cpu:8:amx:64GiB", "4xA100-40GB", "1xH100_PCIe"),
+    *("1xH100:16:avx512_bf16:128GiB", "4xcpu:2:avx512:7.75GiB", "1xGB10@119.5GiB@12.1:20:other:119.5GiB"),
+)
+
+
+@pytest.mark.parametrize("text", MACHINES)
+def test_a_machine_is_told_from_its_text_and_the_text_from_it(text):
+    machine = machine_of(text)
+    assert machine_of(str(machine)) == machine
+    assert str(machine).startswith(text)
+
+
+def test_the_text_says_what_counts():
+    machine = machine_of("2x8xH100")
+    assert (machine.nodes, machine.num_gpus, machine.device, machine.gpu.capability) == (2, 8, "cuda", 9.0)
+    assert 79 * GIB <= machine.gpu.memory < 80 * GIB
+    machine = machine_of("cpu:2:avx2:16GiB")
+    assert (machine.cores, machine.memory, machine.device, machine.num_gpus) == (2, 16 * GIB, "cpu", 0)
+    assert 22 * GIB < machine_of("1x24GB").gpu.memory < 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is of neither form"),
+        ("cpu", "is of neither form"),
+        ("cpu:2", "names 1 things of the host"),
+        ("8xH9", "names the GPU 'H9'; known are B200"),
+        ("0x8xH100", "has none of something"),
+        ("cpu:a:avx2:1GiB", "has 'a' cores"),
+        ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
+        ("cpu:2:avx2:lots", "has 'lots' memory"),
+    ],
+)
+def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
+    with pytest.raises(ConfigError, match=why):
+        machine_of(text)
+
+
+def test_this_machine_can_be_said_as_a_text():
+    assert machine_of(str(detect())).memory == detect().memory
+
+
+SMI = "0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 9.0\n1, GPU-bbb, NVIDIA GeForce RTX 3090, 24576, 8.6\n"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\nprintf '{SMI}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    host._gpus.cache_clear()
+    yield
+    host._gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, ("3090", 2)), ("0", ("H100", 1)), ("GPU-bb", ("3090", 1)), ("", (None, 0))]
+)
+def test_gpus_count_as_the_weakest_that_cuda_may_use(visible, expected, nvidia_smi, monkeypatch):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = detect()
+    assert (machine.gpu and machine.gpu.name, machine.num_gpus) == expected
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)])
+def test_a_control_group_with_a_quota_has_fewer_cores(quota, cores, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(processor, "control_group_files", lambda name: [tmp_path / name])
+    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert processor.usable_cores() == cores
+
+
+def test_a_control_group_with_a_limit_has_less_memory(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(str(3 * GIB))
+    monkeypatch.setattr(host, "control_group_files", lambda name: [tmp_path / name])
+    assert detect().memory == 3 * GIB
