@@ -1,9 +1,10 @@
-"""A parent's death: what makes a process end with the one that started it. Standard library only."""
+"""Parents and children: what makes a process end with the one that started it. Standard library only."""
 
 import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -35,3 +36,11 @@ def killed_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # which ended before that was asked for
         os._exit(1)
+
+
+def has_ended(child: "subprocess.Popen[bytes]") -> bool:
+    """Whether a child has ended. Where the system can look without fetching the exit code (not macOS), no other process
+    or group can have the child's id before that is fetched."""
+    if not hasattr(os, "waitid"):
+        return child.poll() is not None
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

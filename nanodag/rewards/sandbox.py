@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 
 from nanodag.errors import MissingTool
+from nanodag.host.parent import has_ended
 from nanodag.rewards import cgroup, seccomp
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, *, max_bytes: in
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(process.pid, left_s if max_bytes is None else min(WATCH_S, left_s)):
+        if _ends_within(process, left_s if max_bytes is None else min(WATCH_S, left_s)):
             break
         if time.monotonic() >= deadline:
             ended = "time"
@@ -227,11 +228,11 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, *, max_bytes: in
     return ended
 
 
-def _ends_within(pid: int, seconds: float) -> bool:
+def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
     """Whether a child ends in that time; its exit code stays to be fetched. Heard of at once where the kernel can say
     it (Linux 5.3), else by looks."""
     try:
-        handle = os.pidfd_open(pid)
+        handle = os.pidfd_open(process.pid)
     except OSError:
         time.sleep(min(LOOK_S, seconds))
     else:
@@ -239,7 +240,7 @@ def _ends_within(pid: int, seconds: float) -> bool:
         ends.register(handle, select.POLLIN)
         ends.poll(seconds * 1000)
         os.close(handle)
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return has_ended(process)
 
 
 def _memory(pid: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nanodag.host.parent import killed_with_parent
+from nanodag.host.parent import has_ended, killed_with_parent
 
 GRACE_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +51,7 @@ def main() -> int:
     selector.register(descriptor, selectors.EVENT_READ)
     selector.register(child_ended, selectors.EVENT_READ)
     asker_ended = False
-    while child.poll() is None and not asker_ended and not stop_asked:
+    while not has_ended(child) and not asker_ended and not stop_asked:
         for key, _ in selector.select(timeout=1.0):
             with contextlib.suppress(BlockingIOError):
                 if os.read(key.fd, 64) == b"":
