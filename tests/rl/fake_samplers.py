@@ -274,7 +274,9 @@ class World:
         servers = [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]
         for server in servers:
             server.kill()
-        await asyncio.sleep(0.01)  # until what was just being accepted is a connection
+        # What is just being accepted becomes a connection that nobody would close.
+        accepted = [task for task in asyncio.all_tasks() if "_accept_connection" in repr(task.get_coro())]
+        await asyncio.gather(*accepted, asyncio.sleep(0.01), return_exceptions=True)
         for server in servers:
             server.kill()
             await server._runner.cleanup()
