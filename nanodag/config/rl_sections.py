@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import reduce
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -231,14 +231,16 @@ class OptimizerSection(StageSection):
     """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed's ZeRO stage."""
-    micro_batch_tokens: int = Field(9216, ge=16)
-    """Tokens that one rank holds at once, or sequence_parallel ranks together."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | Auto = "auto"
+    """Tokens that one rank holds at once, or sequence_parallel ranks together. `auto`: what fits beside the samplers,
+    and a whole rollout at least."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that share each row (Ulysses)."""
-    activation_checkpointing: bool = False
-    """Whether activations are computed again in the backward pass instead of kept."""
-    compile: bool = operational(False)
-    """Whether torch.compile compiles the layers."""
+    activation_checkpointing: bool | Auto = "auto"
+    """Whether activations are computed again in the backward pass instead of kept; `auto` as in the supervised
+    stages."""
+    compile: bool | Auto = operational("auto")
+    """Whether torch.compile compiles the layers. `auto`: on GPUs, and on CPUs in bf16."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerSection":

@@ -50,7 +50,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
 
 def _cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
     """What a worker is told of other machines: nothing, for a stage on this one alone."""
-    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.nodes > 1 else {}
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.num_nodes > 1 else {}
 
 
 def work(
@@ -84,7 +84,7 @@ def work(
                 kind.module,
                 job,
                 num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-                nodes=stage.resources.nodes if kind.has_ranks else 1,
+                nodes=stage.resources.num_nodes if kind.has_ranks else 1,
                 threads=int(stage.resources.threads),
                 device=device,
                 gpus=named_gpus(held.numbers) if device == "cuda" else "",

@@ -52,7 +52,7 @@ def num_gpus_of(stage: AnyStage) -> int:
     """How many GPUs of this machine a stage on GPUs takes: one for each rank here, and for RL with SGLang as many as
     all its servers have, where that is more. Ranks and servers share them. Other nodes take those of the same numbers.
     """
-    num_ranks = int(stage.resources.num_ranks) // int(stage.resources.nodes)
+    num_ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
     if isinstance(stage, RLStage) and stage.sampler.engine == "sglang":
         return max(num_ranks, int(stage.sampler.replicas) * stage.sampler.tensor_parallel)
     return num_ranks

@@ -65,11 +65,6 @@ class RLStage(StageBase):
                 f"sampler.context {sampler.context} leaves no room for a prompt beside rollout.max_new_tokens "
                 f"{rollout.max_new_tokens}; raise the one or lower the other"
             )
-        if optimizer.micro_batch_tokens < sampler.context:
-            raise ValueError(
-                f"optimizer.micro_batch_tokens {optimizer.micro_batch_tokens} cannot hold one rollout of "
-                f"sampler.context {sampler.context} tokens; raise the one or lower the other"
-            )
         if optimizer.updates_per_step > rollout.prompts_per_step:
             raise ValueError(
                 f"optimizer.updates_per_step {optimizer.updates_per_step} is above rollout.prompts_per_step "
@@ -117,7 +112,12 @@ class RLStage(StageBase):
 
     def check_resources(self) -> None:
         """Raise ValueError for what the stage's resources cannot do; asked again when none of them is `auto`."""
-        weights, ranks = self.weights, self.resources.num_ranks
+        weights, ranks, micro = self.weights, self.resources.num_ranks, self.optimizer.micro_batch_tokens
+        if micro != "auto" and micro < self.sampler.context:
+            raise ValueError(
+                f"optimizer.micro_batch_tokens {micro} cannot hold one rollout of sampler.context "
+                f"{self.sampler.context} tokens; raise the one or lower the other"
+            )
         if ranks != "auto" and ranks % self.optimizer.sequence_parallel:
             raise ValueError(
                 f"optimizer.sequence_parallel {self.optimizer.sequence_parallel} ranks share each row, and "

@@ -64,7 +64,7 @@ class Services:
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
         self._router: Router | None = None
-        self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
+        self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
         self.link = RankLink(int(self._config.resources.num_ranks), host=host)
 
