@@ -89,10 +89,10 @@ def model_of(pipeline: Pipeline, name: str) -> Model | None:
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
     if isinstance(stage, ImportStage):
-        return Model(*known) if (known := known_model(stage.model)) is not None else None
+        return known_model(stage.model)
     if not _is_from_scratch(stage):
         return None
-    return Model(shape_from(_pretrain("", stage, {}).shape), vocabulary_of(pipeline, stage))
+    return shape_from(_pretrain("", stage, {}).shape), vocabulary_of(pipeline, stage)
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:

@@ -9,8 +9,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
+from nanodag.config.footprint import (
+    CUDA_BYTES,
+    activations,
+    document_mask,
+    head_memory,
+    lora_parameters,
+    train_state,
+    width_of,
+    working,
+)
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import OptimizerSection
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
@@ -24,10 +35,12 @@ RL_TOKENS = {"cpu": 4096, "cuda": 16384}
 RL_TOKENS_UNKNOWN = 9216
 RL_CORES_A_RANK = 4
 PROCESS_BYTES = GIB
-BLOCK_BYTES = GIB
 TRITON_CAPABILITY = 7.0
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+TRAINER_SHARE = {"cuda": 0.6, "cpu": 0.5}  # in RL; the rest is the samplers'
 ENDLESS = 1 << 60
+
+Model = tuple[Shape, int]
+"""The model of a stage, as far as its memory and work depend on it: its shape and vocabulary."""
 
 _S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
@@ -141,8 +154,8 @@ RULES = {
     ),
     "micro_rl": Rule(
         setting="optimizer.micro_batch_tokens",
-        rule="the most that fits in half of the device, at most {limit:,}, and a whole rollout",
-        reason="Samplers have the other half. A rollout cannot be cut.",
+        rule="the most that fits beside the samplers, at most {limit:,}, and a whole rollout",
+        reason="Samplers have 40 % of a GPU, or half of a host's memory. A rollout cannot be cut.",
     ),
     "micro_rl_unknown": Rule(
         setting="optimizer.micro_batch_tokens",
@@ -161,45 +174,6 @@ class Derived:
     def note(self, setting: str, rule: str, **values: Any) -> None:
         """Say that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
         self.origins[f"{self.name}.{setting}"] = f"derived: {self.machine.short}: {RULES[rule].rule.format(**values)}"
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model that a stage trains, as far as its memory and work depend on it."""
-
-    shape: Shape
-    vocabulary: int
-
-    @property
-    def num_parameters(self) -> dict[str, int]:
-        """By part, as nanodag.config.dial counts them."""
-        return num_parameters(self.shape, self.vocabulary)
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """FLOPs of forward and backward for a trained token."""
-        return flops_per_token(self.shape, self.vocabulary, sequence_length)
-
-    def state_bytes(self, precision: str, zero_stage: int, ranks: int, *, muon: bool, offloaded: bool) -> int:
-        """Of weights, gradients and optimizer states on one rank's device.
-
-        Weights and gradients in the precision, gradients summed in float32; masters, and one state (Muon, matrices) or
-        two (AdamW), in float32. ZeRO shares the states out from stage 1 on, gradients from 2, weights at 3.
-        """
-        parts, element = self.num_parameters, ELEMENT_BYTES[precision]
-        weights, gradients = element * parts["total"], (element + 4) * parts["total"]
-        states = 12 * parts["total"] - (4 * parts["matrices"] if muon else 0)
-        weights //= ranks if zero_stage == 3 else 1
-        gradients //= ranks if zero_stage >= 2 else 1
-        states = 0 if offloaded else states // (ranks if zero_stage >= 1 else 1)
-        return weights + gradients + states
-
-    def activation_bytes(self, precision: str, *, checkpointed: bool) -> int:
-        """For each token of a micro-batch: what the layers keep for the backward pass; with checkpointing a layer's
-        input, and all of one layer."""
-        shape, element = self.shape, ELEMENT_BYTES[precision]
-        heads, kv_heads = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
-        layer = element * (10 * shape.width + 4 * heads + 4 * kv_heads + 4 * shape.mlp_width)
-        return shape.depth * element * shape.width + layer if checkpointed else shape.depth * layer
 
 
 def budget(memory: int) -> int:
@@ -273,7 +247,7 @@ def _nodes_and_ranks(stage: StageBase, model: Model | None, found: Derived) -> t
     tokens, length, rows, unit = _step_of(stage)
     most = allowed[-1] * of_a_node[-1]
     if model is not None:
-        most = min(most, int(tokens * model.flops_per_token(length) / LEAST_FLOPS_A_RANK[device]))
+        most = min(most, int(tokens * flops_per_token(*model, length) / LEAST_FLOPS_A_RANK[device]))
     most = max(most, unit, allowed[0])
     totals = [(nodes * ranks, -nodes) for nodes in allowed for ranks in {*of_a_node, unit}]
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
@@ -309,8 +283,10 @@ def _ranks_of_a_node(stage: StageBase, model: Model | None, found: Derived) -> l
 
     def fits(ranks: int) -> bool:
         used = ranks * (machine.cores // ranks)
-        room = _room(stage, machine, ranks) - _states(stage, model, ranks)
-        return 4 * used >= 3 * machine.cores and room > stage.sequence_length * _activations(stage, model)
+        room = _room(stage, machine, ranks) - _fixed(stage, model, ranks)
+        return 4 * used >= 3 * machine.cores and room > stage.sequence_length * _of_token(
+            stage, model, checkpointed=False
+        )
 
     return [1, *filter(fits, range(2, min(MAX_CPU_RANKS, machine.cores) + 1))]
 
@@ -389,36 +365,73 @@ def _tokens(stage: StageBase, model: Model | None, found: Derived, *, checkpoint
     if model is None or (resources.device == "cuda" and found.machine.gpu is None):
         return ENDLESS
     ranks = int(resources.num_ranks)
-    room = _room(stage, found.machine, ranks // resources.num_nodes) - _states(stage, model, ranks)
-    return max(0, room) // _activations(stage, model, checkpointed=checkpointed)
+    room = _room(stage, found.machine, ranks // resources.num_nodes) - _fixed(stage, model, ranks)
+    return max(0, room) // _of_token(stage, model, checkpointed=checkpointed)
 
 
 def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
-    """Bytes that a rank may fill: of its GPU, or its share of the host's memory; in RL half of that."""
-    if stage.resources.device == "cuda" and machine.gpu is not None:
-        room = budget(machine.gpu.memory) - BLOCK_BYTES
+    """Bytes that a rank may fill: of its GPU, or its share of the host's memory; in RL what samplers leave of it."""
+    device = str(stage.resources.device)
+    if device == "cuda" and machine.gpu is not None:
+        room = budget(machine.gpu.memory) - CUDA_BYTES
     else:
         room = budget(machine.memory) // ranks_here - PROCESS_BYTES
-    return room // 2 if isinstance(stage, RLStage) else room
+    return int(TRAINER_SHARE[device] * room) if isinstance(stage, RLStage) else room
 
 
 def _states(stage: StageBase, model: Model, ranks: int) -> int:
     """Bytes of all weights, gradients and states on one rank's device: of the policy, its critic and its reference."""
-    is_offloaded = stage.resources.offload_optimizer == "cpu"
-    if isinstance(stage, RLStage):
-        optimizer, algorithm = stage.optimizer, stage.algorithm
-        precision = str(optimizer.precision)
-        one = model.state_bytes(precision, optimizer.zero_stage, ranks, muon=False, offloaded=is_offloaded)
-        reference = ELEMENT_BYTES[precision] * model.num_parameters["total"] // ranks
-        return one * (1 + algorithm.has_critic) + reference * (algorithm.kl_coefficient > 0)
-    assert isinstance(stage, SupervisedStage)
-    is_muon = stage.optimizer.name == "muon"
-    return model.state_bytes(str(stage.precision), stage.zero_stage, ranks, muon=is_muon, offloaded=is_offloaded)
+    (shape, vocabulary), resources = model, stage.resources
+    parameters = num_parameters(shape, vocabulary)
+    of_stage = stage.optimizer if isinstance(stage, RLStage) else stage
+    assert isinstance(of_stage, OptimizerSection | SupervisedStage)
+    one = train_state(
+        parameters,
+        precision=of_stage.precision,
+        zero_stage=of_stage.zero_stage,
+        num_ranks=ranks,
+        muon=isinstance(stage, SupervisedStage) and stage.optimizer.name == "muon",
+        device=str(resources.device),
+        offload_optimizer=resources.offload_optimizer == "cpu",
+        offload_param=resources.offload_param == "cpu",
+        trained=_trained(stage, shape),
+    )
+    if not isinstance(stage, RLStage):
+        return one.total
+    reference = width_of(of_stage.precision) * parameters["total"] // ranks
+    return one.total * (1 + stage.algorithm.has_critic) + reference * (stage.algorithm.kl_coefficient > 0)
 
 
-def _activations(stage: StageBase, model: Model, *, checkpointed: bool = False) -> int:
-    precision = stage.optimizer.precision if isinstance(stage, RLStage) else getattr(stage, "precision", "fp32")
-    return model.activation_bytes(str(precision), checkpointed=checkpointed)
+def _trained(stage: StageBase, shape: Shape) -> int | None:
+    rank = stage.optimizer.lora_rank if isinstance(stage, RLStage) else 0
+    return lora_parameters(shape, rank) if rank else None
+
+
+def _fixed(stage: StageBase, model: Model, ranks: int) -> int:
+    """Bytes on one rank's device whatever its micro-batch is: states, and the head's blocks of logits."""
+    device, (shape, vocabulary) = str(stage.resources.device), model
+    head = head_memory(
+        shape,
+        vocabulary,
+        FULL_TOKENS[device],
+        precision=_precision(stage),
+        device=device,
+        scored=isinstance(stage, RLStage),
+    )
+    return _states(stage, model, ranks) + head
+
+
+def _of_token(stage: StageBase, model: Model, *, checkpointed: bool) -> int:
+    """Bytes that each token of a micro-batch takes."""
+    device, precision, (shape, _) = str(stage.resources.device), _precision(stage), model
+    kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
+    if not isinstance(stage, SupervisedStage):
+        return kept
+    return kept + document_mask(1, stage.sequence_length, precision=precision, device=device)
+
+
+def _precision(stage: StageBase) -> str:
+    return str(stage.optimizer.precision if isinstance(stage, RLStage) else getattr(stage, "precision", "fp32"))
 
 
 def _dividing(of_rank: int, sequence_length: int, limit: int) -> int:

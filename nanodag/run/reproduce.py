@@ -55,8 +55,8 @@ def reproduce(
     stage, inputs = _recipe(artifact), _inputs(store, artifact)
     if stage.resources.device == "cuda" and not detect().num_gpus:
         raise StoreError(
-            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage), 'GPU')}, and this machine has none; on "
-            "another device its bytes would differ. Reproduce it where there are as many."
+            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage), 'GPU')}, and this machine has none: "
+            "reproduce it where there are as many."
         )
     path = pipeline_file(file)
     run = Run(f"reproduce-{artifact.key[:12]}", resolve(path), store, path.parent)

@@ -184,7 +184,7 @@ class Controller:
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
-        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_parameters)
+        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_matrix_parameters)
         self._records.step(step, seconds, self._values | rates)
         self._records.timeline(step, spans)
 

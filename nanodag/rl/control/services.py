@@ -20,7 +20,7 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.model.architecture import read_json
-from nanodag.model.headers import faults_of_config, matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.model.headers import faults_of_config, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -277,10 +277,7 @@ class _Background:
 class ModelFacts:
     """What a Hugging Face directory says of its model without loading it."""
 
-    def __init__(
-        self, *, num_parameters: int, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int
-    ) -> None:
-        self.num_parameters = num_parameters
+    def __init__(self, *, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int) -> None:
         self.num_matrix_parameters = num_matrix_parameters
         self.num_bytes = num_bytes
         self.max_positions = max_positions
@@ -292,7 +289,6 @@ class ModelFacts:
         """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
         config = read_json(folder / "config.json")
         return cls(
-            num_parameters=num_elements(tensor_shapes(folder)),
             num_matrix_parameters=matrix_parameters(folder),
             num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
             max_positions=int(config["max_position_embeddings"]),
