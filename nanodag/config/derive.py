@@ -2,20 +2,20 @@
 
 from typing import Any, TypeGuard, TypeVar
 
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, has_sglang
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
-from nanodag.config.rl_parts import SamplerConfig
 from nanodag.config.stage_base import Resources, StageBase
 from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
 
 MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
-MAX_REPLICAS = 4
 
 _S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
@@ -36,8 +36,15 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
             stage = _pretrain(name, stage, origins)
         if isinstance(stage, SupervisedStage):
             stage = _supervised(name, stage, pipeline, origins)
+        if isinstance(stage, EvalStage):
+            size = size_of(pipeline, name)
+            stage = derive_evaluation(name, stage, machine, size, origins)
         if isinstance(stage, RLStage):
-            stage = _rl(name, stage, origins)
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=has_sglang())
+            try:
+                stage.check_resources()
+            except ValueError as error:
+                raise ConfigError(f"stages.{name}.{error}.") from error
             if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
                 shape = _pretrain("", source, {}).shape
                 check_lora(name, stage, int(shape.width), pipeline.unchecked)
@@ -66,7 +73,7 @@ def _resources(name: str, stage: StageBase, machine: Machine, origins: dict[str,
 
 
 def _precision(name: str, stage: _S, machine: Machine, origins: dict[str, str]) -> _S:
-    """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
+    """The stage in the precision that its device multiplies fastest, where none is given."""
     is_fast = machine.multiplies_bf16_fast(stage.resources.device)
     precision = "bf16" if is_fast else "fp32"
     why = f"derived: {machine} multiplies bf16 {'fast' if is_fast else 'slowly'}"
@@ -74,32 +81,18 @@ def _precision(name: str, stage: _S, machine: Machine, origins: dict[str, str]) 
     if getattr(stage, "precision", "") == "auto":
         updates["precision"] = precision
         origins[f"{name}.precision"] = why
-    for part in ("optimizer", "sampler") if isinstance(stage, RLStage) else ():
-        section = getattr(stage, part)
-        if section.precision == "auto":
-            updates[part] = section.model_copy(update={"precision": precision})
-            origins[f"{name}.{part}.precision"] = why
+    if isinstance(stage, RLStage) and stage.optimizer.precision == "auto":
+        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": precision})
+        origins[f"{name}.optimizer.precision"] = why
     return stage.model_copy(update=updates)
 
 
-def replicas_of(sampler: SamplerConfig, threads: int) -> int:
-    """How many samplers. A sum that is split over threads has other bits, so a deterministic sampler has one thread,
-    and several of them share the cores; another one has all threads."""
-    if sampler.replicas != "auto":
-        return int(sampler.replicas)
-    return min(threads, MAX_REPLICAS) if sampler.deterministic else 1
-
-
-def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
-    try:
-        stage.check_resources()
-    except ValueError as error:
-        raise ConfigError(f"stages.{name}.{error}.") from error
-    if stage.sampler.replicas != "auto":
-        return stage
-    replicas = replicas_of(stage.sampler, int(stage.resources.threads))
-    origins[f"{name}.sampler.replicas"] = "derived: a thread each where samplers are deterministic, else one"
-    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"replicas": replicas})})
+def size_of(pipeline: Pipeline, name: str) -> ModelSize | None:
+    """The size of the model that a stage takes, None when it is imported and only its files say."""
+    if (source := pretrain_of(pipeline, name)) is None:
+        return None
+    shape = _pretrain("", source, {}).shape
+    return ModelSize.of_shape(shape_from(shape), vocabulary_of(pipeline, source), shape.max_positions)
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
