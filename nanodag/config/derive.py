@@ -12,21 +12,20 @@ from nanodag.config.derive_hardware import (
     precision_of,
     spread,
 )
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, has_sglang
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
-from nanodag.config.known_models import known_model
+from nanodag.config.known_models import known_model, known_positions
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
-from nanodag.config.rl_parts import SamplerConfig
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
-
-MAX_REPLICAS = 4
 
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
@@ -54,40 +53,40 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if isinstance(stage, SupervisedStage):
             stage = fit_supervised(stage, model, found)
             _check_batch(name, stage)
+        if isinstance(stage, EvalStage):
+            stage = derive_evaluation(name, stage, machine, size_of(pipeline, name), origins)
         if isinstance(stage, RLStage):
-            stage = _rl(name, fit_rl(stage, model, found), pipeline, origins)
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=has_sglang())
+            stage = fit_rl(stage, model, found)
+            _check_rl(name, stage, pipeline)
         stages[name] = stage
     return pipeline.model_copy(update={"stages": stages, "device": device}), origins
 
 
-def replicas_of(sampler: SamplerConfig, threads: int) -> int:
-    """How many samplers. A sum that is split over threads has other bits, so a deterministic sampler has one thread,
-    and several of them share the cores; another one has all threads."""
-    if sampler.replicas != "auto":
-        return int(sampler.replicas)
-    return min(threads, MAX_REPLICAS) if sampler.deterministic else 1
-
-
-def _rl(name: str, stage: RLStage, pipeline: Pipeline, origins: dict[str, str]) -> RLStage:
+def _check_rl(name: str, stage: RLStage, pipeline: Pipeline) -> None:
     try:
         stage.check_resources()
     except ValueError as error:
         raise ConfigError(f"stages.{name}.{error}.") from error
     if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
         check_lora(name, stage, int(_pretrain("", source, {}).shape.width), pipeline.unchecked)
-    if stage.sampler.replicas != "auto":
-        return stage
-    replicas = replicas_of(stage.sampler, int(stage.resources.threads))
-    origins[f"{name}.sampler.replicas"] = "derived: a thread each where samplers are deterministic, else one"
-    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"replicas": replicas})})
+
+
+def size_of(pipeline: Pipeline, name: str) -> ModelSize | None:
+    """The size of the model that a stage takes, None where `model_of` knows none."""
+    if (model := model_of(pipeline, name)) is None:
+        return None
+    source = _began_at(pipeline, name)
+    if isinstance(source, ImportStage):
+        return ModelSize.of_shape(*model, known_positions(source.model))
+    assert isinstance(source, PretrainStage)
+    return ModelSize.of_shape(*model, source.shape.max_positions)
 
 
 def model_of(pipeline: Pipeline, name: str) -> Model | None:
     """The model that a stage trains or scores, whether its shape was given, derived from its depth, or is that of an
     import that is known; None of another import, and of a stage without a model."""
-    stage = pipeline.stages[name]
-    while "model" in stage.inputs:
-        stage = pipeline.stages[stage.inputs["model"]]
+    stage = _began_at(pipeline, name)
     if isinstance(stage, ImportStage):
         return known_model(stage.model)
     if not _is_from_scratch(stage):
@@ -97,10 +96,15 @@ def model_of(pipeline: Pipeline, name: str) -> Model | None:
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
     """The pretraining stage that a stage's model began in, None when that is an imported checkpoint."""
+    stage = _began_at(pipeline, name)
+    return stage if _is_from_scratch(stage) else None
+
+
+def _began_at(pipeline: Pipeline, name: str) -> StageBase:
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
-    return stage if _is_from_scratch(stage) else None
+    return stage
 
 
 def _is_from_scratch(stage: StageBase) -> TypeGuard[PretrainStage]:

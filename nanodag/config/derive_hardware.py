@@ -36,7 +36,6 @@ RL_TOKENS_UNKNOWN = 9216
 RL_CORES_A_RANK = 4
 PROCESS_BYTES = GIB
 TRITON_CAPABILITY = 7.0
-TRAINER_SHARE = {"cuda": 0.6, "cpu": 0.5}  # in RL; the rest is the samplers'
 ENDLESS = 1 << 60
 
 Model = tuple[Shape, int]
@@ -155,7 +154,7 @@ RULES = {
     "micro_rl": Rule(
         setting="optimizer.micro_batch_tokens",
         rule="the most that fits beside the samplers, at most {limit:,}, and a whole rollout",
-        reason="Samplers have 40 % of a GPU, or half of a host's memory. A rollout cannot be cut.",
+        reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
     ),
     "micro_rl_unknown": Rule(
         setting="optimizer.micro_batch_tokens",
@@ -199,17 +198,15 @@ def device_of(stage: _S, of_pipeline: str, found: Derived) -> _S:
 
 
 def precision_of(stage: _S, found: Derived) -> _S:
-    """The stage, and RL's trainer and sampler, in the precision that their device multiplies fastest."""
+    """The stage, and RL's trainer, in the precision that its device multiplies fastest."""
     precision = "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
     updates: dict[str, Any] = {}
     if getattr(stage, "precision", "") == "auto":
         updates["precision"] = precision
         found.note("precision", "precision")
-    for part in ("optimizer", "sampler") if isinstance(stage, RLStage) else ():
-        section = getattr(stage, part)
-        if section.precision == "auto":
-            updates[part] = section.model_copy(update={"precision": precision})
-            found.note(f"{part}.precision", "precision")
+    if isinstance(stage, RLStage) and stage.optimizer.precision == "auto":
+        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": precision})
+        found.note("optimizer.precision", "precision")
     return stage.model_copy(update=updates)
 
 
@@ -376,7 +373,7 @@ def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
         room = budget(machine.gpu.memory) - CUDA_BYTES
     else:
         room = budget(machine.memory) // ranks_here - PROCESS_BYTES
-    return int(TRAINER_SHARE[device] * room) if isinstance(stage, RLStage) else room
+    return int((1 - float(stage.sampler.memory_fraction)) * room) if isinstance(stage, RLStage) else room
 
 
 def _states(stage: StageBase, model: Model, ranks: int) -> int:

@@ -18,7 +18,7 @@ from nanodag.config.rl_entries import (
     PolicyLossConfig,
 )
 from nanodag.config.rl_parts import CriticConfig, TeacherConfig
-from nanodag.config.section import Auto, Precision, Section, Share, StageSection, operational
+from nanodag.config.section import Auto, Natural, Precision, Section, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 
@@ -262,8 +262,9 @@ class WeightsSection(StageSection):
     """Bytes broadcast at once."""
     sync_timeout_s: float = operational(60.0, gt=0)
     """Seconds that one bucket may take."""
-    sync_check_every: int = operational(20, ge=0)
-    """The first sync and every one of that number is verified tensor by tensor; 0 for none."""
+    sync_check_every: Natural | Auto = operational("auto")
+    """The first sync and every one of that number is verified tensor by tensor; 0 for none. `auto`: 20, and 0 where
+    weights cannot be verified yet: with SGLang on a GPU, or split over GPUs."""
 
     @model_validator(mode="after")
     def _fits(self) -> "WeightsSection":

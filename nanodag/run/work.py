@@ -15,7 +15,15 @@ from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind
 from nanodag.errors import StageFailed
 from nanodag.run.record import Run, StageResult
-from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
+from nanodag.worker.devices import (
+    STEP_BACK_S,
+    devices_folder,
+    devices_for,
+    hold,
+    named_gpus,
+    num_gpus_of,
+    spare_gpus_of,
+)
 from nanodag.worker.job import Job
 from nanodag.worker.launch import Result, run_worker
 
@@ -74,7 +82,13 @@ def work(
     """
     stage, kind = job.config, find_kind(job.config.kind)
     device = str(stage.resources.device)
-    devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
+    devices = devices_for(
+        device=device,
+        num_gpus=num_gpus_of(stage),
+        spare_gpus=spare_gpus_of(stage),
+        is_beside=kind.is_beside,
+        at_once=run.at_once,
+    )
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
     asked = time.monotonic()
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
