@@ -47,11 +47,13 @@ _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage."""
+    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage. limit: what the
+    rule's text leaves room for, on a GPU."""
 
     setting: str
     rule: str
     reason: str
+    limit: int = 0
 
 
 RULES = {
@@ -78,7 +80,10 @@ RULES = {
     "ranks_cuda": Rule(
         setting="resources.num_ranks",
         rule="all GPUs, as long as a step has 10 TFLOP for each",
-        reason="Less is done in 20 ms; then starting kernels and exchanging gradients take longer than computing.",
+        reason=(
+            "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take "
+            "longer than computing. Reasoned, not measured."
+        ),
     ),
     "ranks_cpu": Rule(
         setting="resources.num_ranks",
@@ -125,10 +130,11 @@ RULES = {
     ),
     "micro": Rule(
         setting="micro_batch_tokens",
-        rule="the most that divides a step and fits, at most {limit:,}",
+        rule="the most that divides a step and fits, at most {limit}",
+        limit=FULL_TOKENS["cuda"],
         reason=(
-            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and on a CPU {FULL_TOKENS['cpu']:,} are as fast as more; "
-            "larger ones only take memory."
+            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and {FULL_TOKENS['cpu']:,} any CPU; more only take memory. "
+            "Reasoned from the sizes of products, not measured on a GPU."
         ),
     ),
     "checkpointing": Rule(
@@ -153,7 +159,8 @@ RULES = {
     ),
     "micro_rl": Rule(
         setting="optimizer.micro_batch_tokens",
-        rule="the most that fits beside the samplers, at most {limit:,}, and a whole rollout",
+        rule="the most that fits beside the samplers, at most {limit}, and a whole rollout",
+        limit=RL_TOKENS["cuda"],
         reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
     ),
     "micro_rl_unknown": Rule(
@@ -162,6 +169,12 @@ RULES = {
         reason="What slime's scripts give one GPU for small models.",
     ),
 }
+
+
+def reason_of(origin: str) -> str:
+    """Why a rule is as it is, of the origin of a value that follows from one; empty of another."""
+    found = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
+    return next(found, "") if origin.startswith("derived: ") else ""
 
 
 class Derived:
@@ -309,7 +322,7 @@ def fit_supervised(stage: _Supervised, model: Model | None, found: Derived) -> _
     if stage.micro_batch_tokens == "auto":
         room = _tokens(stage, model, found, checkpointed=bool(stage.activation_checkpointing))
         updates["micro_batch_tokens"] = _dividing(of_rank, stage.sequence_length, min(limit, room))
-        found.note("micro_batch_tokens", "micro", limit=limit)
+        found.note("micro_batch_tokens", "micro", limit=f"{limit:,}")
     if stage.compile == "auto":
         updates["compile"] = _has_compiler(device, found.machine)
         found.note("compile", "compile")
@@ -335,7 +348,7 @@ def fit_rl(stage: RLStage, model: Model | None, found: Derived) -> RLStage:
         is_unknown = device == "cuda" and _memory_is_unknown(model, found)
         most = RL_TOKENS_UNKNOWN if is_unknown else 1 << (max(room, 1).bit_length() - 1)
         updates["micro_batch_tokens"] = max(most, context)
-        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=limit)
+        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=f"{limit:,}")
     if optimizer.compile == "auto":
         is_fast = device == "cuda" or optimizer.precision == "bf16"
         updates["compile"] = is_fast and _has_compiler(device, found.machine)

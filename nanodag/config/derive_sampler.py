@@ -4,7 +4,6 @@ Samplers share GPUs with what trains or scores there, and nobody knows who start
 amount, a share of the whole device, and never a share of what is free at the moment.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
 from nanodag.host.machine import GIB, Machine
 from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens, token_bytes
-from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
 MAX_CPU_REPLICAS = 4
 MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more are hardly faster, and hold more cache
@@ -59,11 +57,6 @@ class ModelSize:
             head_width=self.head_width,
             element_bytes=element_bytes,
         )
-
-
-def has_sglang() -> bool:
-    """Whether SGLang for GPUs is installed here, or its interpreter named."""
-    return bool(os.environ.get(PYTHON_VARIABLE)) or is_installed(default_folder("cuda"), "cuda")
 
 
 def engine_of(machine: Machine, device: str, model: ModelSize | None, *, is_installed: bool) -> tuple[str, str]:

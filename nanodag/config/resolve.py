@@ -16,12 +16,13 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
+from nanodag.config.this_machine import this_machine
 from nanodag.config.trust import check_trust
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
 from nanodag.host.folders import PROJECT
-from nanodag.host.machine import Machine, detect
+from nanodag.host.machine import Machine
 from nanodag.own_code.vouched import check_owner
 
 KeyPath = tuple[str, ...]
@@ -54,7 +55,7 @@ def resolve(
 
     Raises ConfigError naming the field, the value found, what is allowed and the nearest right name.
     """
-    machine = machine or detect()
+    machine = machine or this_machine()
     document = read_document(file)
     check_owner(file)
     presets = document["presets"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanodag.cli.show import explain_setting, show_config
 from nanodag.config import resolve
 from nanodag.config.derive_hardware import RULES, budget
 from nanodag.config.dial import num_parameters
@@ -219,6 +220,27 @@ def test_a_known_model_is_found_under_its_variants_and_no_other():
     assert known_model("hub:Qwen/Qwen2.5-0.5B-Instruct@main") == KNOWN["Qwen/Qwen2.5-0.5B"]
     assert known_model("hub:Qwen/Qwen3-8B-Base") == KNOWN["Qwen/Qwen3-8B"]
     assert known_model("hub:other/Qwen3-8B") is None and known_model("file:/Qwen/Qwen3-8B") is None
+
+
+def test_sglang_is_the_engine_where_the_machine_is_said_to_have_it():
+    host = "8xH100:64:avx512_bf16:768GiB"
+    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}:sglang")]
+    assert engines == ["embedded", "sglang"]
+
+
+def test_one_setting_is_explained_with_its_machine_rule_and_reason(capsys):
+    explain_setting("pretrain.num_ranks", [], preset="speedrun", file=str(SHIPPED), on="8xH100")
+    said = capsys.readouterr().out
+    assert "value     8    # derived: 8xH100: all GPUs, as long as a step has 10 TFLOP for each" in said
+    assert f"why       {RULES['ranks_cuda'].reason}" in said
+
+
+def test_config_shows_another_machine_and_what_is_a_bad_idea_there(capsys):
+    show_config(["pretrain.precision=fp32"], preset="pocket", file=str(SHIPPED), on="1x24GB")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("preset pocket, on 1x24GB:8:avx512_bf16:96GiB")
+    assert lines[1].startswith("Warning: pretrain.precision: fp32, which 1x24GB multiplies many times slower")
+    assert "  resources.device = cuda    # derived: 1x24GB: the pipeline's `device`" in lines
 
 
 def test_every_rule_names_a_setting_and_has_a_reason():
