@@ -12,7 +12,7 @@ from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
 from nanodag.config import Resolved, resolve
 from nanodag.config.derive import facts
-from nanodag.config.derive_hardware import reason_of
+from nanodag.config.hardware_rules import reason_of
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.reference import setting

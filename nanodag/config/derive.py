@@ -3,7 +3,6 @@
 from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.derive_hardware import (
-    RULES,
     Derived,
     Model,
     device_of,
@@ -14,6 +13,7 @@ from nanodag.config.derive_hardware import (
 )
 from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nanodag import registry
-from nanodag.config.derive_hardware import RULES
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved

@@ -34,9 +34,9 @@ def open_composed(
     Raises ConfigError when this machine lacks the GPUs of the one that it was begun on.
     """
     resolved = Resolved(pipeline=pipeline, origins={}, machine=machine)
-    check_gpus(name, resolved, to_do)
     take_python_path(store.local, name)
     before = store.own_run(name) if store.find_run(name) is not None else None
+    check_gpus(name, resolved, to_do, before)
     known = before.stages if before is not None else {}
     stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
     kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}

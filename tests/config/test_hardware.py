@@ -4,8 +4,9 @@ import pytest
 
 from nanodag.cli.show import explain_setting, show_config
 from nanodag.config import resolve
-from nanodag.config.derive_hardware import RULES, budget
+from nanodag.config.derive_hardware import budget
 from nanodag.config.dial import num_parameters
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.known_models import KNOWN, known_model
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
