@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag.errors import ConfigError
@@ -25,6 +25,7 @@ FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
 CORES_PER_GPU = 8
 MEMORY_PER_GPU = 96 * GIB
 ASSUMED_DISK = 1 << 40
+SGLANG = ":sglang"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class Machine:
     """One node's hardware, and how many such nodes there are.
 
     cores: usable, by affinity and quota. instruction_set: one of INSTRUCTION_SETS. memory: bytes of host memory that
-    may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model.
+    may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model. sglang: whether SGLang
+    for its GPUs is installed.
     """
 
     cores: int
@@ -71,6 +73,7 @@ class Machine:
     gpu: Gpu | None = None
     num_gpus: int = 0
     nodes: int = 1
+    sglang: bool = False
 
     @property
     def device(self) -> str:
@@ -83,6 +86,11 @@ class Machine:
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
         return self.instruction_set in FAST_BF16_SETS
 
+    @property
+    def short(self) -> str:
+        """As a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
+        return str(self) if self.gpu is None else str(self).partition(":")[0]
+
     def __str__(self) -> str:
         """The text that `machine_of` reads as this machine, but for its disk."""
         host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB"
@@ -92,13 +100,17 @@ class Machine:
         is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
         name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{gpu.memory / GIB:.4g}GiB@{gpu.capability}"
         name = name.replace(" ", "_")
-        return f"{f'{self.nodes}x' if self.nodes > 1 else ''}{self.num_gpus}x{name}:{host}"
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.num_gpus}x{name}:{host}{SGLANG if self.sglang else ''}"
 
 
 def machine_of(text: str) -> Machine:
     """The machine that a text describes: `cpu:CORES:INSTRUCTIONS:MEMORY` or `COUNTxGPU`, with the host's
     `:CORES:INSTRUCTIONS:MEMORY` behind it where it is known, and `NODESx` before it. GPU: a name of GPUS, or the memory
-    of any: `24GB`. Raises ConfigError, naming the part."""
+    of any: `24GB`. `:sglang` at its end says that SGLang is installed. Raises ConfigError, naming the part."""
+    if text.endswith(SGLANG):
+        bare = machine_of(text.removesuffix(SGLANG))
+        return replace(bare, sglang=bare.gpu is not None)
     match = re.fullmatch(r"(?:(?P<nodes>\d{1,4})x)?(?:(?P<count>\d{1,3})x(?P<gpu>[^:]+)|cpu)(?::(?P<host>.+))?", text)
     if match is None or (not match["gpu"] and not match["host"]):
         raise _wrong(text, "is of neither form")

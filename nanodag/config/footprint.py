@@ -1,0 +1,202 @@
+"""How much memory a model takes where it is trained and where it samples: arithmetic on shapes, no torch.
+
+    shape, vocabulary = shape_of(24), 32768
+    state = train_state(num_parameters(shape, vocabulary), precision="bf16", zero_stage=1, num_ranks=8, muon=True)
+    state.total + activations(shape, 32768, precision="bf16")
+
+Bytes of one process, as the engines of this package hold them at their highest (nanodag.train.deepspeed_engine with
+DeepSpeed 0.19.8, nanodag.model.decoder, nanodag.rl.trainer, nanodag.sampler.decode_views).
+
+Letters: N parameters, b bytes of a number of the training precision, R ranks; W width, F MLP width, Q query heads times
+head width, K key-value heads times head width, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nanodag.config.dial import Shape
+from nanodag.config.section import Precision
+
+FLOAT = 4
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, from ZeRO 1 in float32 and ZeRO 2 in bfloat16 on
+LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
+MUON_ELEMENTS = 1 << 26  # BUCKET_ELEMENTS of nanodag.train.muon
+MUON_COPIES = 5  # of what is orthogonalised at once: gathered, stacked, the iterate twice, the products
+HEAD_BLOCK_BYTES = 256 << 20  # BLOCK_BYTES of nanodag.model.head
+PREFILL_TOKENS = 1024  # BATCH_PREFILL_TOKENS of nanodag.sampler.engine
+
+CUDA_BYTES = 1 << 30
+"""What a process takes of a GPU before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not measured."""
+USABLE = 0.95
+"""Share of a GPU's memory that tensors can fill: the rest is lost between blocks. Not measured."""
+
+
+def width_of(precision: Precision | str) -> int:
+    """Bytes of a number."""
+    return 2 if precision == "bf16" else FLOAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a rank holds between two steps and while it takes one, in bytes. host: of that, what lies in host memory
+    where the device is a GPU and the optimizer is offloaded; it is part of no other field."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+
+def train_state(
+    parameters: Mapping[str, int],
+    *,
+    precision: Precision | str,
+    zero_stage: int,
+    num_ranks: int,
+    muon: bool = False,
+    device: str = "cuda",
+    offload_optimizer: bool = False,
+    offload_param: bool = False,
+    trained: int | None = None,
+) -> TrainState:
+    """A rank's share of a model under training. parameters: as of `num_parameters`. trained: how many get gradients
+    (LoRA's adapters); all unless given.
+
+    Master weights and moments are float32. Muon has one moment for each matrix in the layers, AdamW two. What DeepSpeed
+    holds beside them differs by stage and precision:
+
+    - stage 0: gradients of b, and in bfloat16 a float32 copy of them while a step is taken;
+    - stage 1 in bfloat16: gradients twice, whole on every rank, in bfloat16 and summed in float32;
+    - stage 1 in float32 and stage 2: whole gradients until their bucket is reduced, then shards in float32, which a
+      step copies once;
+    - stage 3: as stage 2, with weights gathered while they are used; one rank gathers nothing.
+    """
+    total = parameters["total"]
+    extra = trained if trained is not None else 0
+    learned = extra or total
+    wide, shard = width_of(precision), num_ranks if zero_stage else 1
+    bf16 = precision == "bf16"
+    matrices = parameters["matrices"] if muon else 0
+    moments = FLOAT * (matrices + 2 * (learned - matrices))
+    master = FLOAT * learned if bf16 or zero_stage else 0
+    optimizer = -(-(master + moments) // shard)
+    weights = wide * (total + extra)
+    bucket = min(learned, BUCKET_ELEMENTS)
+    reserved = BUCKET_ELEMENTS if device == "cuda" else bucket  # a CPU's memory is taken when it is written
+    if zero_stage == 0:
+        gradients, buffers = (wide + (FLOAT if bf16 else 0)) * learned, 0
+    elif zero_stage == 1 and bf16 and not offload_optimizer:
+        gradients, buffers = (wide + FLOAT) * learned, 0
+    elif zero_stage == 1:
+        gradients, buffers = FLOAT * learned + -(-FLOAT * learned // shard), FLOAT * reserved
+    else:
+        gradients, buffers = wide * bucket + 2 * -(-FLOAT * learned // shard), wide * reserved
+    if zero_stage == 3:
+        gathered = wide * min(total, LIVE_ELEMENTS) if num_ranks > 1 else 0
+        weights = -(-weights // shard) + gathered
+    if muon:
+        buffers += MUON_COPIES * wide * min(matrices, MUON_ELEMENTS)
+    host = 0
+    if offload_optimizer:
+        shards = 2 * -(-FLOAT * learned // shard)  # of gradients, and a pinned copy
+        host, gradients, optimizer = optimizer + shards, max(0, gradients - shards), 0
+    if offload_param:
+        resting = -(-wide * (total + extra) // shard)
+        host, weights = host + resting, weights - resting if num_ranks > 1 else wide * min(total, LIVE_ELEMENTS)
+    return TrainState(weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers, host=host)
+
+
+def layer_activations(shape: Shape, precision: Precision | str) -> int:
+    """Bytes a token that one layer keeps for its backward pass, not compiled: what `before_attention`, the attention
+    and `after_attention` of nanodag.model.decoder save. A compiled layer keeps half to two thirds of it."""
+    width, mlp = shape.width, shape.mlp_width
+    query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    if precision == "bf16":  # norms are computed in float32 and keep their input so
+        norms = 2 * (4 + 2 + 2) * width + (4 + 2) * (query + key)
+        return norms + 2 * (query + 2 * key) + 2 * query + FLOAT * shape.num_heads + 2 * 4 * mlp
+    norms = 2 * (4 + 4 + 4) * width + (4 + 4) * (query + key)
+    return norms + 4 * (query + 2 * key) + 4 * query + FLOAT * shape.num_heads + 4 * 4 * mlp
+
+
+def activations(shape: Shape, tokens: int, *, precision: Precision | str, checkpointing: bool = False) -> int:
+    """Bytes that all layers keep of so many tokens at once. checkpointing: a layer keeps its input alone, and one layer
+    at a time is computed again."""
+    wide, layer = width_of(precision), layer_activations(shape, precision)
+    if checkpointing:
+        return tokens * (shape.depth * wide * shape.width + layer)
+    return tokens * shape.depth * layer
+
+
+def working(shape: Shape, tokens: int, precision: Precision | str) -> int:
+    """Bytes that the backward pass of one layer works in beside what was kept: gradients of the MLP's four inner
+    tensors and of the residual stream."""
+    return tokens * width_of(precision) * (4 * shape.mlp_width + 4 * shape.width)
+
+
+def head_memory(
+    shape: Shape, vocabulary: int, tokens: int, *, precision: Precision | str, device: str, scored: bool = False
+) -> int:
+    """Bytes of the output head: a block of logits, its float32 copies, and the gradients of hidden states and matrix.
+    scored: log-probabilities with entropies, as RL takes them, instead of a loss."""
+    wide = width_of(precision)
+    rows = min(tokens, max(1, HEAD_BLOCK_BYTES // (vocabulary * wide)))
+    copies = (3 if scored else 1) if device == "cuda" else 0  # on a CPU in pieces that stay in its cache
+    block = rows * vocabulary * (wide * (2 if scored else 1) + FLOAT * copies)
+    gradient = vocabulary * shape.width * (2 * wide + (FLOAT if rows < tokens else 0))
+    return block + gradient + 2 * tokens * shape.width * wide
+
+
+def document_mask(tokens: int, row: int, *, precision: Precision | str, device: str) -> int:
+    """Bytes of the mask that keeps documents apart in rows of so many tokens; a GPU in bfloat16 needs none."""
+    return 0 if device == "cuda" and precision == "bf16" else tokens * row * (1 + width_of(precision))
+
+
+def lora_parameters(shape: Shape, rank: int) -> int:
+    """Parameters of adapters of a rank on every matrix of the layers."""
+    query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    sides = 2 * (shape.width + query) + 2 * (shape.width + key) + 3 * (shape.width + shape.mlp_width)
+    return shape.depth * rank * sides
+
+
+def cache_token_bytes(shape: Shape, width: int = FLOAT) -> int:
+    """Bytes of keys and values of one token. width: of a number; the embedded sampler's are float32, SGLang's of its
+    precision."""
+    return 2 * shape.depth * shape.num_kv_heads * shape.head_width * width
+
+
+def sampler_weights(shape: Shape, parameters: Mapping[str, int], precision: Precision | str) -> int:
+    """Bytes of the weights that a sampler multiplies by: a tied matrix once."""
+    return width_of(precision) * parameters["total"]
+
+
+def embedded_buffers(shape: Shape, vocabulary: int, slots: int, context: int) -> int:
+    """Bytes that the embedded sampler works in beside weights and cache: scores and weights of the attention, logits,
+    activations of a step and of the prompts that are run together. All float32."""
+    query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    attention = slots * context * (2 * shape.num_heads + shape.num_kv_heads)
+    step = slots * (3 * shape.width + query + 2 * key + 3 * shape.mlp_width + vocabulary)
+    prompts = PREFILL_TOKENS * (4 * shape.width + 2 * (query + 2 * key) + 4 * shape.mlp_width)
+    return FLOAT * (attention + step + prompts)
+
+
+def embedded_sampler(
+    shape: Shape,
+    vocabulary: int,
+    parameters: Mapping[str, int],
+    *,
+    precision: Precision | str,
+    slots: int,
+    context: int,
+) -> dict[str, int]:
+    """Bytes of an embedded sampler by what holds them. While it takes new weights it holds the old ones too."""
+    return {
+        "weights": 2 * sampler_weights(shape, parameters, precision),
+        "cache": slots * context * cache_token_bytes(shape),
+        "logits and buffers": embedded_buffers(shape, vocabulary, slots, context),
+    }

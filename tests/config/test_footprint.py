@@ -1,0 +1,116 @@
+"""Memory by arithmetic, held against DeepSpeed-free oracles: sums by hand, and what autograd keeps."""
+
+import pytest
+import torch
+
+from nanodag.config import footprint
+from nanodag.config.dial import Shape, num_parameters, shape_of
+from nanodag.model import head
+from nanodag.model.build import initialise, qwen3_architecture
+from nanodag.model.decoder import Decoder
+from nanodag.sampler import engine
+from nanodag.train import muon
+
+GIB = 1 << 30
+SMALL = Shape(depth=2, width=64, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192, tied_embeddings=True)
+COUNTED = {"total": 1000, "matrices": 600}
+
+
+def state(precision, zero_stage, num_ranks=1, **options):
+    options = {"device": "cpu", "precision": precision, "zero_stage": zero_stage, "num_ranks": num_ranks, **options}
+    return footprint.train_state(COUNTED, **options)
+
+
+def test_constants_are_those_of_the_engines():
+    assert footprint.HEAD_BLOCK_BYTES == head.BLOCK_BYTES
+    assert footprint.MUON_ELEMENTS == muon.BUCKET_ELEMENTS
+    assert footprint.PREFILL_TOKENS == engine.BATCH_PREFILL_TOKENS
+
+
+def test_adamw_in_bfloat16_takes_20_bytes_a_parameter_at_zero_1_on_one_rank():
+    found = state("bf16", 1)
+    assert (found.weights, found.gradients, found.optimizer) == (2000, 6000, 12000)
+
+
+def test_ranks_share_master_weights_and_moments_alone_at_zero_1():
+    assert state("bf16", 1, 4).optimizer == 3000 and state("bf16", 1, 4).gradients == 6000
+
+
+def test_muon_keeps_one_moment_of_each_matrix():
+    assert state("bf16", 1, muon=True).optimizer == 4 * 1000 + 4 * 600 + 8 * 400
+
+
+def test_float32_at_zero_0_has_no_second_copy_of_the_weights():
+    found = state("fp32", 0)
+    assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
+
+
+def test_zero_3_spreads_weights_that_are_at_rest():
+    assert state("bf16", 3).weights == 2000  # one rank gathers nothing
+    assert state("bf16", 3, 4).weights == 500 + 2000
+
+
+def test_an_offloaded_optimizer_lies_in_host_memory():
+    found = state("bf16", 3, 2, offload_optimizer=True)
+    assert found.optimizer == 0 and found.host >= 12 * 500
+
+
+def test_adapters_alone_have_gradients_and_moments():
+    assert state("bf16", 1, trained=10).optimizer == 120
+
+
+def test_the_speedruns_state_is_6_6_gib_on_each_of_8_gpus_and_its_activations_are_64_6():
+    shape = shape_of(24)
+    found = footprint.train_state(
+        num_parameters(shape, 32768), precision="bf16", zero_stage=1, num_ranks=8, muon=True, device="cuda"
+    )
+    assert (found.weights + found.gradients + found.optimizer) / GIB == pytest.approx(6.6, abs=0.05)
+    assert footprint.activations(shape, 32768, precision="bf16") / GIB == pytest.approx(64.6, abs=0.5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_activations_are_what_autograd_keeps_of_a_layer(precision, num_kv_heads):
+    shape = Shape(**{**vars(SMALL), "num_kv_heads": num_kv_heads})
+    kept = [kept_bytes(Shape(**{**vars(shape), "depth": depth}), precision) for depth in (2, 3)]
+    found = (kept[1] - kept[0]) / (4 * 32)
+    assert footprint.layer_activations(shape, precision) == pytest.approx(found, rel=0.06)
+
+
+def kept_bytes(shape, precision, rows=4, length=32):
+    """What a forward pass keeps for the backward pass, weights left out, each piece of memory once."""
+    model = Decoder(qwen3_architecture(shape, vocabulary=512, rope_theta=10_000.0, max_positions=length))
+    initialise(model, 0)
+    model = model.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(0, 512, (rows, length))
+    places = torch.arange(length).expand(rows, -1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(ids, places, torch.zeros_like(ids), want="hidden")
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert out.requires_grad
+    return total
+
+
+def test_checkpointing_keeps_a_layers_input_and_one_layer():
+    layer = footprint.layer_activations(SMALL, "bf16")
+    found = footprint.activations(SMALL, 10, precision="bf16", checkpointing=True)
+    assert found == 10 * (2 * 2 * 64 + layer)
+
+
+def test_a_token_of_qwen2_5_takes_24576_bytes_of_cache():
+    qwen = Shape(depth=24, width=896, num_heads=14, num_kv_heads=2, head_width=64, mlp_width=4864, tied_embeddings=True)
+    assert footprint.cache_token_bytes(qwen) == 2 * 24 * 2 * 64 * 4
+
+
+def test_a_head_of_many_tokens_holds_one_block_of_logits():
+    big = footprint.head_memory(SMALL, 1 << 17, 1 << 20, precision="bf16", device="cpu")
+    gradients = (1 << 17) * 64 * 8 + 2 * (1 << 20) * 64 * 2
+    assert big == footprint.HEAD_BLOCK_BYTES + gradients
