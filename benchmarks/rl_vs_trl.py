@@ -125,7 +125,6 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
         compile=True,
         eval_prompts=0,
         checkpoint_every=1000,
-        tracking=[],
     )
     job = Job(name="rl", run="benchmark", config=config, inputs={"model": folder / "model"}, workspace=workspace)
     environment = worker_environment(threads) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}

@@ -93,7 +93,6 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "eval_prompts": 4,
         "checkpoint_every": 10,
         "micro_batch_tokens": 4096,
-        "tracking": [],
     }
     job = Job(name="rl", run="bench", config=RLStage.of(**config), inputs={"model": model}, workspace=workspace)
     write_job(job)

@@ -177,8 +177,9 @@ def status(
     ] = "",
     file: File = "",
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list of runs, for programs.")] = False,
 ) -> None:
-    """Show runs and stages: states, keys, sizes, times.
+    """Show runs and stages: states, keys, sizes, times, and where trackers show them.
 
     took: from the stage's begin to its end in this run. worker, CPU: what its processes took when it was built, by the
     clock and in CPU time.
@@ -186,9 +187,9 @@ def status(
     \b
     nanodag status --all
     """
-    from nanodag.cli.show import show_status
+    from nanodag.cli.show import print_status, show_status
 
-    show_status(run, file=file, all_runs=all_runs)
+    (print_status if as_json else show_status)(run, file=file, all_runs=all_runs)
 
 
 @app.command()
