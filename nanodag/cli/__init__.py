@@ -171,6 +171,26 @@ def config(
 
 
 @app.command()
+def sbatch(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    machine: Annotated[
+        str, typer.Option("--on", metavar="MACHINE", help="A node, as in 8xH100. Default: this machine.")
+    ] = "",
+    file: File = "",
+) -> None:
+    """Print what a stage needs as options of sbatch.
+
+    \b
+    sbatch $(nanodag sbatch rl --on 8xH100) docs/templates/slurm.sh POOL
+    """
+    from nanodag.cli.show import show_sbatch_options
+
+    show_sbatch_options(stage, overrides or [], preset=preset, machine=machine, file=file)
+
+
+@app.command()
 def status(
     run: Annotated[
         str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
@@ -179,7 +199,7 @@ def status(
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list of runs, for programs.")] = False,
 ) -> None:
-    """Show runs and stages: states, keys, sizes, times, and where trackers show them.
+    """Show runs and stages: states, keys, sizes, times.
 
     took: from the stage's begin to its end in this run. worker, CPU: what its processes took when it was built, by the
     clock and in CPU time.

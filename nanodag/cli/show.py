@@ -19,10 +19,12 @@ from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
 from nanodag.config.rl_entries import EntryConfig
-from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
+from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
+from nanodag.host.machine import machine_of
 from nanodag.run.progress import progress_of, tracker_urls
 from nanodag.run.record import pipeline_file, state_of, store_of
+from nanodag.run.requests import requests_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.provenance import code_revision
@@ -70,6 +72,15 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
         lines.append(f"            {note}")
     for line in lines:
         console.print(line, markup=False, highlight=False)
+
+
+def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, machine: str, file: str) -> None:
+    """The options of sbatch for one stage on such a machine, in one line."""
+    path = pipeline_file(file)
+    stages = resolve(path, preset, overrides, machine=machine_of(machine) if machine else None).pipeline.stages
+    if stage not in stages:
+        raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
+    print(*requests_of(stages[stage]).sbatch_options())
 
 
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:
