@@ -127,7 +127,6 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
         compile=True,
         eval_prompts=0,
         checkpoint_every=1000,
-        tracking=[],
     )
     config = derive_sampler("rl", config, detect(), None, {}, sglang=False)
     job = Job(name="rl", run="benchmark", config=config, inputs={"model": folder / "model"}, workspace=workspace)

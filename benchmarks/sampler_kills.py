@@ -95,7 +95,6 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "eval_prompts": 4,
         "checkpoint_every": 10,
         "micro_batch_tokens": 4096,
-        "tracking": [],
     }
     stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {}, sglang=False)
     job = Job(name="rl", run="bench", config=stage, inputs={"model": model}, workspace=workspace)

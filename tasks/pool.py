@@ -20,6 +20,7 @@ from prefect.states import Cancelling
 
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
 from nanodag.run.record import Run, StageResult
+from nanodag.run.requests import requests_of
 
 FLOW = "pool_stage"
 ENTRYPOINT = "flows.pool_stage.pool_stage"
@@ -35,7 +36,8 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
     Raises ConfigError when there is no such pool, StageStopped when the run was told to stop, StageInterrupted when the
     worker was lost, StageFailed with the reason when the stage failed.
     """
-    pool = run.pipeline.stages[name].resources.work_pool
+    stage = run.pipeline.stages[name]
+    pool = stage.resources.work_pool
     local = run.pipeline.store.local
     parameters = {
         "run": run.name,
@@ -47,10 +49,12 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
         "parent": run.flow_run,
     }
     with get_client(sync_client=True) as client:
+        template = _template(client, pool)
         sent = client.create_flow_run_from_deployment(
             _deployment(client, pool),
             name=f"{run.name}-{name}",
             parameters=parameters,
+            job_variables=requests_of(stage).job_variables(template),
             parent_task_run_id=UUID(task_run.id) if task_run.id else None,
         )
         state = _wait_for(client, sent.id, run, pool)
@@ -63,15 +67,19 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
     raise StageFailed(state.message or f"Stage {name} ended as {state.name} on the work pool {pool}.")
 
 
-def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
-    """The deployment that sends a stage to a pool, made again: it costs one call, and a stale one would cost a run."""
+def _template(client: SyncPrefectClient, pool: str) -> dict[str, Any]:
+    """The base job template of a pool. Raises ConfigError when there is no such pool."""
     try:
-        client.read_work_pool(pool)
+        return client.read_work_pool(pool).base_job_template
     except ObjectNotFound as error:
         raise ConfigError(
             f"Prefect has no work pool {pool!r} (resources.work_pool). Start a worker, which makes it: "
             f"prefect worker start --pool {pool} --type process"
         ) from error
+
+
+def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
+    """The deployment that sends a stage to a pool, made again: it costs one call, and a stale one would cost a run."""
     return client.create_deployment(
         client.create_flow_from_name(FLOW), name=pool, work_pool_name=pool, entrypoint=ENTRYPOINT
     )

@@ -173,12 +173,33 @@ def config(
 
 
 @app.command()
+def sbatch(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    machine: Annotated[
+        str, typer.Option("--on", metavar="MACHINE", help="A node, as in 8xH100. Default: this machine.")
+    ] = "",
+    file: File = "",
+) -> None:
+    """Print what a stage needs as options of sbatch.
+
+    \b
+    sbatch $(nanodag sbatch rl --on 8xH100) docs/templates/slurm.sh POOL
+    """
+    from nanodag.cli.show import show_sbatch_options
+
+    show_sbatch_options(stage, overrides or [], preset=preset, machine=machine, file=file)
+
+
+@app.command()
 def status(
     run: Annotated[
         str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
     ] = "",
     file: File = "",
     all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list of runs, for programs.")] = False,
 ) -> None:
     """Show runs and stages: states, keys, sizes, times.
 
@@ -188,9 +209,9 @@ def status(
     \b
     nanodag status --all
     """
-    from nanodag.cli.show import show_status
+    from nanodag.cli.show import print_status, show_status
 
-    show_status(run, file=file, all_runs=all_runs)
+    (print_status if as_json else show_status)(run, file=file, all_runs=all_runs)
 
 
 @app.command()

@@ -1,7 +1,9 @@
 """`nanodag config`, `status` and `stages`: what is, in tables."""
 
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -18,10 +20,12 @@ from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
 from nanodag.config.rl_entries import EntryConfig
-from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
+from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
+from nanodag.run.progress import progress_of, tracker_urls
 from nanodag.run.record import pipeline_file, state_of, store_of
+from nanodag.run.requests import requests_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.provenance import code_revision
@@ -82,6 +86,15 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
         console.print(line, markup=False, highlight=False)
 
 
+def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, machine: str, file: str) -> None:
+    """The options of sbatch for one stage on such a machine, in one line."""
+    path = pipeline_file(file)
+    stages = resolve(path, preset, overrides, machine=machine_of(machine) if machine else None).pipeline.stages
+    if stage not in stages:
+        raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
+    print(*requests_of(stages[stage]).sbatch_options())
+
+
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:
     stage = pipeline.stages.get(section)
     if isinstance(stage, PretrainStage) and not stage.continues:
@@ -112,6 +125,9 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     if name:
         record = find_run(store, name)
         _print_run(console, record, code_revision())
+        for stage, entry in record.stages.items():
+            for tracker, url in tracker_urls(store, entry).items():
+                console.print(f"  {stage} on {tracker}: {url}", style="dim", soft_wrap=True)
         print_summary(console, store, record)
         return
     shown = list(records) if all_runs else list(records)[-NEWEST:]
@@ -130,6 +146,23 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     of_runs = f"{counted(len(used), 'artifact')}, {size(sum(used.values()))}"
     totals = f"{counted(len(store.keys()), 'key')} in {store.url}; the runs use {of_runs}"
     console.print(totals, style="dim")
+
+
+def print_status(name: str = "", *, file: str, all_runs: bool) -> None:
+    """The same runs as a JSON list, each with its stages: states, how far they are, and their trackers' URLs."""
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    records = list(store.records_of_runs().values())
+    chosen = [find_run(store, name)] if name else records if all_runs else records[-NEWEST:]
+    print(json.dumps([_run_values(store, record) for record in chosen], indent=2))
+
+
+def _run_values(store: Store, record: RunRecord) -> dict[str, Any]:
+    about = {field: getattr(record, field) for field in ("run", "preset", "machine", "created", "ended", "reason")}
+    stages = [
+        asdict(stage) | {"trackers": tracker_urls(store, record.stages[stage.name])}
+        for stage in progress_of(store, record)
+    ]
+    return {**about, "state": state_of(record), "stages": stages}
 
 
 def _print_run(console: Console, record: RunRecord, now: str) -> None:

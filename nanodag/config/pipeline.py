@@ -24,6 +24,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Auto, Section, full_name
 from nanodag.config.stage_base import StageBase
+from nanodag.config.tracking import TrackingConfig
 from nanodag.errors.words import listed, nearest
 
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
@@ -177,6 +178,8 @@ class Pipeline(Section):
     """Prefect's server."""
     cluster: ClusterConfig = ClusterConfig()
     """Other machines."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Trackers that get the metrics."""
     nightly: NightlyConfig = NightlyConfig()
     """Evaluation by schedule."""
     stages: dict[str, AnyStage] = Field(min_length=1)

@@ -84,8 +84,6 @@ class StageBase(Section):
     """Where the stage runs."""
     timeout_s: float = operational(7 * 24 * 3600.0, gt=0)
     """Seconds after which the stage is ended."""
-    tracking: tuple[Literal["tensorboard", "wandb"], ...] = operational(("tensorboard",))
-    """Trackers that get the metrics, beside metrics.jsonl."""
 
     @classmethod
     def of(cls, **settings: Any) -> Self:

@@ -32,6 +32,7 @@ from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made
 from nanodag.worker.job import Job
 from nanodag.worker.launch import LOG_NAME, Result, begin_try, usage_of
+from nanodag.worker.tracker import FOLDER as TRACKERS
 
 log = logging.getLogger(__name__)
 
@@ -295,8 +296,9 @@ def _collect_records(job: Job) -> None:
     for name in ("metrics.jsonl", "job.json", "result.json", LOG_NAME):
         if (job.workspace / name).exists():
             shutil.copyfile(job.workspace / name, job.records / name)
-    if (board := job.workspace / "tensorboard").is_dir():
-        shutil.copytree(board, job.records / "tensorboard", dirs_exist_ok=True)
+    for name in ("tensorboard", TRACKERS):
+        if (folder := job.workspace / name).is_dir():
+            shutil.copytree(folder, job.records / name, dirs_exist_ok=True)
 
 
 def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
 from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.canonical import Kind, Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
@@ -55,14 +56,18 @@ class Checks:
         self._seen: set[str] = set()
         self._rows_of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
+    def trackers(self) -> None:
+        """Look whether the pipeline's trackers are installed."""
+        for name in self._pipeline.tracking.trackers:
+            if name in SERVICES:
+                self._try("tracking.trackers", name, partial(_need_package, name))
+
     def stage(self, name: str) -> None:
         """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
         if stage.resources.num_nodes > 1:
             hostfile = self._pipeline.cluster.hostfile
             self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
-        if "wandb" in stage.tracking:
-            self._try(f"{name}.tracking", "wandb", _need_wandb)
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
@@ -260,9 +265,9 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
                 yield label, None, sources
 
 
-def _need_wandb() -> None:
-    if file_of("wandb") is None:
-        raise MissingTool("wandb is not installed; run: pip install 'nanodag[wandb]'")
+def _need_package(name: str) -> None:
+    if file_of(name) is None:
+        raise MissingTool(f"{name} is not installed; run: pip install 'nanodag[{name}]'")
 
 
 _KIND_OF_READER: dict[str, Kind] = {
@@ -328,6 +333,7 @@ def main() -> None:
     sys.path.append(str(Path(asked["file"]).parent))  # last, as in a worker
     vouch_for(Path(asked["file"]), asked["pipeline"]["trusted_modules"])
     checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing)
+    checks.trackers()
     for name in asked["stages"]:
         checks.stage(name)
     states = {path: state_of(path) for path in sorted(checks.relied_on)}

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from nanodag.config.kind import SCORES
@@ -15,6 +16,7 @@ from nanodag.errors.words import size
 from nanodag.run.stale import stale_stages
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord, StageRecord
+from nanodag.worker.tracker import urls_in
 
 TAIL_BYTES = 65536
 SPEED_WINDOW_S = 30.0
@@ -52,6 +54,15 @@ def progress_of(store: Store, record: RunRecord) -> list[StageProgress]:
     stale = stale_stages(record)
     stages = [_stage(store, name, entry) for name, entry in record.stages.items()]
     return [replace(stage, state="stale") if stage.name in stale else stage for stage in stages]
+
+
+def tracker_urls(store: Store, entry: StageRecord) -> dict[str, str]:
+    """Name of each tracker -> where this stage's run can be seen, as far as files here say so."""
+    if entry.workspace and Path(entry.workspace).is_dir():
+        return urls_in(Path(entry.workspace))
+    if entry.artifact is None or store.is_remote:
+        return {}
+    return urls_in(store.local / "artifacts" / "/".join(entry.artifact) / "records")
 
 
 def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:

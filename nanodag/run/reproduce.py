@@ -59,7 +59,8 @@ def reproduce(
             "reproduce it where there are as many."
         )
     path = pipeline_file(file)
-    run = Run(f"reproduce-{artifact.key[:12]}", resolve(path), store, path.parent)
+    resolved = resolve(path, overrides=["tracking.trackers=[]"])  # a comparison is no run of a tracker's
+    run = Run(f"reproduce-{artifact.key[:12]}", resolved, store, path.parent)
     _same_key(run, stage, inputs, artifact)
     name = f"reproduce-{artifact.key[:12]}-{secrets.token_hex(4)}"
     with store.building(name) as lock:

@@ -51,6 +51,8 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
             "code": str(run.code_path),
             "trusted_modules": list(run.pipeline.trusted_modules),
             "composed": run.composed,
+            "tracking": run.pipeline.tracking.model_dump(mode="json"),
+            "trackers_folder": str(store.local / "trackers"),
             **_cluster_context(run.pipeline, config),
         },
     )

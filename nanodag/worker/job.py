@@ -20,6 +20,7 @@ from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
+from nanodag.worker.tracker import TrackerProcesses, numbers_in
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ class Job:
 
     config: the resolved stage config (a class of nanodag.config.kinds). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
-    stage gets `preset`, `mirror`, `code` (a folder of the user's own modules) and `composed` (`sweep`, `nightly` or
-    empty), a report what nanodag.report lists.
+    stage gets `preset`, `mirror`, `code` (a folder of the user's own modules), `composed` (`sweep`, `nightly` or
+    empty) and `tracking` with `trackers_folder`, a report what nanodag.report lists.
 
     A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
-    content (rollouts, samples). metrics.jsonl, worker.log, job.json and tensorboard/ are kept with the records anyway.
+    content (rollouts, samples). metrics.jsonl, worker.log, job.json and what trackers wrote are kept there anyway.
     """
 
     name: str
@@ -151,7 +152,7 @@ def leave_stopped() -> NoReturn:
 
 
 class MetricsLog:
-    """The metrics of one stage: `metrics.jsonl` always, TensorBoard beside it, W&B when the config asks for it.
+    """The metrics of one stage: `metrics.jsonl` always, and the trackers that the pipeline names.
 
     resume_step: lines after this step, left by a process that was killed, are removed, so each step is there once.
     Only one process of a stage makes one (rank 0).
@@ -163,14 +164,12 @@ class MetricsLog:
         self._drop_after(resume_step)
         self._stream = job.metrics_path.open("a", encoding="utf-8")
         self._board: Any = None
-        self._wandb: Any = None
-        tracking = getattr(job.config, "tracking", ())
-        if "tensorboard" in tracking:
+        names = job.context.get("tracking", {}).get("trackers", ())
+        if "tensorboard" in names:
             from tensorboard.summary import Writer  # light: no torch, no TensorFlow
 
             self._board = Writer(str(job.workspace / "tensorboard"))
-        if "wandb" in tracking:
-            self._wandb = _wandb_run(job)
+        self._trackers = TrackerProcesses(job.workspace, [name for name in names if name != "tensorboard"])
 
     def write(self, step: int, *, total: int | None = None, event: str = "step", **values: Any) -> None:
         """Append one line. step: what is done; total: what there is to do (for the progress bar); values: numbers,
@@ -178,20 +177,16 @@ class MetricsLog:
         line = {"event": event, "step": step, "total": total, "time": round(time.time(), 3), **values}
         self._stream.write(json.dumps(line, default=float) + "\n")
         self._stream.flush()
-        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         if self._board is not None:
-            for name, value in numbers.items():
+            for name, value in numbers_in(values).items():
                 self._board.add_scalar(f"{self._job.name}/{name}", value, step)
-        if self._wandb is not None and numbers:
-            self._wandb.log({f"{self._job.name}/{k}": v for k, v in numbers.items()})
 
     def close(self) -> None:
         """Flush and close every sink."""
         self._stream.close()
         if self._board is not None:
             self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._trackers.close()
 
     def _drop_after(self, step: int) -> None:
         path = self._job.metrics_path
@@ -206,18 +201,6 @@ class MetricsLog:
             if record["step"] <= step:
                 kept.append(line)
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-
-
-def _wandb_run(job: Job) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        from nanodag.errors import MissingTool
-
-        raise MissingTool(
-            f"Stage {job.name} asks for tracking: wandb, which is not installed. Run: pip install 'nanodag[wandb]'."
-        ) from error
-    return wandb.init(project="nanodag", group=job.run, name=f"{job.run}/{job.name}", dir=str(job.workspace))
 
 
 def finish(job: Job, *, metrics: Mapping[str, Any], cost: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from nanodag.host.ports import network_environment
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.own_worker import module_of
+from nanodag.worker.tail import Tail
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
@@ -142,7 +143,7 @@ def run_worker(
     environment = worker_environment(threads, device=device, gpus=gpus)
     if nodes == 1 and num_ranks > 1:
         environment.update(network_environment())
-    log_tail, metrics_tail = _Tail(job.workspace / LOG_NAME), _Tail(job.metrics_path)
+    log_tail, metrics_tail = Tail.from_now(job.workspace / LOG_NAME), Tail.from_now(job.metrics_path)
     last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
@@ -218,28 +219,6 @@ def usage_of(workspace: Path) -> dict[str, float]:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-class _Tail:
-    """New whole lines of a growing file, from what it holds now on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
-
-    def lines(self) -> list[str]:
-        if not self._path.exists():
-            return []
-        if self._path.stat().st_size < self._offset:  # rewritten by a worker that went back to a checkpoint
-            self._offset = 0
-        with self._path.open("rb") as stream:
-            stream.seek(self._offset)
-            block = stream.read()
-        whole, _, _ = block.rpartition(b"\n")
-        if not whole:
-            return []
-        self._offset += len(whole) + 1
-        return whole.decode(errors="replace").split("\n")
 
 
 def _num_oom_kills() -> int:

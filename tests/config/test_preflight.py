@@ -93,6 +93,7 @@ def folder(tmp_path, monkeypatch):
 def faults(folder, *overrides):
     pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
     checks = Checks(pipeline, folder / "doing")
+    checks.trackers()
     for name in pipeline.stages:
         checks.stage(name)
     return [fault.replace(f"{folder}/", "") for fault in checks.faults]
@@ -174,7 +175,7 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "eval.benchmarks.0: file:p.jsonl has no column "
          "'question', which gsm8k_chat.yaml asks for; it has prompt, answer"),
         ("base.data=['file:cut.jsonl.gz']", "base.data.0: "),
-        ("tokenizer.tracking=[wandb]", "tokenizer.tracking: wandb is not installed; run: pip install 'nanodag[wandb]'"),
+        ("tracking.trackers=[wandb]", "tracking.trackers: wandb is not installed; run: pip install 'nanodag[wandb]'"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):

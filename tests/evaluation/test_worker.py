@@ -31,7 +31,6 @@ def make_job(tmp_path, model_folder):
         max_new_tokens=6,
         sample_prompts=("the cat",),
         resources={"num_ranks": 1, "threads": 1, "device": "cpu"},
-        tracking=(),
     )
 
     def made(name: str) -> Job:

@@ -33,8 +33,7 @@ STAGES = {
     "eval_sft": {"kind": "eval", "inputs": {"model": "sft"}, "benchmarks": [{"name": "x"}]},
     "report": {"kind": "report", "inputs": ["pretrain", "sft", "eval_base", "eval_sft"]},
 }
-for _stage in STAGES.values():
-    _stage["tracking"] = []  # TensorBoard would be half of what a fake stage takes
+NO_TRACKERS = {"trackers": []}  # TensorBoard would be half of what a fake stage takes
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("hello\n" * 100)
     (tmp_path / "orders").mkdir()
     (tmp_path / "pipeline.yaml").write_text(
-        yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}})
+        yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES, "tracking": NO_TRACKERS}}})
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FAKES))

@@ -49,11 +49,10 @@ def write_reduced(preset: str, path: Path, *, without: Collection[str] = ()) -> 
     for stage in stages.values():
         stage.update(CHANGES[stage["kind"]])
         stage["resources"] = {"num_ranks": 1, "threads": 1}
-        if stage["kind"] != "sft":
-            stage["tracking"] = []  # a second of imports
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 4
         for section, changes in RL_SECTIONS.items() if stage["kind"] == "rl" else ():
             stage[section].update(changes)
-    path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": {"stages": stages}}}, sort_keys=False))
+    preset = {"stages": stages, "tracking": {"trackers": []}}  # TensorBoard is a second of imports a stage
+    path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": preset}}, sort_keys=False))
     return list(stages)

@@ -365,7 +365,7 @@ def test_a_source_that_could_not_be_looked_for_is_not_called_clean(tmp_path):
 
 
 def test_the_worker_writes_both_pages(run, tmp_path):
-    config = ReportStage(kind="report", inputs={"rl": "rl", "lost": "lost"}, seed=0, tracking=())
+    config = ReportStage(kind="report", inputs={"rl": "rl", "lost": "lost"}, seed=0)
     (tmp_path / "ws").mkdir()
     job = Job(name="report", run="r1", config=config, inputs={"rl": tmp_path}, workspace=tmp_path / "ws", context=run)
     done = subprocess.run(

@@ -56,7 +56,6 @@ def make_job(folder: Path, **config: Any) -> Job:
         "eval_prompts": 3,
         "checkpoint_every": 1,
         "micro_batch_tokens": 64,
-        "tracking": [],
     }
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)

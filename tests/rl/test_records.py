@@ -14,7 +14,7 @@ VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
 
 
 def job_in(folder) -> Job:
-    config = RLStage.of(kind="rl", data=["file:x"], tracking=[])
+    config = RLStage.of(kind="rl", data=["file:x"])
     return Job(name="rl", run="test", config=config, inputs={}, workspace=folder)
 
 

@@ -64,7 +64,6 @@ def pretrain(folder: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint_every": 3,
         "log_every": 1,
         "sample_prompts": ["river stone"],
-        "tracking": [],
         **changes,
     }
 

@@ -1,0 +1,55 @@
+"""What a cluster is asked for, so that a stage has what it needs: by the job of a work pool, or by sbatch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.config import AnyStage
+from nanodag.worker.devices import num_gpus_of
+
+# Over what the processes are planned to take: a plan is right within a quarter, and /dev/shm and files that were just
+# read count as memory too.
+MEMORY_MARGIN = 1.5
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What a stage needs on each of its nodes. memory: bytes of host memory, 0 where it is not known."""
+
+    nodes: int
+    gpus: int
+    cpus: int
+    memory: int
+
+    def job_variables(self, template: Mapping[str, Any]) -> dict[str, Any]:
+        """Those variables of a work pool's base job template that say `gpus`, `cpus` and `memory`, filled in; what is
+        not known is left to the pool."""
+        values: dict[str, int | str] = {"gpus": self.gpus, "cpus": self.cpus}
+        if self.memory:
+            values["memory"] = f"{self._mebibytes}Mi"
+        offered = template.get("variables", {}).get("properties", {})
+        types = {name: offered.get(name, {}).get("type") for name in values}
+        return {n: v for n, v in values.items() if types[n] == ("string" if isinstance(v, str) else "integer")}
+
+    def sbatch_options(self) -> list[str]:
+        """Options of Slurm's sbatch: one task on each node."""
+        options = [f"--nodes={self.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={self.cpus}"]
+        options += [f"--gpus-per-node={self.gpus}"] if self.gpus else []
+        return options + ([f"--mem={self._mebibytes}M"] if self.memory else [])
+
+    @property
+    def _mebibytes(self) -> int:
+        return math.ceil(self.memory / MIB)
+
+
+def requests_of(stage: AnyStage, host_bytes: int = 0) -> Requests:
+    """What a resolved stage needs. host_bytes: what its processes take of a node's memory, 0 where no plan says it."""
+    resources, nodes = stage.resources, stage.resources.nodes
+    return Requests(
+        nodes=nodes,
+        gpus=num_gpus_of(stage) if resources.device == "cuda" else 0,
+        cpus=int(resources.num_ranks) // nodes * int(resources.threads),
+        memory=math.ceil(MEMORY_MARGIN * host_bytes),
+    )

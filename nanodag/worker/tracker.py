@@ -1,0 +1,215 @@
+"""Trackers, such as Weights & Biases: each has a process of its own, which follows metrics.jsonl.
+
+`python -m nanodag.worker.tracker NAME WORKSPACE` opens the tracker's run of the stage, passes on each line's numbers
+with its step, and finishes the run when its stdin says so. A tracker that raises, hangs or ends therefore costs a stage
+one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json: the word that
+stands for the build in its id, so that a stage that is started again continues it, its URL, and the last step that was
+passed on.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanodag.config.tracking import TrackingConfig, filled
+from nanodag.store.atomic import write_json
+from nanodag.worker import logs
+from nanodag.worker.tail import Tail
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+FINISH_TIMEOUT_S = 60.0  # of all trackers of a stage together
+FOLDER = "trackers"  # in the workspace, and in the artifact's records
+_DONE = b"done"
+
+
+class TrackerProcesses:
+    """The trackers of a stage's metrics, running. names: of OPENED_BY."""
+
+    def __init__(self, workspace: Path, names: Sequence[str]) -> None:
+        self._processes = {name: _start(name, workspace) for name in names}
+
+    def close(self) -> None:
+        """Have them finish, once all metrics are written. One that takes too long is ended."""
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        for process in self._processes.values():
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(_DONE)
+            process.stdin.close()
+        for name, process in self._processes.items():
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                log.warning("%s did not finish within %.0f s; it may lack the last metrics.", name, FINISH_TIMEOUT_S)
+                continue
+            if code:
+                log.warning("The process of %s ended with code %d; it may lack metrics.", name, code)
+
+
+def _start(name: str, workspace: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, name, str(workspace)],
+        env={"WANDB_ERROR_REPORTING": "false"} | os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        bufsize=0,
+    )
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a line's values that are numbers."""
+    return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+def urls_in(folder: Path) -> dict[str, str]:
+    """Name of each tracker -> where its run can be seen, as a workspace or an artifact's records know it."""
+    known = {path.stem: json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.json"))}
+    return {name: state["url"] for name, state in known.items() if state["url"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A tracker's run as it is asked for. folder: for files of the tracker's own. kind: of the stage. config: the
+    stage's resolved one, with what it belongs to under `nanodag`."""
+
+    project: str
+    entity: str
+    group: str
+    name: str
+    id: str
+    tags: tuple[str, ...]
+    is_offline: bool
+    kind: str
+    config: Mapping[str, Any]
+    folder: Path
+
+
+class TrackerRun(Protocol):
+    """An open run of a tracker."""
+
+    def log(self, metrics: dict[str, float], step: int) -> object: ...
+
+    def finish(self) -> object: ...
+
+
+def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
+    import wandb
+
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=asked.project,
+        entity=None if asked.entity == "none" else asked.entity,
+        group=asked.group,
+        job_type=asked.kind,
+        name=asked.name,
+        id=asked.id,
+        resume="allow",
+        tags=list(asked.tags),
+        config=dict(asked.config),
+        dir=str(asked.folder),
+        mode="offline" if asked.is_offline else None,  # None leaves it to WANDB_MODE
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    return run, "" if run.offline else run.url or ""
+
+
+def _open_trackio(asked: RunRequest) -> tuple[TrackerRun, str]:
+    import trackio
+
+    about = {"name": asked.name, "kind": asked.kind, "tags": list(asked.tags)}  # it has no fields for these
+    config = {**asked.config, "nanodag": {**asked.config["nanodag"], **about}}
+    run = trackio.init(project=asked.project, name=asked.id, group=asked.group, config=config, resume="allow")
+    space = os.environ.get("TRACKIO_SPACE_ID", "")
+    return run, f"https://huggingface.co/spaces/{space}" if space else ""
+
+
+OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+
+
+def request_of(job: Mapping[str, Any], build: str) -> RunRequest:
+    """What a job.json asks of its trackers. build: tells this build of the stage from others."""
+    context, stage = job["context"], job["config"]
+    settings = TrackingConfig.model_validate(context["tracking"])
+    about = {"run": job["run"], "stage": job["name"], "kind": stage["kind"], "preset": context["preset"]}
+    places = {**about, "build": build}
+    return RunRequest(
+        project=settings.project,
+        entity=settings.entity,
+        group=filled(settings.group, **places),
+        name=filled(settings.name, **places),
+        id=re.sub(r"[^A-Za-z0-9_-]", "-", filled(settings.id, **places)),
+        tags=settings.tags,
+        is_offline=settings.mode == "offline",
+        kind=stage["kind"],
+        config={**stage, "nanodag": {**about, "key": Path(job["workspace"]).name}},
+        folder=Path(context["trackers_folder"]),
+    )
+
+
+def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
+    """Pass a stage's metrics on to one tracker, until is_done, which waits a while each time, says that all are
+    written. What was passed on before, by the process of an earlier try, is left out."""
+    job = json.loads((workspace / "job.json").read_text())
+    path = workspace / FOLDER / f"{name}.json"
+    if path.exists():
+        state = json.loads(path.read_text())
+    else:
+        state = {"build": secrets.token_hex(4), "url": "", "step": -1}
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, state)  # before the run is opened: whoever is killed in between continues it all the same
+    run, url = OPENED_BY[name](request_of(job, state["build"]))
+    write_json(path, state := state | {"url": url})
+    if url:
+        log.info("%s: %s", name, url)
+    tail, begin, is_over = Tail(workspace / "metrics.jsonl"), state["step"], False
+    while not is_over:
+        is_over = is_done()  # asked before the lines are read: those are then all
+        lines = [json.loads(line) for line in tail.lines()]
+        for line in lines:
+            about = {key: line.pop(key, None) for key in ("step", "event", "total", "time")}
+            if about["step"] > begin and (numbers := numbers_in(line)):
+                run.log({f"{job['name']}/{metric}": value for metric, value in numbers.items()}, about["step"])
+                state["step"] = max(state["step"], about["step"])
+        if lines:
+            write_json(path, state)
+    run.finish()
+
+
+def main() -> None:
+    name, workspace = sys.argv[1], Path(sys.argv[2])
+    logs.set_up()
+
+    def is_done() -> bool:
+        readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
+        if readable and not os.read(sys.stdin.fileno(), len(_DONE)):
+            os._exit(0)  # the stage's process is gone: the run stays open for its next try
+        return bool(readable)
+
+    try:
+        follow(name, workspace, is_done)
+    except Exception as error:  # noqa: BLE001 - a tracker may raise whatever it likes, and the stage goes on
+        log.warning("%s gets no more metrics of this stage: %s: %s", name, type(error).__name__, error)
+    sys.stderr.flush()
+    os._exit(0)  # not by way of what trackers do at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The real packages take what nanodag gives them: W&B into its offline files, trackio into its database."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanodag.config.pipeline import read_stage
+from nanodag.worker import tracker
+from nanodag.worker.job import Job, write_job
+from tests.config.stages import STAGES
+from tests.flow.test_trackers import line
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def packages(monkeypatch, tmp_path):
+    """Python's path to them: `pip install --target FOLDER wandb trackio`, and the folder in NANODAG_TRACKERS."""
+    folder = os.environ.get("NANODAG_TRACKERS", "")
+    if not (Path(folder) / "wandb").is_dir():
+        missing = "NANODAG_TRACKERS names no folder with wandb and trackio"
+        (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(missing)
+    monkeypatch.setenv("PYTHONPATH", folder)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def workspace_of(folder, mode):
+    context = {"preset": "p", "trackers_folder": str(folder / "out"), "tracking": {"mode": mode, "tags": ["a", "b"]}}
+    stage = read_stage(STAGES["base"])
+    (folder / "work").mkdir()
+    job = Job(name="base", run="r", config=stage, inputs={}, workspace=folder / "work", context=context)
+    write_job(job)
+    return job.workspace
+
+
+def track(name, workspace, *steps):
+    """One try of a stage that makes these steps; returns what is known of its run."""
+    with (workspace / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(line(step, loss=1 / step)) + "\n" for step in steps)
+    tracker.TrackerProcesses(workspace, [name]).close()
+    return json.loads((workspace / "trackers" / f"{name}.json").read_text())
+
+
+def test_wandb_writes_two_tries_of_a_stage_under_one_id(packages, tmp_path, caplog):
+    workspace = workspace_of(tmp_path, "offline")
+    first, second = track("wandb", workspace, 1, 2), track("wandb", workspace, 3)
+    assert (first["build"], first["step"], second["step"]) == (second["build"], 2, 3) and not caplog.messages
+    run = f"r-base-{first['build']}"
+    files = sorted((tmp_path / "out" / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
+    assert len(files) in (1, 2)  # one, when both tries began in the same second
+    for word in (b"base/loss", b"nanodag", b"sequence_length"):
+        assert any(word in file.read_bytes() for file in files), word
+
+
+def test_trackio_has_one_run_of_two_tries_with_its_steps(packages, tmp_path, caplog):
+    workspace = workspace_of(tmp_path, "online")
+    run = f"r-base-{track('trackio', workspace, 1, 2)['build']}"
+    track("trackio", workspace, 3)
+    code = "import trackio; [print('RUN', run.name, run.config['_Group']) for run in trackio.Api().runs('nanodag')]"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    runs = [text.split()[1:] for text in said.splitlines() if text.startswith("RUN ")]
+    assert runs == [[run, "r"]] and not caplog.messages
+    asked = ["--project", "nanodag", "--run", run, "--metric", "base/loss", "--json"]
+    command = [sys.executable, "-m", "trackio.cli", "get", "metric", *asked]
+    values = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["values"]
+    assert [(value["step"], value["value"]) for value in values] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]

@@ -1,0 +1,204 @@
+"""Trackers get the metrics: one run of theirs for each stage, continued after a retry; they never end a stage."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nanodag.cli.show import print_status, show_status
+from nanodag.config import resolve
+from nanodag.errors import ConfigError, StageFailed
+from nanodag.run.build_stage import build_stage
+from nanodag.run.record import open_run
+from nanodag.run.reproduce import reproduce
+from nanodag.run.work import job_of
+from nanodag.worker import tracker
+from nanodag.worker.job import write_job
+from tests.fault.processes import wait_until
+from tests.flow.conftest import FAKES
+
+WANDB = "tracking.trackers=[wandb]"
+CALLS = "wandb.jsonl"
+
+
+@pytest.fixture
+def wandb(project, monkeypatch):
+    """A project where `wandb` is the fake one; what it was called with, so far."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES), str(FAKES / "trackers")]))
+    monkeypatch.syspath_prepend(str(FAKES / "trackers"))
+    monkeypatch.setenv("FAKE_WANDB", str(project / CALLS))
+    monkeypatch.delenv("FAKE_WANDB_DO", raising=False)
+
+    def calls(*names):
+        path = project / CALLS
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if line["call"] in (names or (line["call"],))]
+
+    yield calls
+    sys.modules.pop("wandb", None)
+
+
+def run_with(*overrides, name="r"):
+    return open_run(name, file="", preset="tiny", overrides=[WANDB, *overrides])
+
+
+def workspace_of(run, metrics=()):
+    """The workspace of its tokenizer stage, with these lines of metrics."""
+    job = job_of(run, "tokenizer", run.pipeline.stages["tokenizer"], {}, run.store.workspace("0" * 40))
+    write_job(job)
+    job.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    return job.workspace
+
+
+def line(step, **values):
+    return {"event": "step", "step": step, "total": 4, "time": 1.0, **values}
+
+
+def warnings_in(text):
+    return [said.partition("WARNING ")[2] for said in text.splitlines() if "WARNING " in said]
+
+
+def test_a_stage_is_one_run_of_wandb_with_its_config_and_steps(wandb):
+    run = run_with("tracking.project=chat", "tracking.tags=[cpu, tiny]", "tokenizer.seed=5", "tracking.entity=team")
+    metrics = [line(1, loss=1.0, text="no number"), line(2, loss=0.5, is_done=True), line(2, event="eval", score=7)]
+    tracker.follow("wandb", workspace_of(run, metrics), lambda: True)
+    begin, *logs, end = wandb()
+    config, run_id = begin.pop("config"), begin.pop("id")
+    assert begin == {
+        "call": "init",
+        **{"project": "chat", "entity": "team", "group": "r", "name": "r/tokenizer", "tags": ["cpu", "tiny"]},
+        **{"resume": "allow", "mode": None, "job_type": "tokenizer", "dir": str(run.store.local / "trackers")},
+    }
+    about = {"run": "r", "stage": "tokenizer", "kind": "tokenizer", "preset": "tiny", "key": "0" * 40}
+    assert config == json.loads(run.pipeline.stages["tokenizer"].model_dump_json()) | {"nanodag": about}
+    assert config["seed"] == 5 and re.fullmatch("r-tokenizer-[0-9a-f]{8}", run_id)
+    said = [(call["step"], call["data"]) for call in logs]
+    assert said == [(1, {"tokenizer/loss": 1.0}), (2, {"tokenizer/loss": 0.5}), (2, {"tokenizer/score": 7.0})]
+    assert end == {"call": "finish"}
+
+
+def test_another_try_has_the_id_of_the_first_and_passes_on_what_is_new(wandb):
+    workspace = workspace_of(run_with(), [line(1, loss=1.0), line(2, loss=0.5)])
+    tracker.follow("wandb", workspace, lambda: True)
+    with (workspace / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(line(3, loss=0.3)) + "\n")
+    tracker.follow("wandb", workspace, lambda: True)
+    first, second = wandb("init")
+    assert first["id"] == second["id"] and [call["step"] for call in wandb("log")] == [1, 2, 3]
+
+
+def test_an_id_of_ones_own_is_taken_and_offline_sends_nothing(wandb):
+    run = run_with('tracking.id="{preset}.{stage}"', "tracking.group=all", "tracking.mode=offline")
+    workspace = workspace_of(run)
+    tracker.follow("wandb", workspace, lambda: True)
+    (begin,) = wandb("init")
+    assert [begin[name] for name in ("id", "group", "mode")] == ["tiny-tokenizer", "all", "offline"]
+    assert tracker.urls_in(workspace) == {}
+
+
+def test_a_retry_continues_the_run_and_status_has_its_url(wandb, tell, capsys):
+    run = run_with()
+    tell("tokenizer", "wait")
+    raised = []
+
+    def first_try():
+        try:
+            build_stage(run, "tokenizer", {})
+        except StageFailed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=first_try)
+    thread.start()
+    wait_until(lambda: len(wandb("log")) == 2)
+    tell("tokenizer", "fail")
+    thread.join()
+    url = f"https://wandb.test/me/nanodag/runs/{wandb('init')[0]['id']}"
+    assert raised and trackers_in_status("r", capsys) == {"tokenizer": {"wandb": url}}
+    assert len(wandb("finish")) == 0  # it is open for the next try
+    tell("tokenizer", "")
+    build_stage(run, "tokenizer", {})
+    first, second = wandb("init")
+    assert first["id"] == second["id"] and [call["step"] for call in wandb("log")] == [1, 2, 3, 4]
+    show_status("r", file="", all_runs=False)
+    assert f"tokenizer on wandb: {url}" in capsys.readouterr().out
+    build_stage(run_with(name="other"), "tokenizer", {})  # finds it
+    assert len(wandb("init")) == 2 and trackers_in_status("other", capsys) == {"tokenizer": {"wandb": url}}
+
+
+def trackers_in_status(run, capsys):
+    print_status(run, file="", all_runs=False)
+    (status,) = json.loads(capsys.readouterr().out)
+    assert status["run"] == run
+    return {stage["name"]: stage["trackers"] for stage in status["stages"] if stage["trackers"]}
+
+
+def test_a_stage_that_is_reproduced_is_no_run_of_a_tracker(wandb, project):
+    file = project / "pipeline.yaml"
+    file.write_text(file.read_text().replace("trackers: []", "trackers: [wandb]"))
+    run = run_with()
+    result = build_stage(run, "tokenizer", {})
+    assert reproduce(run.store, run.store.attempt(result.key, result.attempt), file="").is_same
+    assert len(wandb("init")) == 1
+
+
+@pytest.mark.parametrize(
+    ("do", "warning"),
+    [
+        ("raise", "wandb gets no more metrics of this stage: ConnectionError: no route to api.wandb.ai"),
+        ("raise-late", "wandb gets no more metrics of this stage: ValueError: the server said no"),
+        ("die", "The process of wandb ended with code 9; it may lack metrics."),
+        ("hang", "wandb did not finish within 0 s; it may lack the last metrics."),
+    ],
+)
+def test_a_tracker_that_fails_costs_a_stage_one_warning(wandb, monkeypatch, caplog, capfd, do, warning):
+    monkeypatch.setenv("FAKE_WANDB_DO", do)
+    processes = tracker.TrackerProcesses(workspace_of(run_with(), [line(1, loss=1.0)]), ["wandb"])
+    if do == "hang":
+        wait_until(lambda: wandb("init"))
+        monkeypatch.setattr(tracker, "FINISH_TIMEOUT_S", 0.3)
+    processes.close()
+    said = [*caplog.messages, *warnings_in(capfd.readouterr().err)]
+    assert len(said) == 1 and said[0].endswith(warning)
+
+
+def test_a_service_that_is_not_installed_is_one_warning(wandb):
+    workspace = workspace_of(run_with())
+    code = "import sys; sys.modules['trackio'] = None; from nanodag.worker.tracker import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "trackio", str(workspace)], capture_output=True, text=True, check=True
+    )
+    (said,) = warnings_in(done.stderr)
+    assert "trackio gets no more metrics of this stage: ModuleNotFoundError" in said
+
+
+def test_tensorboard_gets_every_step(project):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = open_run("r", file="", preset="tiny", overrides=["tracking.trackers=[tensorboard]"])
+    result = build_stage(run, "tokenizer", {})
+    folder = run.store.records(run.store.attempt(result.key, result.attempt)) / "tensorboard"
+    board = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in board.Tensors("tokenizer/loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages, which would write into one run; put"),
+        ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in; there are {run}, {st"),
+        ("tracking.trackers=[mlflow]", "tracking.trackers.0: must be "),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(project, override, said):
+    with pytest.raises(ConfigError) as caught:
+        resolve(project / "pipeline.yaml", "tiny", [override])
+    assert said in str(caught.value)
+
+
+def test_what_trackers_are_asked_is_no_setting_of_a_stage(project):
+    plain, tracked = (resolve(project / "pipeline.yaml", "tiny", o).pipeline for o in ([], [WANDB]))
+    assert plain.stages == tracked.stages and plain.tracking != tracked.tracking
