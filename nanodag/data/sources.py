@@ -2,16 +2,21 @@
 
 A source has an identity, which goes into stage keys, and rows, numbered from 0. Rows come in blocks: a row group of a
 parquet file, a few thousand lines of a jsonl file. One block at a time is in memory, and a shuffle can go to any of
-them. Compressed text and hub streams have no blocks: they are read from the front only.
+them. A large data set on the hub comes in shards instead: files that are fetched one by one, and have blocks then.
+Compressed text, and what is no parquet on the hub, have neither: they are read from the front only.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanodag.data.urls import SourceURL, parse_url
+from nanodag.errors import SourceError
+
+if TYPE_CHECKING:
+    from nanodag.data.shards import Shard
 
 Row = dict[str, Any]
 
@@ -34,6 +39,27 @@ class Source(ABC):
     def blocks(self) -> Sequence[Block] | None:
         """The blocks in order of their rows, or None where rows can only be read from the front."""
         return None
+
+    def shards(self) -> "Sequence[Shard] | None":
+        """The files in order, where each is fetched when its turn comes; None elsewhere."""
+        return None
+
+    def apart(self) -> "tuple[Source, Source]":
+        """All but the last shard, and the last: the last of several files, else the last block of one.
+
+        Raises SourceError where there are no two.
+        """
+        return self._apart_at([block.num_rows for block in self.blocks() or ()])
+
+    def _apart_at(self, rows: Sequence[int]) -> "tuple[Source, Source]":
+        """rows: of each part."""
+        if len(rows) < 2:
+            raise SourceError(
+                "held_out: last_shard needs a source of several parquet files, or of one with several row groups; "
+                f"found {len(rows)} of either. Give held_out as a fraction, e.g. 0.01."
+            )
+        first = sum(rows[:-1])
+        return SlicedSource(self, 0, first), SlicedSource(self, first, None)
 
     def read(self, number: int) -> Sequence[Row]:
         """The rows of one block, decoded when they are taken out of the sequence."""

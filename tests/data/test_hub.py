@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanodag.data import hub
 from nanodag.data.hub import HubSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
@@ -62,13 +63,36 @@ class LocalHub(HubSource):
         self._path = type(self._path)(str(folder), "0" * 40, "", "train")
 
 
-def test_a_streamed_data_set_has_rows_by_index_and_shard(tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+def test_a_small_data_set_is_fetched_whole_and_has_blocks_and_a_large_one_has_shards(tmp_path, monkeypatch):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train-0.parquet", row_group_size=2)
+    pq.write_table(pa.Table.from_pylist(ROWS[:1]), tmp_path / "train-1.parquet")
+    source = LocalHub(tmp_path)
+    assert [block.num_rows for block in source.blocks()] == [2, 2, 1, 1]
+    assert source.shards() is None
+    assert source.length() == 6
+    assert list(source.read(1)) == ROWS[2:4]
+    assert source.identity()["commit"] == "0" * 40
+    monkeypatch.setattr(hub, "_FEW_BYTES", 1)
     source = LocalHub(tmp_path)
     assert source.blocks() is None
+    assert [[row for _, row in shard.open().rows()] for shard in source.shards()] == [ROWS, ROWS[:1]]
+    assert [[row for _, row in part.rows()] for part in source.apart()] == [ROWS, ROWS[:1]]
+
+
+def test_rows_are_streamed_by_index_and_shard(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    source = LocalHub(tmp_path)
     assert list(source.rows()) == list(enumerate(ROWS))
     assert list(source.rows(start=1, shard=0, num_shards=2)) == [(2, ROWS[2]), (4, ROWS[4])]
-    assert source.identity()["commit"] == "0" * 40
+
+
+def test_what_is_no_parquet_has_neither_blocks_nor_a_last_shard(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    source = LocalHub(tmp_path)
+    assert (source.blocks(), source.shards()) == (None, None)
+    assert list(source.rows()) == [(0, {"text": "a"})]
+    with pytest.raises(SourceError, match="last_shard needs parquet files"):
+        source.apart()
 
 
 def test_a_split_that_is_not_there_is_refused(tmp_path):
