@@ -80,12 +80,9 @@ class HubSource(Source):
     def read(self, number: int) -> Sequence[Row]:
         return self._fetched.read(number)
 
-    def apart(self) -> tuple[Source, Source]:
+    def apart(self) -> tuple[Source, Source] | None:
         if self._files is None:
-            raise SourceError(
-                "held_out: last_shard needs parquet files, and its files on the hub are none. Give held_out as a "
-                "fraction, e.g. 0.01."
-            )
+            return None
         return self._fetched.apart() if self._is_small else ShardedSource(self._files).apart()
 
     def length(self) -> int | None:
@@ -115,8 +112,8 @@ class HubSource(Source):
     @cached_property
     def _files(self) -> list[Shard] | None:
         """The split's files in the hub's order; None where they are not parquet."""
+        by_split = self._builder.config.data_files or {}
         with self._reading():
-            by_split = self._builder.config.data_files or {}
             if self._path.split not in by_split:
                 raise ValueError(f"there is no split {self._path.split!r}, but {', '.join(by_split) or 'none'}")
             urls = [str(url) for url in by_split[self._path.split]]

@@ -22,10 +22,12 @@ def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[So
     if part == "all":
         return source, _always
     if config.held_out == "last_shard":
-        try:
-            rest, last = source.apart()
-        except SourceError as error:
-            raise SourceError(f"{config.url}: {error}") from error
+        if (parts := source.apart()) is None:
+            raise SourceError(
+                f"{config.url}: held_out: last_shard needs several files, parquet ones on the hub, or one with several "
+                "row groups, and there are no two. Give held_out as a fraction, e.g. 0.01."
+            )
+        rest, last = parts
         return (last if part == "held_out" else rest), _always
     share, by = config.held_out, config.held_out_by
 

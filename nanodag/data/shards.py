@@ -134,7 +134,7 @@ class ShardedSource(Source):
                 if (first + index) % num_shards == shard:
                     yield first + index, row
 
-    def apart(self) -> tuple[Source, Source]:
+    def apart(self) -> tuple[Source, Source] | None:
         if len(self._shards) < 2:
             return self._shards[0].open().apart()
         return ShardedSource(self._shards[:-1]), ShardedSource(self._shards[-1:])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanodag.data.urls import SourceURL, parse_url
-from nanodag.errors import SourceError
 
 if TYPE_CHECKING:
     from nanodag.data.shards import Shard
@@ -44,22 +43,15 @@ class Source(ABC):
         """The files in order, where each is fetched when its turn comes; None elsewhere."""
         return None
 
-    def apart(self) -> "tuple[Source, Source]":
-        """All but the last shard, and the last: the last of several files, else the last block of one.
-
-        Raises SourceError where there are no two.
-        """
+    def apart(self) -> "tuple[Source, Source] | None":
+        """All but the last shard, and the last: the last of several files, else the last block of one. None where
+        there are no two."""
         return self._apart_at([block.num_rows for block in self.blocks() or ()])
 
-    def _apart_at(self, rows: Sequence[int]) -> "tuple[Source, Source]":
+    def _apart_at(self, rows: Sequence[int]) -> "tuple[Source, Source] | None":
         """rows: of each part."""
-        if len(rows) < 2:
-            raise SourceError(
-                "held_out: last_shard needs a source of several parquet files, or of one with several row groups; "
-                f"found {len(rows)} of either. Give held_out as a fraction, e.g. 0.01."
-            )
         first = sum(rows[:-1])
-        return SlicedSource(self, 0, first), SlicedSource(self, first, None)
+        return (SlicedSource(self, 0, first), SlicedSource(self, first, None)) if len(rows) > 1 else None
 
     def read(self, number: int) -> Sequence[Row]:
         """The rows of one block, decoded when they are taken out of the sequence."""

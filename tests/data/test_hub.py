@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from nanodag.data.hub import HubSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import SourceError
+from tests.data.fake_hub import fake_hub, parquet
 
 ROWS = [{"question": f"{i}?", "answer": f"so #### {i}"} for i in range(5)]
 
@@ -91,8 +93,7 @@ def test_what_is_no_parquet_has_neither_blocks_nor_a_last_shard(tmp_path):
     source = LocalHub(tmp_path)
     assert (source.blocks(), source.shards()) == (None, None)
     assert list(source.rows()) == [(0, {"text": "a"})]
-    with pytest.raises(SourceError, match="last_shard needs parquet files"):
-        source.apart()
+    assert source.apart() is None
 
 
 def test_a_split_that_is_not_there_is_refused(tmp_path):
@@ -109,3 +110,37 @@ def test_without_network_the_commit_is_an_error_not_a_guess():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=nobody_there)
     assert "does not say which commit openai/gsm8k is at" in ended.stderr
     assert "or set a mirror" in ended.stderr
+
+
+READ_TWICE = """
+import json, sys
+from itertools import islice
+from nanodag.data import hub
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
+hub._FEW_BYTES = 1
+def open_mixture(**options):
+    sources = [SourceConfig(url="hub:some/name", held_out="last_shard")]
+    return Mixture(sources, kind="document", seed=1, once=True, **options)
+found = {"held_out": [drawn.record["text"] for drawn in open_mixture(part="held_out")]}
+for rank in (0, 1):
+    first, again = open_mixture(rank=rank, world=2), open_mixture(rank=rank, world=2)
+    texts = [drawn.record["text"] for drawn in islice(first, 6)]
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found[rank] = texts + [drawn.record["text"] for drawn in again]
+print(json.dumps(found))
+"""
+
+
+def test_over_the_network_each_file_is_sent_once_to_one_rank_and_to_no_restart(tmp_path):
+    texts = [[f"document {number}-{row}" for row in range(4)] for number in range(5)]
+    files = {f"shard_{number}.parquet": parquet(rows) for number, rows in enumerate(texts)}
+    with fake_hub(files | {"README.md": b"---\nlicense: mit\n---\n"}) as (url, sent):
+        environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        code = [sys.executable, "-c", READ_TWICE]
+        ended = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **environment})
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["held_out"] and sorted(found["held_out"]) == texts[4]
+    assert sorted(found["0"] + found["1"]) == [text for rows in texts[:4] for text in rows]
+    assert sorted(name for name in sent if name != "README.md") == sorted(files)

@@ -183,7 +183,7 @@ def test_of_files_the_last_is_held_out_of_one_file_its_last_row_group_and_of_les
     assert _parts(one) == (["a", "b", "c"], ["d", "e"])
     (tmp_path / "1.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     alone = SourceConfig(url=f"file:{tmp_path}/1.jsonl", held_out="last_shard")
-    with pytest.raises(SourceError, match=r"1\.jsonl: held_out: last_shard needs .* found 1 .* as a fraction"):
+    with pytest.raises(SourceError, match=r"1\.jsonl: held_out: last_shard needs .* as a fraction"):
         _parts(alone)
 
 
