@@ -86,10 +86,10 @@ class HubSource(Source):
         return self._fetched.apart() if self._is_small else ShardedSource(self._files).apart()
 
     def length(self) -> int | None:
-        if self._is_small:
-            return self._fetched.length()
         split = (self._builder.info.splits or {}).get(self._path.split)
-        return split.num_examples if split is not None else None
+        if split is not None:  # what the data set says of itself costs no file
+            return split.num_examples
+        return self._fetched.length() if self._is_small else None
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
         with self._reading() as datasets:

@@ -68,7 +68,8 @@ class RowOrder:
 
     @cached_property
     def length(self) -> int | None:
-        return self._source.length()
+        blocks = self._source.blocks()
+        return self._source.length() if blocks is None else sum(block.num_rows for block in blocks)
 
     @property
     def can_tell_passes(self) -> bool:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.batches import TokenBatches
+from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.packing import unpack
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
@@ -180,6 +180,14 @@ def test_batches_go_on_from_any_point_to_the_byte(documents, chats, mixed, token
         assert [flat(batch) for batch in islice(second, len(whole) - stop)] == whole[stop:]
         assert second.stats() == end.stats()
         second.close()
+
+
+def test_a_rank_beside_a_gpu_tokenises_with_the_cores_that_training_leaves():
+    found = [
+        tokenising_threads("cuda", cores=cores, ranks=ranks) for cores, ranks in ((208, 8), (40, 8), (16, 8), (3, 1))
+    ]
+    assert found == [4, 3, 0, 1]
+    assert tokenising_threads("cpu", cores=64, ranks=1) == 0
 
 
 def test_prefetching_does_not_move_the_position(documents, tokenizer_path):
