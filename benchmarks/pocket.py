@@ -25,9 +25,8 @@ import yaml
 from tokenizers import Tokenizer
 
 from nanodag.data.adapters import open_adapter
-from nanodag.data.canonical import held_out_score
 from nanodag.data.config import SourceConfig
-from nanodag.data.sources import open_source
+from nanodag.data.parts import Part, open_part
 from nanodag.evaluation.ngrams import bigram_bits, count_ngrams, unigram_bits
 from nanodag.evaluation.paired import paired
 from nanodag.store import Artifact, Store
@@ -105,21 +104,17 @@ def floor(store: Store, run: str) -> dict[str, float]:
     pretrain = artifact_of(store, run, "pretrain")
     source = SourceConfig.model_validate(pretrain.config["data"][0])
     adapt = open_adapter(source.adapter, source.url, "document", {})
-    held_out: list[np.ndarray] = []
-    num_bytes = 0
 
-    def training() -> Iterator[np.ndarray]:
-        nonlocal num_bytes
-        for index, row in open_source(source.url, None).rows():
-            record = adapt(index, row)
-            tokens = np.array(tokenizer.encode(record["text"]).ids)
-            if held_out_score(record, source.held_out_by) < source.held_out:
-                held_out.append(tokens)
-                num_bytes += len(record["text"].encode())
-            else:
-                yield tokens
+    def texts(part: Part) -> Iterator[str]:
+        opened, belongs = open_part(source, part, None)
+        return (record["text"] for record in (adapt(*row) for row in opened.rows()) if belongs(record))
 
-    counts = count_ngrams(training(), tokenizer.get_vocab_size())
+    def tokens(part: Part) -> Iterator[np.ndarray]:
+        return (np.array(tokenizer.encode(text).ids) for text in texts(part))
+
+    held_out = list(tokens("held_out"))
+    num_bytes = sum(len(text.encode()) for text in texts("held_out"))
+    counts = count_ngrams(tokens("train"), tokenizer.get_vocab_size())
     bigrams = [sum(bigram_bits(counts, d, discount=discount) for d in held_out) for discount in DISCOUNTS]
     return {
         "unigram": sum(unigram_bits(counts, d) for d in held_out) / num_bytes,

@@ -1,7 +1,7 @@
 """What a config says about one source of data."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -29,8 +29,9 @@ class SourceConfig(BaseModel):
     have one, or none."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the source, fractions too, 1 unless given; the mixture ends when all are done."""
-    held_out: float = Field(0.0, ge=0, lt=1)
-    """Share of the rows, chosen by a hash, that is kept from training and forms the validation part."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] | Literal["last_shard"] = 0.0
+    """What is kept from training and forms the validation part. A number: that share of the rows, chosen by a hash.
+    `last_shard`: the last of the source's files, or of one file's row groups; nothing else is read for validation."""
     held_out_by: Literal["content", "prompt"] = "content"
     """What is hashed: the whole `content`, or the `prompt`, so that a problem stays on one side in SFT and RL alike."""
 

@@ -60,6 +60,11 @@ class FileSource(Source):
         file = bisect_right(self._first_blocks, number) - 1
         return self._files[file].read(number - self._first_blocks[file])
 
+    def apart(self) -> tuple[Source, Source] | None:
+        if len(self._files) < 2 or self.blocks() is None:
+            return super().apart()
+        return self._apart_at([file.length() or 0 for file in self._files])
+
     def length(self) -> int | None:
         lengths = [file.length() for file in self._files]
         known = [length for length in lengths if length is not None]

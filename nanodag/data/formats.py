@@ -66,11 +66,13 @@ class LazyRows(Sequence[Row]):
 
 
 class ParquetFile(RowFile):
-    """A row group is a block."""
+    """A row group is a block. is_held: the file stays open, and readable when it is removed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_held: bool = False) -> None:
         super().__init__(path)
         self._sizes: list[tuple[int, int]] | None = None
+        self._is_held = is_held
+        self._held: Any = None
 
     def blocks(self) -> list[tuple[int, int]]:
         if self._sizes is None:
@@ -98,7 +100,9 @@ class ParquetFile(RowFile):
         import pyarrow.parquet
 
         try:
-            return pyarrow.parquet.ParquetFile(self.path)
+            if self._is_held and self._held is None:
+                self._held = pyarrow.OSFile(str(self.path))
+            return pyarrow.parquet.ParquetFile(self._held or self.path)
         except (pyarrow.ArrowException, OSError) as error:
             raise SourceError(f"{self.path} is not a readable parquet file: {error}. Fetch it again.") from error
 

@@ -1,17 +1,22 @@
-"""Hugging Face data sets as sources: streamed from the hub, or read from a mirror folder.
+"""Hugging Face data sets as sources: files fetched from the hub, or read from a mirror folder.
 
 A mirror is laid out as `<hub name>/<config>/<split>.parquet` (or several files `<split>-*.parquet`); a URL without a
 config means `default` there. With a mirror the hub is never asked: what is not in the mirror is an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nanodag.data.files import FileSource
-from nanodag.data.sources import Row, Source
+from nanodag.data.shards import FetchedSource, Shard, ShardedSource
+from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import HubPath, SourceURL, hub_path
 from nanodag.errors import MissingTool, SourceError
+
+_FEW_FILES, _FEW_BYTES = 64, 4 << 30  # a data set within both is small
 
 
 class MirrorSource(FileSource):
@@ -27,7 +32,12 @@ class MirrorSource(FileSource):
 
 
 class HubSource(Source):
-    """Rows streamed from the hub at one commit. There is no random access, so there are no blocks."""
+    """Rows of the hub's files at one commit.
+
+    Where the files are parquet, a small data set is fetched whole and has blocks, as it has from a mirror; a larger one
+    is read shard by shard. `rows` streams from the front, so that a few rows cost no file; so does everything else
+    where the files are not parquet.
+    """
 
     def __init__(self, url: SourceURL) -> None:
         self._url = url
@@ -61,36 +71,87 @@ class HubSource(Source):
             self._commit = str(info.sha)
         return self._commit
 
+    def shards(self) -> Sequence[Shard] | None:
+        return None if self._is_small else self._files
+
+    def blocks(self) -> Sequence[Block] | None:
+        return self._fetched.blocks() if self._is_small else None
+
+    def read(self, number: int) -> Sequence[Row]:
+        return self._fetched.read(number)
+
+    def apart(self) -> tuple[Source, Source] | None:
+        if self._files is None:
+            return None
+        return self._fetched.apart() if self._is_small else ShardedSource(self._files).apart()
+
     def length(self) -> int | None:
-        split = (self._load().info.splits or {}).get(self._path.split)
-        return split.num_examples if split is not None else None
+        split = (self._builder.info.splits or {}).get(self._path.split)
+        if split is not None:  # what the data set says of itself costs no file
+            return split.num_examples
+        return self._fetched.length() if self._is_small else None
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
-        stream = self._load()
+        with self._reading() as datasets:
+            stream = datasets.load_dataset(**self._named, split=self._path.split, streaming=True)
         if start:
             stream = stream.skip(start)
         for index, row in enumerate(stream, start):
             if index % num_shards == shard:
                 yield index, row
 
-    def _load(self) -> Any:
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {"path": self._path.name, "name": self._path.config or None, "revision": self.commit()}
+
+    @cached_property
+    def _builder(self) -> Any:
+        with self._reading() as datasets:
+            return datasets.load_dataset_builder(**self._named)
+
+    @cached_property
+    def _files(self) -> list[Shard] | None:
+        """The split's files in the hub's order; None where they are not parquet."""
+        by_split = self._builder.config.data_files or {}
+        with self._reading():
+            if self._path.split not in by_split:
+                raise ValueError(f"there is no split {self._path.split!r}, but {', '.join(by_split) or 'none'}")
+            urls = [str(url) for url in by_split[self._path.split]]
+            return _sized(urls) if all(url.endswith(".parquet") for url in urls) else None
+
+    @cached_property
+    def _is_small(self) -> bool:
+        files = self._files
+        return files is not None and len(files) <= _FEW_FILES and sum(f.num_bytes for f in files) <= _FEW_BYTES
+
+    @cached_property
+    def _fetched(self) -> FetchedSource:
+        return FetchedSource(self._files or [])
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """The datasets library; its errors say which source they are about."""
         try:
             import datasets
             import httpx2
         except ImportError as error:
             raise MissingTool(f"Source {self._url.text!r} needs datasets. Run: pip install datasets") from error
         try:
-            return datasets.load_dataset(
-                self._path.name,
-                self._path.config or None,
-                split=self._path.split,
-                revision=self.commit(),
-                streaming=True,
-            )
+            yield datasets
         except (OSError, ValueError, datasets.exceptions.DatasetsError, httpx2.HTTPError) as error:
             raise SourceError(
                 f"Source {self._url.text!r} cannot be read from the hub: {error}. Check name, config and split."
             ) from error
+
+
+def _sized(urls: list[str]) -> list[Shard]:
+    """Files with their sizes, which listing their folders tells."""
+    from fsspec.core import url_to_fs
+
+    paths = [url_to_fs(url) for url in urls]
+    folders = {path.rpartition("/")[0]: fs for fs, path in paths}
+    sizes = {entry["name"]: entry["size"] for folder, fs in folders.items() for entry in fs.ls(folder, detail=True)}
+    return [Shard(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
 
 
 def open_hub(url: SourceURL, mirror: Path | None) -> Source:

@@ -7,16 +7,14 @@ point, not only on average, and depend on nothing but what was given out before.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanodag.data.adapters import kind_of, open_adapter
-from nanodag.data.canonical import Wanted, held_out_score, record_bytes
+from nanodag.data.canonical import Wanted, record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.parts import Part, open_part
 from nanodag.data.shuffle import RowOrder
-from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
-
-Part = Literal["train", "held_out", "all"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class Mixture:
     With weights it is endless, and shares count UTF-8 bytes of text (rows for prompts). With epochs it ends when each
     source has had its passes, spread evenly over the whole; repeat=True begins again, in another order, without end.
     once=True ends it after one pass over each source: shares by weight hold until a source is through. part: rows with
-    a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part, all others for training.
+    a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part, or those of its last
+    shard; all others are for training.
 
     Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
     record for this part and rank, and when lengths are needed and not known.
@@ -61,19 +60,9 @@ class Mixture:
         by_epochs = mixes_by_epochs(self.sources)
         self._signature: list[Any] = [seed, rank, world, part, once, repeat, shuffle]
         self._signature += [config.model_dump(mode="json") for config in self.sources]
+        shares = {"rank": rank, "world": world, "shuffle": shuffle}
         self._streams = [
-            _Stream(
-                config,
-                kind=kind,
-                part=part,
-                order=RowOrder(
-                    open_source(config.url, mirror),
-                    seed=seed * 1_000_003 + number,
-                    rank=rank,
-                    world=world,
-                    shuffle=shuffle,
-                ),
-            )
+            _Stream(config, kind=kind, part=part, mirror=mirror, seed=seed * 1_000_003 + number, **shares)
             for number, config in enumerate(self.sources)
         ]
         self._weights = [] if by_epochs else [config.weight for config in self.sources if config.weight]
@@ -142,7 +131,8 @@ class Mixture:
         rows = []
         for stream, passes in self._with_passes():
             length = stream.order.length
-            if length is None and needed and (len(self.sources) > 1 or passes != int(passes)):
+            parts_matter = needed and (len(self.sources) > 1 or passes != int(passes))
+            if parts_matter and not stream.order.can_tell_passes:
                 raise SourceError(
                     f"Source {stream.config.url} does not know its number of rows, which a mixture by epochs needs to "
                     "spread it evenly. Give every source of this mixture a weight instead."
@@ -171,10 +161,11 @@ class Mixture:
 class _Stream:
     """Records of one source that belong to the wanted part."""
 
-    def __init__(self, config: SourceConfig, *, kind: Wanted, part: Part, order: RowOrder) -> None:
+    def __init__(self, config: SourceConfig, *, kind: Wanted, part: Part, mirror: Path | None, **order: Any) -> None:
         self.config = config
-        self.order = order
         self._part = part
+        source, self._belongs = open_part(config, part, mirror)
+        self.order = RowOrder(source, **order)
         self._adapt = open_adapter(
             config.adapter, config.url, kind_of(config.adapter, config.url, kind), config.options
         )
@@ -193,13 +184,7 @@ class _Stream:
             return None
         epoch, index, row = numbered_row
         record = self._adapt(index, row)
-        if not self._wanted(record):
+        if not self._belongs(record):
             return None
         self._kept_in_pass = True
         return epoch, index, record
-
-    def _wanted(self, record: dict[str, Any]) -> bool:
-        if self._part == "all":
-            return True
-        held_out = self.config.held_out > 0 and held_out_score(record, self.config.held_out_by) < self.config.held_out
-        return held_out == (self._part == "held_out")

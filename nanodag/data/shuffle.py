@@ -1,9 +1,10 @@
-"""Rows of one source in shuffled order, pass after pass, one rank's share, resumable from two or three numbers.
+"""Rows of one source in shuffled order, pass after pass, one rank's share, resumable from a few numbers.
 
 With blocks: a pass permutes the blocks, puts them together in windows of about 64 MiB, and permutes the rows of each
-window; a source below that size is shuffled as a whole. Without blocks: the rank's own rows are read from the front in
-windows of 4,096, and each window is permuted. A position in this order is all there is to remember: unlike a shuffle
-buffer, which would have to be saved with its rows, a window is read again from the source.
+window; a source below that size is shuffled as a whole. With shards: a pass permutes the shards, and each is shuffled
+as a source with blocks is. Without either: the rank's own rows are read from the front in windows of 4,096, and each
+window is permuted. A position in this order is all there is to remember: unlike a shuffle buffer, which would have to
+be saved with its rows, a window is read again from the source.
 """
 
 from bisect import bisect_right
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from nanodag.data.shards import ROWS_OF_A_SHARD, Shard
 from nanodag.data.sources import Block, Row, Source
 
 _WINDOW_BYTES = 64 << 20
 _WINDOW_ROWS = 4096
+_WINDOWS_A_RANK = 16  # so many, and a rank has windows of its own: it has a sixteenth more than another at most
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -43,8 +46,9 @@ def _mix(value: Any) -> Any:
 class RowOrder:
     """Gives (epoch, number, row), pass after pass, and None once at the end of each.
 
-    A source with blocks is shuffled as a whole, and rank r of `world` gets the positions p with p % world == r. Without
-    blocks each rank shuffles its own rows. Ranks share no row and together have all. shuffle=False keeps the source's
+    Ranks share no row and together have all. Of shards, each rank has its own, where there are as many as ranks. Of
+    blocks, each rank has its own windows where there are 16 for each; else rank r of `world` gets the positions p of
+    the pass with p % world == r. Without either each rank shuffles its own rows. shuffle=False keeps the source's
     order. length: rows of the source, None where it does not know.
     """
 
@@ -55,34 +59,52 @@ class RowOrder:
         self._world = world
         self._shuffle = shuffle
         self._epoch = 0
-        self._taken = 0  # rows that this rank took in this pass
-        self._window_start = 0  # without blocks: number of the first row of the window that is being given
+        self._taken = 0  # rows that this rank took: in this pass; with shards, of this one
+        self._shard = 0  # with shards: those of this rank's that are through in this pass
+        self._rows_of_shard = 0  # with shards: this rank's rows of the current one, 0 before it is opened
+        self._window_start = 0  # from the front: number of the first row of the window that is being given
         self._rows: Iterator[tuple[int, Row]] | None = None
+        self._shares: dict[int, _Share | None] = {}  # of this pass, once it is known
 
     @cached_property
     def length(self) -> int | None:
-        return self._source.length()
+        blocks = self._source.blocks()
+        return self._source.length() if blocks is None else sum(block.num_rows for block in blocks)
+
+    @property
+    def can_tell_passes(self) -> bool:
+        """Whether `passes` counts parts of one."""
+        return bool(self._source.shards()) or self.length is not None
 
     def next_row(self) -> tuple[int, int, Row] | None:
         """(epoch, number, row), or None once at the end of each pass."""
         if self._rows is None:
-            blocks = self._source.blocks()
-            self._rows = self._from_front() if blocks is None else self._from_blocks(blocks)
+            self._rows = self._rest_of_pass()
         numbered_row = next(self._rows, None)
         if numbered_row is None:
-            self._epoch, self._taken, self._window_start, self._rows = self._epoch + 1, 0, 0, None
+            self._epoch, self._shard, self._taken, self._window_start, self._rows = self._epoch + 1, 0, 0, 0, None
             return None
         self._taken += 1
         return self._epoch, *numbered_row
 
     def passes(self) -> float:
         """Passes over the source that are done, over all ranks as if they went in step."""
+        if shards := self._source.shards():
+            num_own = len(shards) if len(shards) < self._world else len(range(self._rank, len(shards), self._world))
+            inside = self._taken / self._rows_of_shard if self._rows_of_shard else 0.0
+            return self._epoch + (self._shard + inside) / num_own
+        share = self._share()
+        if share is not None and share.has_own_windows:
+            return self._epoch + self._taken / share.num_rows
         if not self.length:
             return float(self._epoch)
         return self._epoch + min(1.0, self._taken * self._world / self.length)
 
     def reached(self, passes: float) -> bool:
         """True when this rank has no row left below that many passes over the source."""
+        share = None if self._source.shards() else self._share()
+        if self._source.shards() or (share is not None and share.has_own_windows):
+            return self.passes() >= passes
         if self.length is None:
             return self._epoch >= passes
         position = self._rank + self._taken * self._world
@@ -92,46 +114,55 @@ class RowOrder:
 
     def state_dict(self) -> dict[str, int]:
         """JSON values."""
-        return {"epoch": self._epoch, "taken": self._taken, "window_start": self._window_start}
+        return {
+            "epoch": self._epoch,
+            "shard": self._shard,
+            "taken": self._taken,
+            "rows_of_shard": self._rows_of_shard,
+            "window_start": self._window_start,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state_dict` was called."""
-        self._epoch, self._taken, self._window_start = state["epoch"], state["taken"], state["window_start"]
+        self._epoch, self._shard, self._taken = state["epoch"], state["shard"], state["taken"]
+        self._rows_of_shard, self._window_start = state["rows_of_shard"], state["window_start"]
         self._rows = None
 
-    def _from_blocks(self, blocks: Sequence[Block]) -> Iterator[tuple[int, Row]]:
-        first_rows = np.cumsum([0] + [block.num_rows for block in blocks])
-        position = self._rank + self._taken * self._world
-        window_start = 0
-        for number, window in enumerate(self._windows(blocks)):
-            num_rows = sum(blocks[block].num_rows for block in window)
-            if position < window_start + num_rows:
-                order = permutation(num_rows, self._seed, self._epoch, number) if self._shuffle else range(num_rows)
-                starts = np.cumsum([0] + [blocks[block].num_rows for block in window])
-                contents = [self._source.read(block) for block in window]
-                while position < window_start + num_rows:
-                    place = int(order[position - window_start])
-                    which = bisect_right(starts, place) - 1
-                    offset = place - int(starts[which])
-                    position += self._world
-                    yield int(first_rows[window[which]]) + offset, contents[which][offset]
-            window_start += num_rows
+    def _share(self) -> "_Share | None":
+        """This rank's part of the blocks in this pass; None where there are none."""
+        if self._epoch not in self._shares:
+            key = (self._seed, self._epoch)
+            has_blocks = self._source.blocks() is not None
+            share = _Share(self._source, key, rank=self._rank, world=self._world, shuffle=self._shuffle)
+            self._shares = {self._epoch: share if has_blocks else None}
+        return self._shares[self._epoch]
 
-    def _windows(self, blocks: Sequence[Block]) -> Iterator[list[int]]:
-        """Block numbers, in the order of this pass, put together up to the window's size. Empty blocks are left out."""
-        order = permutation(len(blocks), self._seed, self._epoch, -1) if self._shuffle else range(len(blocks))
-        window: list[int] = []
-        num_bytes = 0
-        for block in map(int, order):
-            if blocks[block].num_rows == 0:
-                continue
-            if window and (not self._shuffle or num_bytes + blocks[block].num_bytes > _WINDOW_BYTES):
-                yield window
-                window, num_bytes = [], 0
-            window.append(block)
-            num_bytes += blocks[block].num_bytes
-        if window:
-            yield window
+    def _rest_of_pass(self) -> Iterator[tuple[int, Row]]:
+        if shards := self._source.shards():
+            return self._from_shards(shards)
+        share = self._share()
+        return self._from_front() if share is None else share.rows(self._taken)
+
+    def _own(self, shards: Sequence[Shard]) -> list[int]:
+        """Numbers of this rank's shards in the order of this pass: all of them where ranks are more."""
+        order = permutation(len(shards), self._seed, self._epoch, -1) if self._shuffle else range(len(shards))
+        return list(map(int, order if len(shards) < self._world else order[self._rank :: self._world]))
+
+    def _from_shards(self, shards: Sequence[Shard]) -> Iterator[tuple[int, Row]]:
+        own = self._own(shards)
+        rank, world = (self._rank, self._world) if len(shards) < self._world else (0, 1)
+        while self._shard < len(own):
+            number = own[self._shard]
+            if not self._rows_of_shard or self._taken < self._rows_of_shard:
+                source = shards[number].open()
+                if self._shard + 1 < len(own):
+                    shards[own[self._shard + 1]].fetch_ahead()
+                key = (self._seed, self._epoch, number)
+                share = _Share(source, key, rank=rank, world=world, shuffle=self._shuffle)
+                self._rows_of_shard = share.num_rows
+                for place, row in share.rows(self._taken):
+                    yield number * ROWS_OF_A_SHARD + place, row
+            self._shard, self._taken, self._rows_of_shard = self._shard + 1, 0, 0
 
     def _from_front(self) -> Iterator[tuple[int, Row]]:
         rows = self._source.rows(self._window_start, self._rank, self._world)
@@ -146,3 +177,70 @@ class RowOrder:
                     self._window_start = window[-1][0] + 1
                 yield window[int(order[place])]
             given = 0
+
+
+class _Share:
+    """One rank's rows of a source with blocks, in the order that the key gives.
+
+    has_own_windows: the rank has every n-th window, not every n-th row: it reads no other rank's blocks.
+    """
+
+    def __init__(self, source: Source, key: tuple[int, ...], *, rank: int, world: int, shuffle: bool) -> None:
+        self._source, self._key, self._shuffle = source, key, shuffle
+        self._rank, self._world = rank, world
+        self._blocks: Sequence[Block] = source.blocks() or ()
+        num_bytes = sum(block.num_bytes for block in self._blocks)
+        self.has_own_windows = world > 1 and (
+            min(len(self._blocks), num_bytes // _WINDOW_BYTES) >= _WINDOWS_A_RANK * world
+        )
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(len(places) for _, _, places in self._windows(0))
+
+    def rows(self, taken: int) -> Iterator[tuple[int, Row]]:
+        """(number, row) from the `taken`-th of the share on."""
+        first_rows = np.cumsum([0] + [block.num_rows for block in self._blocks])
+        for number, window, places in self._windows(taken):
+            if not places:
+                continue
+            starts = np.cumsum([0] + [self._blocks[block].num_rows for block in window])
+            num_rows = int(starts[-1])
+            order = permutation(num_rows, *self._key, number) if self._shuffle else range(num_rows)
+            contents = [self._source.read(block) for block in window]
+            for position in places:
+                place = int(order[position])
+                which = bisect_right(starts, place) - 1
+                offset = place - int(starts[which])
+                yield int(first_rows[window[which]]) + offset, contents[which][offset]
+
+    def _windows(self, taken: int) -> Iterator[tuple[int, list[int], range]]:
+        """(number, its blocks, places in it) of each window: what this rank has there beyond its first rows."""
+        position = self._rank + taken * self._world  # the next one, where ranks take every n-th
+        start = 0
+        for number, window in enumerate(self._joined()):
+            num_rows = sum(self._blocks[block].num_rows for block in window)
+            if not self.has_own_windows:
+                low = max(position, start + (self._rank - start) % self._world)
+                yield number, window, range(low - start, num_rows, self._world)
+            elif number % self._world == self._rank:
+                yield number, window, range(min(taken, num_rows), num_rows)
+                taken -= min(taken, num_rows)
+            start += num_rows
+
+    def _joined(self) -> Iterator[list[int]]:
+        """Block numbers, in the order of this pass, put together up to the window's size. Empty blocks are left out."""
+        blocks = self._blocks
+        order = permutation(len(blocks), *self._key, -1) if self._shuffle else range(len(blocks))
+        window: list[int] = []
+        num_bytes = 0
+        for block in map(int, order):
+            if blocks[block].num_rows == 0:
+                continue
+            if window and (not self._shuffle or num_bytes + blocks[block].num_bytes > _WINDOW_BYTES):
+                yield window
+                window, num_bytes = [], 0
+            window.append(block)
+            num_bytes += blocks[block].num_bytes
+        if window:
+            yield window

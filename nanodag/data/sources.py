@@ -2,16 +2,20 @@
 
 A source has an identity, which goes into stage keys, and rows, numbered from 0. Rows come in blocks: a row group of a
 parquet file, a few thousand lines of a jsonl file. One block at a time is in memory, and a shuffle can go to any of
-them. Compressed text and hub streams have no blocks: they are read from the front only.
+them. A large data set on the hub comes in shards instead: files that are fetched one by one, and have blocks then.
+Compressed text, and what is no parquet on the hub, have neither: they are read from the front only.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanodag.data.urls import SourceURL, parse_url
+
+if TYPE_CHECKING:
+    from nanodag.data.shards import Shard
 
 Row = dict[str, Any]
 
@@ -34,6 +38,20 @@ class Source(ABC):
     def blocks(self) -> Sequence[Block] | None:
         """The blocks in order of their rows, or None where rows can only be read from the front."""
         return None
+
+    def shards(self) -> "Sequence[Shard] | None":
+        """The files in order, where each is fetched when its turn comes; None elsewhere."""
+        return None
+
+    def apart(self) -> "tuple[Source, Source] | None":
+        """All but the last shard, and the last: the last of several files, else the last block of one. None where
+        there are no two."""
+        return self._apart_at([block.num_rows for block in self.blocks() or ()])
+
+    def _apart_at(self, rows: Sequence[int]) -> "tuple[Source, Source] | None":
+        """rows: of each part."""
+        first = sum(rows[:-1])
+        return (SlicedSource(self, 0, first), SlicedSource(self, first, None)) if len(rows) > 1 else None
 
     def read(self, number: int) -> Sequence[Row]:
         """The rows of one block, decoded when they are taken out of the sequence."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanodag.data.adapters import open_adapter
-from nanodag.data.canonical import Kind, held_out_score, message_text
+from nanodag.data.canonical import Kind, message_text
 from nanodag.data.config import SourceConfig
+from nanodag.data.parts import open_part
 from nanodag.data.sources import Row, open_source
 from nanodag.errors import SourceError
 
@@ -66,15 +67,17 @@ def held_out_records(
     source: SourceConfig, kind: Kind, mirror: Path | None
 ) -> Iterator[tuple[int, Row, dict[str, Any]]]:
     """(number, row, canonical record); of a source with `held_out`, only what is kept from training."""
-    if source.held_out and kind == "prompt" and source.held_out_by == "content":
+    is_by_content = source.held_out != "last_shard" and source.held_out_by == "content"
+    if source.held_out and kind == "prompt" and is_by_content:
         raise SourceError(
             f"{source.url}: held_out_by: content splits problems by their answers too, so training and benchmark would "
             "be split differently. Set held_out_by: prompt on both."
         )
     record_of = open_adapter(source.adapter, source.url, kind, source.options)
-    for index, row in open_source(source.url, mirror).rows():
+    opened, belongs = open_part(source, "held_out" if source.held_out else "all", mirror)
+    for index, row in opened.rows():
         record = record_of(index, row)
-        if not source.held_out or held_out_score(record, source.held_out_by) < source.held_out:
+        if belongs(record):
             yield index, row, record
 
 

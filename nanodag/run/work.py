@@ -48,6 +48,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
         context={
             "preset": run.pipeline.preset,
             "mirror": run.pipeline.mirror,
+            "store": str(store.local),
             "code": str(run.code_path),
             "trusted_modules": list(run.pipeline.trusted_modules),
             "composed": run.composed,

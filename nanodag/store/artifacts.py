@@ -10,6 +10,7 @@ Layout:
     <store>/damaged/                                    attempts that `nanodag verify --set-aside` took out of the way
     <local>/work/<key>/                                 workspace of a stage under way (always local)
     <local>/locks/                                      who builds what on this host
+    <local>/held_out/                                   packed validation rows, the eight used last
     <local>/cache/<key>/<attempt>/                      verified local copies, when the store is remote
 """
 

@@ -1,15 +1,18 @@
 """From sources to batches: draw, tokenise, pack, with an exact position after every batch."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.data.canonical import record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.mixture import Mixture, Part
+from nanodag.data.mixture import Mixture
+from nanodag.data.parts import Part
 from nanodag.errors import ConfigError, SourceError
 from nanodag.train.packing import (
     Batch,
@@ -43,14 +46,30 @@ class _Counts:
 
 
 @dataclass(frozen=True)
+class _Reading:
+    """How far the mixture was read, as it was then."""
+
+    mixture: dict[str, Any]
+    sources: dict[str, dict[str, float]]
+    progress: float | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Records that are tokenised in one call. reading: the mixture behind them."""
+
+    num_records: int
+    pieces: Callable[[], list[Piece]]
+    reading: _Reading
+
+
+@dataclass(frozen=True)
 class _Position:
     """Everything after one batch, as it was then."""
 
-    mixture: dict[str, Any]
+    reading: _Reading
     packer: PackerState
     counts: _Counts
-    sources: dict[str, dict[str, float]]
-    progress: float | None
 
 
 class TokenBatches:
@@ -59,8 +78,9 @@ class TokenBatches:
     kind: "document" fills every row (documents are cut where nothing fits, see cut); "chat" packs whole conversations,
     with loss on what the assistant says, and beside them the documents of those sources whose adapter makes nothing
     else, trained whole. too_long: a conversation above sequence_length is truncated, or dropped; either is counted, and
-    one without anything left to learn is dropped. part, once, repeat, shuffle: as in Mixture. prefetch: make the next
-    batch in a thread while this one is trained.
+    one without anything left to learn is dropped. part, once, repeat, shuffle: as in Mixture. prefetch: batches that a
+    thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read; with 0
+    it does so itself. Neither changes a batch.
 
     The position (`state_dict`) is that of the batch returned last, however far ahead reading is. Batches after
     restoring it are the same to the byte. Without repeat, a mixture by epochs ends: the last batch is filled up with
@@ -86,7 +106,8 @@ class TokenBatches:
         too_long: Literal["truncate", "drop"] = "truncate",
         cut: Literal["keep", "drop"] = "keep",
         buffer_pieces: int = 512,
-        prefetch: bool = False,
+        prefetch: int = 0,
+        tokenising_threads: int = 0,
     ) -> None:
         self._kind = kind
         self._rows, self._length = batch_rows, sequence_length
@@ -109,8 +130,13 @@ class TokenBatches:
         self._packer = Packer(sequence_length, cut=cut, bos_id=bos_id)
         self._exhausted = False
         self._counts = _Counts()
+        self._prefetch = prefetch
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
-        self._ahead: Future[tuple[Batch, _Position] | None] | None = None
+        self._ahead: deque[Future[tuple[Batch, _Position] | None]] = deque()
+        self._num_chunks = tokenising_threads + 1
+        self._tokenisers = ThreadPoolExecutor(tokenising_threads) if tokenising_threads else None
+        self._chunks: deque[_Chunk] = deque()  # drawn, and not yet in the packer
+        self._reading = self._read_so_far()  # behind the last chunk that is in the packer
         self._returned = self._position()
         self._beginning = self.state_dict()
 
@@ -118,30 +144,30 @@ class TokenBatches:
         return self
 
     def __next__(self) -> Batch:
-        made = self._make() if self._ahead is None else self._ahead.result()
-        self._ahead = None
+        made = self._ahead.popleft().result() if self._ahead else self._make()
         if made is None:
             raise StopIteration
         batch, self._returned = made
-        if self._executor is not None:
-            self._ahead = self._executor.submit(self._make)
+        while self._executor is not None and len(self._ahead) < self._prefetch:
+            self._ahead.append(self._executor.submit(self._make))
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch returned last. JSON values; about 6 bytes a buffered token."""
         position = self._returned
         return {
-            "mixture": position.mixture,
+            "mixture": position.reading.mixture,
             "packer": packer_state_to_json(position.packer),
             "counts": dict(vars(position.counts)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch that was returned last when `state_dict` was called."""
-        if self._ahead is not None:
-            self._ahead.result()
-            self._ahead = None
+        wait(self._ahead)
+        self._ahead.clear()
+        self._chunks.clear()
         self._mixture.load_state_dict(state["mixture"])
+        self._reading = self._read_so_far()
         self._packer.restore(packer_state_from_json(state["packer"]))
         self._counts = _Counts(**state["counts"])
         self._exhausted = False
@@ -158,7 +184,7 @@ class TokenBatches:
         counts = dict(vars(position.counts))
         counts["dropped_tokens"] += position.packer.num_dropped_positions
         counts["cut_documents"] = position.packer.num_cut
-        return {**counts, "progress": position.progress, "sources": position.sources}
+        return {**counts, "progress": position.reading.progress, "sources": position.reading.sources}
 
     def count(self) -> int:
         """Batches of this rank from beginning to end, found by packing everything once; the position stays.
@@ -183,9 +209,10 @@ class TokenBatches:
         return make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
 
     def close(self) -> None:
-        """End the prefetching thread."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        """End the threads."""
+        for executor in (self._executor, self._tokenisers):
+            if executor is not None:
+                executor.shutdown(cancel_futures=True)
 
     def _make(self) -> tuple[Batch, _Position] | None:
         rows: list[list[Piece]] = []
@@ -206,12 +233,28 @@ class TokenBatches:
 
     def _refill(self) -> None:
         while len(self._packer) < self._buffer_pieces and not self._exhausted:
-            records = [drawn.record for drawn in islice(self._mixture, _DRAWN_AT_ONCE)]
-            self._exhausted = len(records) < _DRAWN_AT_ONCE
-            self._add(records=len(records))
-            for piece in self._pieces_of(records):
+            while len(self._chunks) < self._num_chunks and not self._is_last(self._chunks):
+                self._chunks.append(self._draw())
+            chunk = self._chunks.popleft()
+            self._exhausted = self._is_last([chunk])
+            self._reading = chunk.reading
+            self._add(records=chunk.num_records)
+            for piece in chunk.pieces():
                 if (fitting := self._fitting(piece)) is not None:
                     self._packer.add(fitting)
+
+    def _draw(self) -> _Chunk:
+        records = [drawn.record for drawn in islice(self._mixture, _DRAWN_AT_ONCE)]
+        tokenise = partial(self._pieces_of, records)
+        pieces = tokenise if self._tokenisers is None else self._tokenisers.submit(tokenise).result
+        return _Chunk(len(records), pieces, self._read_so_far())
+
+    def _is_last(self, chunks: Sequence[_Chunk]) -> bool:
+        return bool(chunks) and chunks[-1].num_records < _DRAWN_AT_ONCE
+
+    def _read_so_far(self) -> _Reading:
+        mixture = self._mixture
+        return _Reading(mixture.state_dict(), mixture.stats(), mixture.progress)
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -230,8 +273,13 @@ class TokenBatches:
         self._counts = replace(self._counts, **{k: getattr(self._counts, k) + n for k, n in amounts.items()})
 
     def _position(self) -> _Position:
-        mixture = self._mixture
-        return _Position(mixture.state_dict(), self._packer.state(), self._counts, mixture.stats(), mixture.progress)
+        return _Position(self._reading, self._packer.state(), self._counts)
+
+
+def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
+    """How many a rank may have beside a GPU: four at most, and two cores stay for training and packing. None on a CPU,
+    where training needs the cores."""
+    return 0 if device == "cpu" else max(0, min(4, cores // ranks - 2))
 
 
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]

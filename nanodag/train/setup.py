@@ -2,8 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,32 @@ import torch
 
 from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
+from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of
-from nanodag.data.config import mixes_by_epochs
+from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.digests import file_sha256
+from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError
+from nanodag.host.processor import usable_cores
 from nanodag.model.architecture import Architecture
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load, save
+from nanodag.own_code.find import required_file
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.batches import TokenBatches
+from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.greedy_samples import Uncompiled, greedy
+from nanodag.train.held_out_rows import HeldOutRows, held_out_rows
 from nanodag.train.loop import TrainPlan
 from nanodag.train.objective import NextToken, Objective
+from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
-from nanodag.train.validation import Validation, ValidationLoss, held_out_batches
+from nanodag.train.validation import Validation, ValidationLoss
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -183,14 +192,17 @@ class _Data:
             "rank": engine.rank,
             "world": engine.world_size,
             "mirror": job.mirror,
+            "tokenising_threads": tokenising_threads(
+                engine.device.type, cores=usable_cores(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            ),
         }
         if self._is_chat:
             self._arguments["too_long"] = config.overlong
 
     def training(self) -> TokenBatches:
-        """Endless: a mixture by epochs begins again, in another order."""
+        """Endless: a mixture by epochs begins again, in another order. The next step's are made while one trains."""
         sources = self._config.data
-        return TokenBatches(sources, repeat=mixes_by_epochs(sources), prefetch=True, **self._arguments)
+        return TokenBatches(sources, repeat=mixes_by_epochs(sources), prefetch=self.micro_batches, **self._arguments)
 
     def batches_in_one_pass(self) -> int:
         """Micro-batches of the rank that has most. Raises ConfigError for a mixture by weights, which has no pass."""
@@ -206,7 +218,7 @@ class _Data:
         """The held-out part, None when the config asks for none: conversations, or documents where there are no others.
         Raises ConfigError when patience has nothing to watch."""
         config = self._config
-        sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out > 0]
+        sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
         if self._is_chat:
             # One mean over both would be that of the documents: they have a label at every token.
             chats = [s for s in sources if kind_of(s.adapter, s.url, "chat") == "conversation"]
@@ -219,14 +231,36 @@ class _Data:
                 )
             log.warning("No source has held_out: this stage is not validated.")
             return None
-        held_out = TokenBatches(sources, part="held_out", once=True, shuffle=False, **self._arguments)
-        per_rank = config.validation_tokens / self._engine.world_size
-        num_batches = max(1, math.ceil(per_rank / (self._rows * config.sequence_length)))
-        batches = held_out_batches(held_out, num_batches=num_batches)
+        pad_id = Encoding(self._tokenizer_path).pad_id
+        batches = self._held_out_rows(sources).batches(
+            rank=self._engine.rank, world=self._engine.world_size, batch_rows=self._rows, pad_id=pad_id
+        )
+        empty = make_batch([], num_rows=self._rows, row_length=config.sequence_length, pad_id=pad_id)
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
         encoding_bytes = torch.from_numpy(Encoding(self._tokenizer_path).token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        return Validation(self._engine, batches, held_out.empty_batch(), token_bytes)
+        return Validation(self._engine, batches, empty, token_bytes)
+
+    def _held_out_rows(self, sources: Sequence[SourceConfig]) -> HeldOutRows:
+        config, mirror = self._config, self._job.mirror
+        num_rows = math.ceil(config.validation_tokens / config.sequence_length)
+        own = {**self._arguments, "rank": 0, "world": 1, "batch_rows": 1, "prefetch": 0}
+
+        def make() -> Iterator[Batch]:
+            batches = TokenBatches(sources, part="held_out", once=True, shuffle=False, **own)
+            yield from islice(batches, num_rows)
+            batches.close()
+
+        adapters = {source.adapter for source in sources if ":" in source.adapter}
+        recipe = {
+            "sources": [[open_source(s.url, mirror).identity(), s.model_dump(exclude={"url"})] for s in sources],
+            "adapters": {name: file_sha256(required_file(name.partition(":")[0], name)) for name in adapters},
+            "tokenizer": file_sha256(self._tokenizer_path / "tokenizer.json"),
+            "code_version": find_kind(config.kind).code_version,
+            "num_rows": num_rows,
+            **{name: own.get(name, "") for name in ("kind", "sequence_length", "too_long")},
+        }
+        return held_out_rows(self._job.held_out, recipe, make)
 
 
 def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:

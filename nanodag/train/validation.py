@@ -3,8 +3,6 @@
 import logging
 import math
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +57,3 @@ class Validation:
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
         bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
         return ValidationLoss(loss=nats_sum / max(labels, 1.0), bits_per_byte=bits_per_byte)
-
-
-def held_out_batches(source: Any, *, num_batches: int) -> list[Batch]:
-    """The first batches of a held-out source, all of it when it has fewer."""
-    return list(islice(source, num_batches))

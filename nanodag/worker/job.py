@@ -33,8 +33,8 @@ class Job:
 
     config: the resolved stage config (a class of nanodag.config.kinds). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
-    stage gets `preset`, `mirror`, `code` (a folder of the user's own modules), `composed` (`sweep`, `nightly` or
-    empty) and `tracking` with `trackers_folder`, a report what nanodag.report lists.
+    stage gets `preset`, `mirror`, `store` (its folder on this machine), `code` (a folder of the user's own modules),
+    `composed` (`sweep`, `nightly` or empty) and `tracking` with `trackers_folder`, a report what nanodag.report lists.
 
     A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
     content (rollouts, samples). metrics.jsonl, worker.log, job.json and what trackers wrote are kept there anyway.
@@ -60,6 +60,11 @@ class Job:
         """The folder that hub sources are read from; None for the hub itself."""
         folder = self.context.get("mirror", "none")
         return None if folder == "none" else Path(folder)
+
+    @property
+    def held_out(self) -> Path:
+        """The folder of packed validation rows, which the stages of a store share; without a store, one of its own."""
+        return Path(self.context.get("store", self.workspace)) / "held_out"
 
     @property
     def checkpoints(self) -> Path:

@@ -2,6 +2,7 @@ import json
 import random
 import time
 from collections import Counter
+from concurrent.futures import wait
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.batches import TokenBatches
+from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.packing import unpack
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
@@ -151,8 +152,9 @@ CASES = {
     "documents dropped": ("document", {"cut": "drop", "sequence_length": 32}),
     "documents repeated, of rank 1": ("document", {"repeat": True, "rank": 1, "world": 2}),
     "chats": ("chat", {}),
-    "chats prefetched": ("chat", {"prefetch": True}),
-    "documents prefetched": ("document", {"prefetch": True}),
+    "chats prefetched": ("chat", {"prefetch": 2}),
+    "documents prefetched": ("document", {"prefetch": 2}),
+    "documents tokenised by three threads": ("document", {"prefetch": 3, "tokenising_threads": 3}),
     "documents beside chats": ("mixed", {}),
 }
 
@@ -162,7 +164,7 @@ def test_batches_go_on_from_any_point_to_the_byte(documents, chats, mixed, token
     kind, options = CASES[case]
     source = {"document": documents, "chat": chats, "mixed": mixed}[kind]
     kind = "document" if kind == "document" else "chat"
-    plain = {**options, "prefetch": False}
+    plain = {**options, "prefetch": 0, "tokenising_threads": 0}
     whole = [flat(batch) for batch in islice(make(source, tokenizer_path, kind, **plain), 40)]
     end = make(source, tokenizer_path, kind, **plain)
     list(islice(end, 40))
@@ -180,18 +182,26 @@ def test_batches_go_on_from_any_point_to_the_byte(documents, chats, mixed, token
         second.close()
 
 
+def test_a_rank_beside_a_gpu_tokenises_with_the_cores_that_training_leaves():
+    found = [
+        tokenising_threads("cuda", cores=cores, ranks=ranks) for cores, ranks in ((208, 8), (40, 8), (16, 8), (3, 1))
+    ]
+    assert found == [4, 3, 0, 1]
+    assert tokenising_threads("cpu", cores=64, ranks=1) == 0
+
+
 def test_prefetching_does_not_move_the_position(documents, tokenizer_path):
-    ahead, plain = make(documents, tokenizer_path, prefetch=True), make(documents, tokenizer_path)
+    ahead, plain = make(documents, tokenizer_path, prefetch=2), make(documents, tokenizer_path)
     for _ in range(3):
         next(ahead), next(plain)
-    ahead._ahead.result()
+    wait(ahead._ahead)
     assert ahead.state_dict() == plain.state_dict()
     assert ahead.stats() == plain.stats()
     ahead.close()
 
 
 def test_a_position_can_be_taken_back(documents, tokenizer_path):
-    batches = make(documents, tokenizer_path, prefetch=True)
+    batches = make(documents, tokenizer_path, prefetch=2)
     next(batches)
     state, expected = batches.state_dict(), flat(next(batches))
     next(batches)
@@ -205,7 +215,7 @@ def test_taking_a_position_back_waits_for_what_the_thread_is_doing(tmp_path, tok
     (tmp_path / "slow_rows.py").write_text(f"import time\ndef rows():\n    {rows}\n")
     monkeypatch.syspath_prepend(tmp_path)
     source = SourceConfig(url="python:slow_rows:rows")
-    batches = make(source, tokenizer_path, prefetch=True, buffer_pieces=8, batch_rows=64)
+    batches = make(source, tokenizer_path, prefetch=2, buffer_pieces=8, batch_rows=64)
     state = batches.state_dict()
     first = [flat(next(batches)) for _ in range(3)]
     batches.load_state_dict(state)
@@ -215,7 +225,7 @@ def test_taking_a_position_back_waits_for_what_the_thread_is_doing(tmp_path, tok
 
 def test_an_error_in_the_thread_reaches_the_loop(tmp_path, tokenizer_path):
     source = write(tmp_path / "bad.jsonl", [{"text": "x y z " * 40} for _ in range(64)] + [{"body": "?"}])
-    batches = make(source, tokenizer_path, prefetch=True, shuffle=False, buffer_pieces=16)
+    batches = make(source, tokenizer_path, prefetch=2, shuffle=False, buffer_pieces=16)
     with pytest.raises(ValueError, match=r"row 64 of .*bad\.jsonl: no column 'text'"):
         list(batches)
     batches.close()

@@ -63,6 +63,7 @@ def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(
     stages.finish(workspace, fresh=True)
     log = (workspace / "worker.log").read_text()
     assert str(state) in log
+    assert log.count("held-out rows into") == 1  # the restart found them
     assert stages.content(workspace / "output") == stages.content(pretrained / "output"), f"killed after step {step}"
     steps = [line["step"] for line in stages.metrics(workspace) if line["event"] == "step"]
     assert steps == list(range(1, 13))

@@ -1,0 +1,127 @@
+"""The packed rows that a stage is validated on: made once, and kept in the store for its ranks, its restarts, and every
+other stage with the same data and tokenizer.
+
+They are the same whatever the number of ranks and the micro-batch: rank r takes the rows r, r + n, r + 2 n ...
+"""
+
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from nanodag.store.atomic import locked, writing
+from nanodag.store.keys import canonical_json
+from nanodag.train.packing import Batch
+
+log = logging.getLogger(__name__)
+
+KEPT_FILES = 8  # those used last
+_WAIT_S = 6 * 3600.0  # for another rank that makes them
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutRows:
+    """N packed rows of T positions, as in Batch. input_ids, labels, document_ids: (N, T) int32. surplus_bytes: (N,)
+    int64."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    document_ids: np.ndarray
+    surplus_bytes: np.ndarray
+
+    def batches(self, *, rank: int, world: int, batch_rows: int, pad_id: int) -> list[Batch]:
+        """This rank's; the last one is filled up with padding."""
+        own = np.arange(rank, len(self.input_ids), world)
+        return [self._batch(own[n : n + batch_rows], batch_rows, pad_id) for n in range(0, len(own), batch_rows)]
+
+    def _batch(self, rows: np.ndarray, batch_rows: int, pad_id: int) -> Batch:
+        def filled(array: np.ndarray, value: int, dtype: type) -> np.ndarray:
+            missing = ((0, batch_rows - len(rows)), (0, 0))
+            return np.pad(array[rows].astype(dtype), missing, constant_values=value)
+
+        documents = filled(self.document_ids, -1, np.int32)
+        return Batch(
+            filled(self.input_ids, pad_id, np.int64),
+            filled(self.labels, -100, np.int64),
+            positions_in(documents),
+            documents,
+            int(self.surplus_bytes[rows].sum()),
+        )
+
+
+def positions_in(document_ids: np.ndarray) -> np.ndarray:
+    """(N, T) int64: the place in its document of each position; padding counts from 0, too."""
+    counting = np.arange(document_ids.shape[1])
+    begins = np.ones(document_ids.shape, dtype=bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
+
+
+def held_out_rows(folder: Path, recipe: Mapping[str, Any], make: Callable[[], Iterator[Batch]]) -> HeldOutRows:
+    """The rows of a recipe: from the folder, else made and put there, by one of the processes that ask for them.
+
+    recipe: all that the rows follow from, JSON values. make: batches of one row each.
+    """
+    digest = hashlib.sha256(canonical_json({"format": _FORMAT, **recipe}).encode()).hexdigest()[:40]
+    path = folder / f"{digest}.safetensors"
+    with locked(folder / f"{digest}.lock", timeout_s=_WAIT_S):
+        rows = _read(path)
+        if rows is None:
+            rows = _stacked(list(make()))
+            _write(path, rows)
+            log.info("Packed %d held-out rows into %s.", len(rows.input_ids), path)
+    return rows
+
+
+def _stacked(batches: list[Batch]) -> HeldOutRows:
+    def joined(name: str) -> np.ndarray:
+        arrays = [getattr(batch, name).astype(np.int32) for batch in batches]
+        return np.concatenate(arrays) if arrays else np.zeros((0, 1), np.int32)
+
+    surplus = np.array([batch.surplus_bytes for batch in batches], dtype=np.int64)
+    return HeldOutRows(joined("input_ids"), joined("labels"), joined("document_ids"), surplus)
+
+
+def _read(path: Path) -> HeldOutRows | None:
+    """None where there is no such file, or a damaged one."""
+    try:
+        with safe_open(str(path), framework="np") as opened:
+            rows = HeldOutRows(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            is_whole = opened.metadata()["sha256"] == _sha256(rows)
+    except FileNotFoundError:
+        return None
+    except SafetensorError as error:
+        log.warning("%s cannot be read (%s) and is made again.", path, error)
+        return None
+    if not is_whole:
+        log.warning("%s differs from its recorded sha256 and is made again.", path)
+        return None
+    os.utime(path)
+    return rows
+
+
+def _write(path: Path, rows: HeldOutRows) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    with writing(f"Keeping the held-out rows {path}"):
+        save_file(vars(rows), temporary, metadata={"sha256": _sha256(rows)})
+        os.replace(temporary, path)
+        by_age = sorted(path.parent.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for old in by_age[KEPT_FILES:]:
+            old.unlink(missing_ok=True)
+            old.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _sha256(rows: HeldOutRows) -> str:
+    digest = hashlib.sha256()
+    for _, array in sorted(vars(rows).items()):
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
