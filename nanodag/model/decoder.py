@@ -253,7 +253,7 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(input_ids)
         if attend is None:
             assert document_ids is not None
-            attend = document_attention(document_ids, x.dtype)
+            attend = document_attention(document_ids, x.dtype, self.architecture.head_dim)
         cos, sin = self._rope(position_ids, x.dtype)
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
