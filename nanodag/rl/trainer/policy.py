@@ -68,7 +68,7 @@ class Policy(nn.Module):
     def forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
         hidden, share = hidden_states(self.decoder, row, self._group)
-        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "logprobs", self.temperature)
+        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "all_logprobs", self.temperature)
         num_tokens = len(row.targets)
         return self._group.whole(logprobs, share, num_tokens), self._group.whole(entropies, share, num_tokens)
 
