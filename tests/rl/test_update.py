@@ -331,12 +331,15 @@ def counted(loss, *, last):
     backward(loss, last=last)
     reads.count = 0
 
-config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, micro_batch_tokens=4)
+values = {"micro_batch_tokens": 16, "max_new_tokens": 8, "sampler": {"context": 16}}
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, **values)
 trainer = Trainer(config, save_tiny_model(Path(sys.argv[1])), device="cpu")
+rollouts = [rollout("a", i, [1, 2], [3 + i] * 8, reward=float(i)) for i in range(6)]
+trainer.train(1, rollouts)  # in its first step ZeRO-3 writes down the order of the layers, for which it reads
 seen, backward = [], trainer.engine.backward
 trainer.engine.backward = counted
 with Reads() as reads:
-    trainer.train(1, [rollout("a", i, [1, 2], [3 + i, 5], reward=float(i)) for i in range(6)])
+    trainer.train(1, rollouts)
 trainer.engine.backward = backward
 print("reads", seen)
 before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}

@@ -91,21 +91,20 @@ class GroupLayout:
 
 def layout_of(row: MicroBatch) -> GroupLayout:
     """The layout of one micro-batch, on the CPU."""
-    prompts, responses = torch.from_numpy(row.prompts), torch.from_numpy(row.responses)
-    prompt_places, prompt_real = _padded(prompts[:, 0], prompts[:, 1])
-    response_places, response_real = _padded(responses[:, 0], responses[:, 1])
-    places_back = torch.empty(row.num_tokens, dtype=torch.int64)
-    places_back[prompt_places[prompt_real]] = prompt_real.flatten().nonzero().squeeze(1)
-    places_back[response_places[response_real]] = prompt_real.numel() + response_real.flatten().nonzero().squeeze(1)
-    return GroupLayout(prompt_places, response_places, prompt_real, response_real, responses[:, 2], places_back)
+    prompt_places, prompt_real = _padded(row.prompts[:, 0], row.prompts[:, 1])
+    response_places, response_real = _padded(row.responses[:, 0], row.responses[:, 1])
+    places_back = np.empty(row.num_tokens, np.int64)
+    places_back[prompt_places[prompt_real]] = np.flatnonzero(prompt_real)
+    places_back[response_places[response_real]] = prompt_real.size + np.flatnonzero(response_real)
+    arrays = (prompt_places, response_places, prompt_real, response_real, row.responses[:, 2], places_back)
+    return GroupLayout(*map(torch.from_numpy, arrays))
 
 
-def _padded(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Places start, start + 1, ... of each, padded to the longest: (count, longest) int64, and which are real."""
-    longest = max(int(lengths.max()), 1)
-    offsets = torch.arange(longest).expand(len(starts), -1)
-    valid = offsets < lengths[:, None]
-    return torch.where(valid, starts[:, None] + offsets, 0), valid
+    offsets = np.arange(max(int(lengths.max()), 1))[None]
+    is_real = offsets < lengths[:, None]
+    return np.where(is_real, starts[:, None] + offsets, 0), is_real
 
 
 def _kept(row: MicroBatch, device: torch.device) -> Flat:
