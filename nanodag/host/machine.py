@@ -49,6 +49,7 @@ GPUS = (
     Gpu(name="A100-40GB", memory=39 * GIB, capability=8.0, peak=312e12, bandwidth=1555e9),
     Gpu(name="A100", memory=79 * GIB, capability=8.0, peak=312e12, bandwidth=2039e9),
     Gpu(name="L40S", memory=44 * GIB, capability=8.9, peak=362e12, bandwidth=864e9),
+    Gpu(name="A10G", memory=22 * GIB, capability=8.6, peak=70e12, bandwidth=600e9),
     Gpu(name="A10", memory=22 * GIB, capability=8.6, peak=125e12, bandwidth=600e9),
     Gpu(name="4090", memory=23 * GIB, capability=8.9, peak=165e12, bandwidth=1008e9),
     Gpu(name="3090", memory=23 * GIB, capability=8.6, peak=71e12, bandwidth=936e9),
@@ -214,15 +215,17 @@ def _gpus() -> tuple[Gpu | None, int]:
         if visible is not None:
             names = [name.strip() for name in visible.split(",") if name.strip()]
             rows = [row for row in rows if row[0] in names or any(row[1].startswith(n) for n in names if n[:1] == "G")]
-        gpus = [_detected(row[2], int(row[3]) << 20, float(row[4])) for row in rows]
+        gpus = [gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4])) for row in rows]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None, 0
     return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
 
 
-def _detected(name: str, memory: int, capability: float) -> Gpu:
+def gpu_of_cuda(name: str, memory: int, capability: float) -> Gpu:
+    """The GPU that CUDA describes so: the one of GPUS whose name's parts are all in it (`A100-40GB` in
+    `A100-SXM4-40GB`) and whose memory is like it, which a laptop's is not; else one without peak and bandwidth."""
     for gpu in GPUS:
-        if gpu.name in name and abs(gpu.memory - memory) < 0.1 * memory:
+        if all(part in name for part in re.split("[- ]", gpu.name)) and abs(gpu.memory - memory) < 0.1 * memory:
             return gpu
     return Gpu(name=re.sub(r"[^A-Za-z0-9 .-]", "", name), memory=_rounded(memory), capability=capability)
 

@@ -3,13 +3,15 @@
 Letters: B rows, T tokens a row, H query heads, G key-value heads (each serves H / G query heads), D head width.
 
 An `Attend` is made once a batch and used by every layer. Which one, by what the machine does well:
-- CUDA in bfloat16: flash attention over variable lengths, the row boundaries being just more document boundaries;
+- CUDA where `flash_takes` it: flash attention over variable lengths, row boundaries being just more boundaries;
 - CPU in bfloat16, short rows: flash attention forward in bfloat16, backward in float32. PyTorch's backward in bfloat16
   takes 3 times as long at 128 tokens, 1.6 times at 256 (heads 32 wide), and is less exact; at 1,024 it is faster;
 - elsewhere: scaled_dot_product_attention under a mask.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, T, H, D), key and value (B, T, G, D) -> (B, T, H, D), dtype of the query."""
 
 
-def document_attention(document_ids: Tensor, dtype: torch.dtype) -> Attend:
+def document_attention(document_ids: Tensor, dtype: torch.dtype, head_dim: int) -> Attend:
     """The Attend of a packed batch. document_ids: (B, T) integers, one number a document within a row; padding -1."""
-    if document_ids.device.type == "cuda" and dtype == torch.bfloat16:
+    if flash_takes(document_ids.device, dtype, head_dim):
         return _variable_length(document_ids)
     if document_ids.device.type == "cpu" and dtype == torch.bfloat16 and document_ids.shape[1] <= SHORT_ROW:
         return _wide_backward(visible(document_ids))
@@ -86,29 +88,64 @@ class _WideBackward(torch.autograd.Function):
         return *(g.to(query.dtype) for g in gradients), None
 
 
-def _variable_length(document_ids: Tensor) -> Attend:
+def flash_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `attend_within` can be had."""
+    return device.type == "cuda" and is_for_flash(torch.cuda.get_device_capability(device), dtype, head_dim)
+
+
+def is_for_flash(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether PyTorch's flash attention has a kernel: from Ampere on, in 16 bits, for heads of 8, 16, ... 256."""
+    return capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Of S sequences that lie one after the other, none empty. queries, keys: (S + 1,) int32, where each begins, and
+    the end. longest_query, longest_key: tokens."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Boundaries) -> Tensor:
+    """Causal attention in each sequence: query (T, H, D), key and value (U, G, D) -> (T, H, D).
+
+    Where a sequence has more keys than queries, its last query sees all of them, the one before all but the last.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 takes fewer key-value heads without being told, and knows no such option.
+    knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if knows else {}
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        bounds.queries,
+        bounds.keys,
+        bounds.longest_query,
+        bounds.longest_key,
+        window_size=(-1, 0),
+        **options,
+    )
+    assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
+    return out
+
+
+def _variable_length(document_ids: Tensor) -> Attend:
     rows, length = document_ids.shape
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    bounds = torch.cat([starts.flatten().nonzero().squeeze(1), starts.new_tensor([starts.numel()], dtype=torch.int64)])
-    longest = int(bounds.diff().max())
-    bounds = bounds.to(torch.int32)
+    begins = starts.flatten().nonzero().squeeze(1)
+    where = torch.cat([begins, begins.new_tensor([starts.numel()])]).to(torch.int32)
+    longest = int(where.diff().max())
+    bounds = Boundaries(where, where, longest, longest)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = varlen_attn(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            bounds,
-            bounds,
-            longest,
-            longest,
-            window_size=(-1, 0),
-            enable_gqa=query.shape[2] != key.shape[2],
+        return attend_within(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), bounds).unflatten(
+            0, (rows, length)
         )
-        assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
-        return out.unflatten(0, (rows, length))
 
     return attend

@@ -24,7 +24,7 @@ from nanodag.model.head import cross_entropy_sum, selected_logprobs
 from nanodag.model.rope import rope_frequencies
 
 IGNORED = -100
-Want = Literal["loss", "logprobs", "logits", "hidden"]
+Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +187,8 @@ class Head(nn.Module):
         flat, wanted = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
             return cross_entropy_sum(flat, self.weight, wanted)
+        if want == "all_logprobs":
+            return selected_logprobs(flat, self.weight, wanted, temperature=temperature, with_entropy=True)
         chosen = (wanted != IGNORED).nonzero().squeeze(1)
         return selected_logprobs(
             flat.index_select(0, chosen), self.weight, wanted[chosen], temperature=temperature, with_entropy=True
@@ -247,13 +249,14 @@ class Decoder(nn.Module):
         attend: instead of document_ids, any attention.
 
         Returns by want: `loss`, the float32 sum of -log p(target); `logprobs`, log p(target) at the temperature and the
-        entropy, two (N,) float32 over the places with a target, row by row; `logits`, (B, T, V); `hidden`, (B, T, W),
+        entropy, two (N,) float32 over the places with a target, row by row; `all_logprobs`, the same where every place
+        has one, without looking, for which a GPU must be waited for; `logits`, (B, T, V); `hidden`, (B, T, W),
         what the head is given.
         """
         x = self.model.embed_tokens(input_ids)
         if attend is None:
             assert document_ids is not None
-            attend = document_attention(document_ids, x.dtype)
+            attend = document_attention(document_ids, x.dtype, self.architecture.head_dim)
         cos, sin = self._rope(position_ids, x.dtype)
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():

@@ -74,6 +74,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block_bytes: int, entropy: bool
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # to tell what no loss looks at from zeros is to wait for the device
         num_tokens = hidden.shape[0]
         logsumexp = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         selected = torch.empty_like(logsumexp)
@@ -93,9 +94,9 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, logsumexp, entropies, kept = ctx.saved_tensors
-        entropy_counts = ctx.entropy and bool(d_entropies.any())
+        d_logprobs = torch.zeros_like(logsumexp) if d_logprobs is None else d_logprobs
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
@@ -104,7 +105,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             for chunk in _chunks(block, weight):
                 scores = _scores(logits, block, chunk, ctx.temperature)
                 d_scores = scores.sub_(logsumexp[chunk, None])  # log-probabilities of every token
-                if entropy_counts:
+                if ctx.entropy and d_entropies is not None:
                     probabilities = d_scores.exp()
                     # dH/ds_j = -p_j (log p_j + H)
                     d_scores = d_scores.add_(entropies[chunk, None]).mul_(-d_entropies[chunk, None])

@@ -47,19 +47,22 @@ def start_ranks(device: str) -> torch.device:
     A second call changes nothing.
     """
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    here = torch.device(device, local) if device == "cuda" else torch.device(device)
     if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
+        options: dict[str, Any] = {"backend": "gloo"}
+        if device == "cuda":
+            # Before NCCL starts, and named to it: else every rank's first collective takes memory on GPU 0, or guesses
+            # its GPU from its rank, which is wrong on a second node.
+            torch.cuda.set_device(here)
+            options = {"backend": "nccl", "device_id": here}
         if "RANK" in os.environ:
-            dist.init_process_group(backend, store=_store(), rank=int(os.environ["RANK"]), world_size=_world_size())
+            dist.init_process_group(store=_store(), rank=int(os.environ["RANK"]), world_size=_world_size(), **options)
         else:
             # No port is opened: two workers on one machine cannot collide.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    if device == "cuda":
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
-    return torch.device("cpu")
+    return here
 
 
 def _world_size() -> int:

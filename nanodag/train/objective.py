@@ -29,17 +29,20 @@ class DeviceBatch:
     num_labels: int
 
 
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on a device; on the CPU the array itself. The copy to a GPU goes on while the host does: it is
+    made from pinned memory, for from any other CUDA copies before the call returns."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Move a batch of arrays to a device."""
-
-    def moved(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return DeviceBatch(
-        input_ids=moved(batch.input_ids),
-        labels=moved(batch.labels),
-        position_ids=moved(batch.position_ids),
-        document_ids=moved(batch.document_ids),
+        input_ids=on_device(batch.input_ids, device),
+        labels=on_device(batch.labels, device),
+        position_ids=on_device(batch.position_ids, device),
+        document_ids=on_device(batch.document_ids, device),
         num_labels=batch.num_labels,
     )
 

@@ -1,44 +1,75 @@
 """The highest matmul speed of a device, which model FLOPs utilisation is a share of."""
 
+import math
 import time
+from collections.abc import Callable
 
 import torch
 
-# Dense bfloat16 peaks by the name that CUDA gives, from NVIDIA's data sheets.
-GPU_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "4090": 165e12,
-}
-SIZE = 768
+from nanodag.host.machine import FAST_BF16_CAPABILITY, gpu_of_cuda
+
+CPU_SIZE = 768
 BUDGET_S = 0.4
+LARGEST_GPU_SIZE, SMALLEST_GPU_SIZE = 8192, 1024
+MEMORY_SHARE = 1 / 8  # of what is free on a GPU
+LOT_S = 0.05  # of products between two waits for a GPU: a wait, some 10 us, is nothing beside it
+LARGEST_LOT = 1000
 
 
 def matmul_peak(device: str) -> float:
-    """FLOPs a second of one rank's device in the precision that it multiplies fastest: from the table for a known GPU,
-    else the best of a few square matmuls in float32 and in bfloat16, measured in under a second."""
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-        for part, peak in GPU_PEAKS.items():
-            if part in name:
-                return peak
-    return max(_measured(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    """FLOPs a second of one rank's device in the precision that it multiplies fastest: from a data sheet for a known
+    GPU, else the best of square matmuls in float32 and in bfloat16, measured in under a second each."""
+    if device != "cuda":
+        return max(_measured_on_cpu(dtype) for dtype in (torch.float32, torch.bfloat16))
+    of = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = float(f"{of.major}.{of.minor}")
+    known = known_peak(of.name, of.total_memory, capability)
+    return known or max(_measured_on_gpu(dtype) for dtype in precisions_of(capability))
 
 
-def _measured(device: str, dtype: torch.dtype) -> float:
-    a = torch.randn(SIZE, SIZE, device=device).to(dtype)
-    b = torch.randn(SIZE, SIZE, device=device).to(dtype)
-    seconds = _cpu_seconds if device == "cpu" else _device_seconds
-    best = float("inf")
+def known_peak(name: str, memory: int, capability: float) -> float:
+    """A GPU's bfloat16 peak by its data sheet, as CUDA describes it; 0 for one that is not known, or that multiplies
+    bfloat16 slowly: its tensor cores are for float16, in which nothing is trained."""
+    return gpu_of_cuda(name, memory, capability).peak if capability >= FAST_BF16_CAPABILITY else 0.0
+
+
+def precisions_of(capability: float) -> tuple[torch.dtype, ...]:
+    """In which a GPU is measured. Before Ampere cuBLAS refuses bfloat16, or emulates it."""
+    return (torch.float32, torch.bfloat16) if capability >= FAST_BF16_CAPABILITY else (torch.float32,)
+
+
+def gpu_size(free_bytes: int, itemsize: int) -> int:
+    """Rows of the square matrices for a GPU: as large as an eighth of its free memory takes three of, for small ones
+    do not fill it."""
+    rows = math.isqrt(int(free_bytes * MEMORY_SHARE) // (3 * itemsize))
+    return max(SMALLEST_GPU_SIZE, min(LARGEST_GPU_SIZE, 1 << (max(rows, 1).bit_length() - 1)))
+
+
+def lot_of(seconds: float) -> int:
+    """Products between two waits, of which one alone takes `seconds`."""
+    return max(1, min(LARGEST_LOT, math.ceil(LOT_S / max(seconds, 1e-9))))
+
+
+def _measured_on_cpu(dtype: torch.dtype) -> float:
+    a, b = (torch.randn(CPU_SIZE, CPU_SIZE).to(dtype) for _ in range(2))
+    return 2 * CPU_SIZE**3 / _least(lambda: _cpu_seconds(a, b))
+
+
+def _measured_on_gpu(dtype: torch.dtype) -> float:
+    size = gpu_size(torch.cuda.mem_get_info()[0], dtype.itemsize)
+    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    _gpu_seconds(a, b, out, 1)  # cuBLAS chooses and loads its kernel
+    lot = lot_of(_gpu_seconds(a, b, out, 1))
+    return 2 * size**3 * lot / _least(lambda: _gpu_seconds(a, b, out, lot))
+
+
+def _least(seconds: Callable[[], float]) -> float:
+    best = math.inf
     deadline = time.perf_counter() + BUDGET_S
-    while time.perf_counter() < deadline:
-        best = min(best, seconds(a, b))
-    return 2 * SIZE**3 / best
+    while time.perf_counter() < deadline or best == math.inf:
+        best = min(best, seconds())
+    return best
 
 
 def _cpu_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -48,8 +79,10 @@ def _cpu_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     return max(time.process_time() - began, 1e-9) / torch.get_num_threads()
 
 
-def _device_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+def _gpu_seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, lot: int) -> float:
+    torch.cuda.synchronize()
     began = time.perf_counter()
-    a @ b
+    for _ in range(lot):
+        torch.mm(a, b, out=out)
     torch.cuda.synchronize()
     return time.perf_counter() - began

@@ -40,7 +40,9 @@ class Validation:
     def score(self) -> ValidationLoss:
         """The score of the current weights."""
         engine = self._engine
-        totals = torch.zeros(4, dtype=torch.float64)  # nats, labels, nats of labels with bytes, bytes
+        totals = torch.zeros(
+            4, dtype=torch.float64, device=engine.device
+        )  # nats, labels, nats of labels with bytes, bytes
         for batch in self._batches:
             moved = to_device(batch, engine.device)
             logprobs, _ = engine(moved.input_ids, moved.position_ids, moved.document_ids, moved.labels, want="logprobs")
@@ -53,7 +55,7 @@ class Validation:
                     nats[num_bytes > 0].sum(),
                     num_bytes.sum().double() - batch.surplus_bytes,
                 ]
-            ).cpu()
+            )
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
         bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
         return ValidationLoss(loss=nats_sum / max(labels, 1.0), bits_per_byte=bits_per_byte)

@@ -34,7 +34,7 @@ def test_output_and_gradients_equal_the_formula(dtype, atol, num_kv_heads):
     shapes = ((2, 6, 2, 8), (2, 6, num_kv_heads, 8), (2, 6, num_kv_heads, 8))
     tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    out, wanted = document_attention(DOCUMENTS, dtype)(*tensors), by_hand(*exact)
+    out, wanted = document_attention(DOCUMENTS, dtype, 8)(*tensors), by_hand(*exact)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=atol)
     mix = torch.randn(out.shape)

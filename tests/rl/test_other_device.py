@@ -29,11 +29,13 @@ BATCH = pack(RAGGED, budget_tokens=100)[0][0]
 TOTALS = Totals(num_tokens=15, num_sequences=6, max_tokens=8)
 
 
-def same_on_both(work):
-    """What `work(device)` returns, tensors and numbers, is the same on both devices, and was computed there."""
+def same_on_both(work, *, reads=True):
+    """What `work(device)` returns, tensors and numbers, is the same on both devices, and was computed there; without
+    reads, nothing of it was asked for on the host meanwhile."""
     here = work(CPU)
-    with OtherDevice():
+    with OtherDevice() as other:
         there = work(torch.device(NAME))
+    assert reads or not other.reads
     for one, other in zip(here, there, strict=True):
         if isinstance(one, Tensor):
             assert other.device.type == NAME
@@ -55,7 +57,18 @@ def test_a_packed_row_is_scored_and_valued_the_same(tmp_path):
                 for found in (found if outputs == 2 else [found])
             ]
 
-    same_on_both(work)
+    same_on_both(work, reads=False)
+
+
+def test_gradients_are_the_same_and_a_backward_pass_reads_nothing_either(tmp_path):
+    policy = load_policy(save_tiny_model(tmp_path), temperature=0.7)
+
+    def work(device):
+        weights = {name: p.detach().to(device).requires_grad_() for name, p in policy.named_parameters()}
+        logprobs, _ = functional_call(policy, weights, (to_row(BATCH, device),))
+        return [gradient.flatten() for gradient in torch.autograd.grad(logprobs.sum(), list(weights.values()))]
+
+    same_on_both(work, reads=False)
 
 
 def scored_row(device, **changes):
@@ -85,7 +98,7 @@ def test_every_loss_is_the_same(field, name):
         loss, sums = PolicyObjective(config)(scored_row(device), TOTALS)
         return [loss, *sums.summed.values(), *sums.largest.values()]
 
-    same_on_both(work)
+    same_on_both(work, reads=False)
 
 
 def test_what_goes_into_advantages_is_the_same():

@@ -43,7 +43,7 @@ def loss_of(reference=None, sampler=ROW.sampler_logprobs, **config) -> tuple[flo
     )
     loss, sums = PolicyObjective(RLStage.of(kind="rl", data=["file:x"], **config))(scored, TOTALS)
     (gradient,) = torch.autograd.grad(loss, trainer)
-    return loss.item(), gradient, trainer_metrics([sums], num_updates=1)
+    return loss.item(), gradient, trainer_metrics([sums.read()], num_updates=1)
 
 
 def test_token_mean_on_policy():
@@ -313,15 +313,35 @@ DIVERGING = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
+from torch.utils._python_dispatch import TorchDispatchMode
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
-config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3,
-                    micro_batch_tokens=4096)
+class Reads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in str(function)
+        return function(*args, **(kwargs or {}))
+
+def counted(loss, *, last):
+    seen.append(reads.count)
+    backward(loss, last=last)
+    reads.count = 0
+
+values = {"micro_batch_tokens": 16, "max_new_tokens": 8, "sampler": {"context": 16}}
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3, **values)
 trainer = Trainer(config, save_tiny_model(Path(sys.argv[1])), device="cpu")
-trainer.train(1, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
+rollouts = [rollout("a", i, [1, 2], [3 + i] * 8, reward=float(i)) for i in range(6)]
+trainer.train(1, rollouts)  # in its first step ZeRO-3 writes down the order of the layers, for which it reads
+seen, backward = [], trainer.engine.backward
+trainer.engine.backward = counted
+with Reads() as reads:
+    trainer.train(1, rollouts)
+trainer.engine.backward = backward
+print("reads", seen)
 before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
 try:
     trainer.train(2, [rollout("a", i, [1, 2], [3 + i], reward=float("inf") if i else 0.0) for i in range(3)])
@@ -333,9 +353,11 @@ print(all((tensor == before[name]).all() for name, tensor in trainer.engine.weig
 
 def test_a_gradient_that_is_not_finite_stops_with_step_and_last_losses_and_changes_no_weight(tmp_path):
     done = run_script(DIVERGING, tmp_path)
-    message, unchanged = done.stdout.splitlines()[-2:]
+    reads, message, unchanged = done.stdout.splitlines()[-3:]
     assert "not finite" in message and "RL step 2, this rank's last losses [" in message and "nan]" in message
     assert unchanged == "True"
+    # Nothing of a micro-batch was read from the device before its backward pass.
+    assert reads == "reads [0, 0, 0]"
 
 
 SKIPPING = """

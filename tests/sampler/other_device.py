@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 NAME = "lazy"  # of a device that this torch knows by name and was not built for
+READING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")  # for whose result one must wait
 CROSSING = ("_to_copy", "copy_", "copy", "index", "index_put_", "index_put")
 
 
@@ -63,8 +64,22 @@ def call_on_device(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(outside, found)
 
 
+def is_read(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation needs to know on the host what is on the device: a GPU would be waited for."""
+    name = function._schema.name.removeprefix("aten::")
+    tensors = [value for value in tree_flatten(args)[0] if isinstance(value, Elsewhere)]
+    if name in ("index", "index_put", "index_put_"):
+        return any(tensor.dtype == torch.bool for tensor in tensors if tensor is not args[0])
+    is_back = name == "_to_copy" and str(kwargs.get("device", "")).startswith("cpu")
+    return bool(tensors) and (name in READING or is_back or (name == "copy_" and not isinstance(args[0], Elsewhere)))
+
+
 class OtherDevice(TorchDispatchMode):
-    """Inside, tensors can be made on that device, too."""
+    """Inside, tensors can be made on that device, too. reads: what the host asked of it so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
 
     def __enter__(self) -> "OtherDevice":
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes them here and then moves them
@@ -75,4 +90,6 @@ class OtherDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(False)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_read(function, args, kwargs or {}):
+            self.reads.append(function._schema.name)
         return call_on_device(function, args, kwargs or {})

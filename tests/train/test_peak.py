@@ -2,14 +2,17 @@
 
 import time
 
+import pytest
 import torch
 
 from nanodag.train import peak
 
+GIB = 1 << 30
+
 
 def test_the_peak_is_that_of_the_faster_precision(monkeypatch):
     speeds = {torch.float32: 60e9, torch.bfloat16: 5e9}
-    monkeypatch.setattr(peak, "_measured", lambda device, dtype: speeds[dtype])
+    monkeypatch.setattr(peak, "_measured_on_cpu", speeds.get)
     assert peak.matmul_peak("cpu") == 60e9
     speeds[torch.bfloat16] = 400e9
     assert peak.matmul_peak("cpu") == 400e9
@@ -24,3 +27,48 @@ class Interrupted:
 
 def test_time_in_which_other_processes_run_does_not_lower_the_peak_of_a_cpu():
     assert peak._cpu_seconds(Interrupted(), Interrupted()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "capability", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, 9.0, 989),
+        ("NVIDIA H100 PCIe", 79.1, 9.0, 756),
+        ("NVIDIA H200", 139.7, 9.0, 989),
+        ("NVIDIA A100-SXM4-40GB", 39.4, 8.0, 312),
+        ("NVIDIA A10G", 22.0, 8.6, 70),
+        ("NVIDIA GeForce RTX 4090", 23.5, 8.9, 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, 8.9, 0),  # half as fast as its namesake
+        ("NVIDIA RTX A6000", 47.4, 8.6, 0),
+        ("Tesla T4", 14.6, 7.5, 0),  # its 65e12 are of float16
+    ],
+)
+def test_a_known_gpu_has_the_bfloat16_peak_of_its_data_sheet(name, memory, capability, tera):
+    assert peak.known_peak(name, int(memory * GIB), capability) == tera * 1e12
+
+
+def test_an_unknown_gpu_is_measured_on_large_matrices_that_an_eighth_of_its_memory_takes():
+    assert peak.gpu_size(70 * GIB, 2) == peak.gpu_size(70 * GIB, 4) == 8192
+    assert peak.gpu_size(2 * GIB, 4) == 4096  # 3 x 64 MiB of 256
+    assert peak.gpu_size(1 << 20, 4) == 1024
+    assert peak.precisions_of(7.5) == (torch.float32,) and torch.bfloat16 in peak.precisions_of(8.6)
+
+
+def test_products_between_two_waits_take_a_twentieth_of_a_second():
+    assert [peak.lot_of(seconds) for seconds in (1.0, 0.02, 1.1e-3, 1e-7)] == [1, 3, 46, 1000]
+
+
+def test_the_peak_of_an_unknown_gpu_is_that_of_its_fastest_lot(monkeypatch):
+    """A GPU on which a wait takes 1 ms and a product of 4,096 rows 1 ms; one at a time would halve its peak."""
+    lots = []
+
+    def seconds(a, b, out, lot):
+        lots.append(lot)
+        return 1e-3 + 1e-3 * lot
+
+    monkeypatch.setattr(peak, "_gpu_seconds", seconds)
+    monkeypatch.setattr(peak, "BUDGET_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(shape, device="meta"))
+    found = peak._measured_on_gpu(torch.bfloat16)
+    assert lots == [1, 1, 25] and found == pytest.approx(2 * 4096**3 / (26e-3 / 25))

@@ -12,14 +12,14 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
 from nanodag.rl.advantages.process import process_grpo, step_rewards
-from nanodag.rl.rollouts.metrics import Sums
 from nanodag.rl.rollouts.rollout import Rollout, groups_of
 from nanodag.rl.trainer.critic import Critic
+from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow, check_beside
 from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import PolicyObjective, Scored
+from nanodag.rl.trainer.update import PolicyObjective, Scored, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
 
 ByRow = list[list[Tensor]]
@@ -95,7 +95,7 @@ class Credit:
             return [[self._group.of_first(row_logprobs) for row_logprobs in part] for part in logprobs]
         return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]
 
-    def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, Sums]:
+    def distilled(self, scored: Scored, teacher_logprobs: Tensor) -> tuple[Scored, DeviceSums]:
         """A row with the teacher's share in its advantages. teacher_logprobs: (N,)."""
         advantages, reverse_kl = distilled(
             scored.advantages,
@@ -103,7 +103,7 @@ class Credit:
             teacher_logprobs,
             coefficient=self._config.algorithm.teacher.coefficient,
         )
-        share = Sums({"teacher_kl": float(reverse_kl[scored.row.mask].double().sum())}, {})
+        share = DeviceSums({"teacher_kl": sum_where(scored.row.mask, reverse_kl)})
         return replace(scored, advantages=advantages), share
 
     def _by_group(
@@ -173,9 +173,9 @@ class Credit:
     def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
         """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
         the same rewards."""
-        kl_by_rollout = torch.zeros(size, dtype=torch.float64)
+        kl_by_rollout = torch.zeros(size, dtype=torch.float64, device=self._engine.device)
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
-            kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size).cpu()
+            kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size)
         summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
 

@@ -19,7 +19,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
 from nanodag.rl.advantages.gae import gae
 from nanodag.rl.losses.value_loss import value_loss
-from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow, engine_of, hidden_states
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
 
@@ -96,7 +96,7 @@ class Critic:
         def summed(*numbers: float) -> list[float]:
             return self.engine.summed(*self._group.counted(*numbers))
 
-        report = asdict(sums if self._group.is_first else Sums({}, {}))
+        report = asdict((sums if self._group.is_first else DeviceSums()).read())
         return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
 
     @torch.no_grad()
@@ -110,13 +110,13 @@ class Critic:
         values: Sequence[Sequence[Tensor]],
         returns: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
-    ) -> tuple[Sums, float]:
+    ) -> tuple[DeviceSums, float]:
         """As many passes over the step as the config says, an update for each part. Returns sums for
         metrics.critic_metrics and the largest gradient norm.
 
         Raises TrainingDiverged when a gradient is not finite.
         """
-        sums, largest = Sums({}, {}), 0.0
+        sums, largest = DeviceSums(), 0.0
         for part, old, wanted in zip(rows, values, returns, strict=True):
             for place, row in enumerate(part):
                 sums.add(_quality(row, old[place].double(), wanted[place]))
@@ -128,7 +128,7 @@ class Critic:
                         predictions, values[number][place], returns[number][place].float(), clip=self._own.value_clip
                     )
                     loss = torch.where(row.mask, losses, 0.0).sum() / max(num_tokens[number], 1)
-                    sums.add(Sums({"value_loss": float(loss.detach()), "clipped": float(clipped[row.mask].sum())}, {}))
+                    sums.add(DeviceSums({"value_loss": loss.detach(), "clipped": (clipped & row.mask).sum()}))
                     self.engine.backward(loss, last=place == len(part) - 1)
                 if math.isfinite(norm := self._update(step)):  # else it was skipped
                     largest = max(largest, norm)
@@ -170,9 +170,9 @@ def whitened(
     return [[((tensor - mean) * scale).float() for tensor in tensors] for tensors in advantages]
 
 
-def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> Sums:
+def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> DeviceSums:
     """Sums over the trained tokens of a row: how well values of before the step say the returns."""
-    values, returns = values[row.mask], returns[row.mask]
+    values, returns = (torch.where(row.mask, tensor, 0.0) for tensor in (values, returns))
     errors = returns - values
     sums = {
         "tokens": row.mask.sum(),
@@ -182,4 +182,4 @@ def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> Sums:
         "error": errors.sum(),
         "error_squared": errors.square().sum(),
     }
-    return Sums({name: float(value) for name, value in sums.items()}, {})
+    return DeviceSums(sums)

@@ -16,16 +16,17 @@ from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
 from nanodag.model.headers import faults_of_config
-from nanodag.rl.trainer.group_attention import GroupLayout, group_attention, layout_of
+from nanodag.rl.trainer.group_attention import group_attention
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.objective import on_device
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """A micro-batch on the device. Shapes as in MicroBatch; layout: for the attention."""
+    """A micro-batch on the device, 45 bytes a token. Shapes as in MicroBatch; host: the same where it came from."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -35,20 +36,19 @@ class DeviceRow:
     sampler_logprobs: Tensor
     sequence_ids: Tensor
     rollouts: Tensor
-    layout: GroupLayout
+    host: MicroBatch
 
 
 def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
-    """Move a micro-batch to the device and lay out its attention."""
-    names = [name for name in DeviceRow.__slots__ if name != "layout"]
-    tensors = {name: torch.from_numpy(getattr(batch, name)).to(device) for name in names}
-    return DeviceRow(layout=layout_of(batch, device), **tensors)
+    """Move a micro-batch to the device."""
+    names = [name for name in DeviceRow.__slots__ if name != "host"]
+    return DeviceRow(host=batch, **{name: on_device(getattr(batch, name), device) for name in names})
 
 
 def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
-    attend = group.attention(group_attention(row.layout), len(row.token_ids))
+    attend = group.attention(group_attention(row.host), len(row.token_ids))
     hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden")
     # A prompt's last token predicts the first token of each of its responses, so places repeat.
     return hidden.index_select(1, share.predictors), share
@@ -68,7 +68,7 @@ class Policy(nn.Module):
     def forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
         hidden, share = hidden_states(self.decoder, row, self._group)
-        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "logprobs", self.temperature)
+        logprobs, entropies = self.decoder.lm_head(hidden, share.targets, "all_logprobs", self.temperature)
         num_tokens = len(row.targets)
         return self._group.whole(logprobs, share, num_tokens), self._group.whole(entropies, share, num_tokens)
 

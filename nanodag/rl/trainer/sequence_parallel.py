@@ -62,6 +62,9 @@ class SequenceGroup:
 
     def share_of(self, token_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor) -> Share:
         """This rank's part of a row. token_ids, position_ids: (T,); predictors, targets: (N,)."""
+        if self.size == 1:  # nothing is looked for, so a GPU need not be waited for
+            every = torch.arange(len(targets), device=targets.device)
+            return Share(token_ids[None], position_ids[None], every, predictors, targets[None])
         size = -(-len(token_ids) // self.size)
         start = self.place * size
         places = ((predictors >= start) & (predictors < start + size)).nonzero().squeeze(1)

@@ -33,10 +33,10 @@ from nanodag.errors import TrainingDiverged
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.rollouts.metrics import Sums
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.credit import Credit, num_trained
+from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.policy import DeviceRow, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
@@ -98,7 +98,7 @@ class Trainer:
             timeout_s=config.weights.sync_timeout_s,
         )
         self._peak_flops = matmul_peak(device)
-        self._last_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
         self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
 
     def train(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -118,10 +118,10 @@ class Trainer:
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.is_policy_trained(step)
-        total, norms, skipped_before = Sums({}, {}), [], self.engine.num_skipped
+        total, norms, skipped_before = DeviceSums(), [], self.engine.num_skipped
         self.last_scores = [(part, []) for part in parts]
         for number in passes:
-            part, sums, totals = rows[number], Sums({}, {}), self._totals(parts[number])
+            part, sums, totals = rows[number], DeviceSums(), self._totals(parts[number])
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
                     logprobs, entropies = self.engine(row)
@@ -147,9 +147,9 @@ class Trainer:
             total.add(sums)
         self._refresh_reference(self.num_updates - len(norms))
         if not self._group.is_first:  # another rank counts the same rows
-            total, rows, self.last_scores = Sums({}, {}), [], []
+            total, rows, self.last_scores = DeviceSums(), [], []
         return reply | {
-            "sums": asdict(total),
+            "sums": asdict(total.read()),
             "num_parts": num_parts,
             "num_passes": len(passes),
             "num_updates": len(norms),
@@ -218,15 +218,16 @@ class Trainer:
             return self.engine.weights()
         return merged(self.engine.weights(), scale=self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank)
 
-    def _update(self, step: int, loss: float) -> float | None:
+    def _update(self, step: int, loss: Tensor) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
         self._last_losses.append(loss)
         skipped = self.engine.num_skipped
         try:
             norm = self.engine.step(learning_rate=self._learning_rate())
         except TrainingDiverged as error:
+            losses = [float(one) for one in self._last_losses]
             raise TrainingDiverged(
-                f"{error} RL step {step}, this rank's last losses {list(self._last_losses)}. Lower learning_rate or "
+                f"{error} RL step {step}, this rank's last losses {losses}. Lower learning_rate or "
                 "gradient_clipping; the last checkpoint is from before."
             ) from error
         if self.engine.num_skipped > skipped:

@@ -17,7 +17,7 @@ from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
 from nanodag.rl.losses.sequences import sequence_sums
-from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow
 
 
@@ -31,7 +31,7 @@ class PolicyObjective:
         self.kl = algorithm.kl_kind.load()
         self._correction = algorithm.load(algorithm.correction)
 
-    def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, Sums]:
+    def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, DeviceSums]:
         """The share of the loss, to be summed over micro-batches and ranks, and sums over its trained tokens."""
         algorithm, row, mask = self._algorithm, scored.row, scored.row.mask
         policy = self._policy_loss(
@@ -57,7 +57,7 @@ class PolicyObjective:
         """KL summed over the trained tokens of each rollout, (size,) float64; 0 for those that are not in the row."""
         kl = self.kl(old_logprobs, reference_logprobs)
         sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
-        return sums.new_zeros(size).index_add(0, row.rollouts, sums)
+        return sums.new_zeros(size).index_add(0, row.rollouts, sums[: len(row.rollouts)])
 
     def _weights(self, scored: "Scored") -> Tensor:
         algorithm, row = self._algorithm, scored.row
@@ -86,26 +86,33 @@ class Scored:
     reference_logprobs: Tensor | None
 
 
-def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> Sums:
+@torch.no_grad()
+def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> DeviceSums:
+    # By `where`: to pick out what a mask shows, or to look whether it shows anything, a GPU must be waited for.
     mask = scored.row.mask
-    with torch.no_grad():
-        mismatch = (scored.old_logprobs - scored.row.sampler_logprobs)[mask].double()
-        summed = {
-            "loss": loss.detach(),
-            "tokens": mask.sum(),
-            "entropy": scored.entropies[mask].double().sum(),
-            "ratio": policy.ratio[mask].double().sum(),
-            "clipped": policy.clipped[mask].sum(),
-            "mismatch": mismatch.sum(),
-            "mismatch_absolute": mismatch.abs().sum(),
-            # KL(sampler || trainer) by k3, from tokens of the sampler
-            "mismatch_kl": (mismatch.expm1() - mismatch).sum(),
-            "correction": weights[mask].double().sum(),
-            "left_out": (weights[mask] == 0).sum(),
-        }
-        if kl is not None:
-            summed["kl"] = kl[mask].double().sum()
-        largest = {}
-        if mismatch.numel():
-            largest = {"mismatch_largest": mismatch.abs().max(), "ratio_largest": policy.ratio[mask].max()}
-    return Sums({k: float(v) for k, v in summed.items()}, {k: float(v) for k, v in largest.items()})
+    mismatch = torch.where(mask, scored.old_logprobs - scored.row.sampler_logprobs, 0.0).double()
+    summed = {
+        "loss": loss.detach(),
+        "tokens": mask.sum(),
+        "entropy": sum_where(mask, scored.entropies),
+        "ratio": sum_where(mask, policy.ratio),
+        "clipped": (policy.clipped & mask).sum(),
+        "mismatch": mismatch.sum(),
+        "mismatch_absolute": mismatch.abs().sum(),
+        # KL(sampler || trainer) by k3, from tokens of the sampler
+        "mismatch_kl": (mismatch.expm1() - mismatch).sum(),
+        "correction": sum_where(mask, weights),
+        "left_out": ((weights == 0) & mask).sum(),
+    }
+    if kl is not None:
+        summed["kl"] = sum_where(mask, kl)
+    largest = {
+        "mismatch_largest": torch.where(mask, mismatch.abs(), -torch.inf).max(),
+        "ratio_largest": torch.where(mask, policy.ratio, -torch.inf).max(),
+    }
+    return DeviceSums(summed, largest)
+
+
+def sum_where(mask: Tensor, values: Tensor) -> Tensor:
+    """The sum of the values, (N,), where the mask is True: () float64. Elsewhere they may be anything."""
+    return torch.where(mask, values.detach(), 0.0).double().sum()
