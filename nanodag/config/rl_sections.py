@@ -288,6 +288,19 @@ class EvaluationSection(StageSection):
     """Steps between evaluations on held-out prompts."""
     eval_prompts: int = Field(128, ge=0)
     """Held-out prompts of an evaluation; 0 for none."""
+    eval_temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
+    eval_samples: int = Field(1, ge=1)
+    """Answers to each held-out prompt."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "EvaluationSection":
+        if self.eval_samples > 1 and not self.eval_temperature:
+            raise ValueError(
+                f"eval_samples {self.eval_samples} would all be the same answer at eval_temperature 0; raise the "
+                "latter, or set eval_samples to 1"
+            )
+        return self
 
 
 def refuse_unused(section: Section, names: Collection[str], why: str) -> None:
