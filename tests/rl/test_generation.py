@@ -404,7 +404,8 @@ def test_an_evaluation_asks_for_as_many_answers_at_the_temperature_that_the_conf
     made = generator(sampler, temperature=1.5, **values)
     found = [asyncio.run(made.answers(cursor_over(tmp_path, [1] * 2).take(2))) for _ in range(2)]
     assert {(request.params.n, request.params.temperature) for request in sampler.requests} == {asked}
-    assert [(r.prompt_id, r.sample_index) for r in found[0]] == [(f"p{n}", i) for n in range(2) for i in range(asked[0])]
+    wanted = [(f"p{number}", index) for number in range(2) for index in range(asked[0])]
+    assert [(rollout.prompt_id, rollout.sample_index) for rollout in found[0]] == wanted
     seeds = [request.params.sampling_seed for request in sampler.requests]
     assert seeds[:2] == seeds[2:]  # each evaluation draws with the same ones
     assert seeds[0] != seeds[1] if values else seeds == [None] * 4

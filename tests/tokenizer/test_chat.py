@@ -217,6 +217,45 @@ def test_a_foreign_template_with_markers_tells_the_mask_itself(folder, tmp_path)
     assert spoken(Encoding(tmp_path), ids, mask) == ["Ho  é\n<|im_end|>", "日<|im_end|>"]
 
 
+THINKING = CHATML.replace(  # as Qwen3's: a switch that puts an empty thought before the answer
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}",
+)
+
+
+def test_a_switch_of_the_template_is_set_conversation_by_conversation(folder, tmp_path):
+    renderer = foreign(folder, tmp_path, THINKING)
+    decoded = [
+        Encoding(tmp_path).decode(renderer.prompt(CHAT[:1], switches))
+        for switches in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+    ]
+    assert decoded[0] == decoded[2] and decoded[1] == decoded[0] + "<think></think>"
+    shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper if loud else m['content'] }}")
+    renderer = foreign(folder, tmp_path, shouting)
+    quiet, loud = renderer.render_batch([CHAT[:2], CHAT[:2]], [{}, {"loud": True}])
+    assert spoken(Encoding(tmp_path), *quiet) == ["Ho  é\n<|im_end|>"]
+    assert spoken(Encoding(tmp_path), *loud) == ["HO  É\n<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [THINKING, "{% generation %}{% endgeneration %}{{ bos_token }}" + THINKING])
+def test_a_switch_that_the_template_does_not_look_at_is_refused(folder, tmp_path, template):
+    renderer = foreign(folder, tmp_path, template)
+    said = r"template of .* has no switch 'enable_thinkin', .*; it has enable_thinking\. Did you mean 'enable_thinking'"
+    with pytest.raises(SourceError, match=said):
+        renderer.prompt(CHAT[:1], {"enable_thinkin": False})
+    with pytest.raises(SourceError, match="has no switch 'add_generation_prompt'"):
+        renderer.prompt(CHAT[:1], {"add_generation_prompt": False})
+
+
+def test_our_own_format_has_no_switches(folder):
+    renderer = load_renderer(folder)
+    with pytest.raises(SourceError, match="own chat format has no switch 'enable_thinking'"):
+        renderer.prompt(CHAT[:1], {"enable_thinking": False})
+    with pytest.raises(SourceError, match="own chat format has no switch 'enable_thinking'"):
+        renderer.render_batch([CHAT, CHAT], [{}, {"enable_thinking": False}])
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(folder, tmp_path):
     forgetful = (
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"

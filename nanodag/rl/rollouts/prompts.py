@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
-from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer
 
 Outcome = Literal["trained", "dropped"]
 OVERLONG = "prompt_too_long"
@@ -164,7 +164,12 @@ class PromptCursor:
         return int.from_bytes(digest[:8], "big") < self._skip_share * 2**64
 
     def _rendered(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
-        return Prompt(epoch=epoch, record=record, token_ids=tuple(self._renderer.prompt(record["messages"])))
+        return Prompt(epoch=epoch, record=record, token_ids=rendered(record, self._renderer))
+
+
+def rendered(record: Mapping[str, Any], renderer: ChatRenderer) -> tuple[int, ...]:
+    """What is sent of a record."""
+    return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
 
 
 def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int) -> list[Prompt]:
@@ -173,7 +178,7 @@ def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: in
     for drawn in mixture:
         if len(prompts) == count:
             break
-        token_ids = tuple(renderer.prompt(drawn.record["messages"]))
+        token_ids = rendered(drawn.record, renderer)
         if len(token_ids) <= longest:
             prompts.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
     return prompts
