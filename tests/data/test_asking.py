@@ -112,7 +112,7 @@ def test_stages_refuse_what_they_would_not_look_at():
     with pytest.raises(ValueError, match=r"reward gsm8k judges every prompt, so the reward math of file:x means noth"):
         RLStage.of(kind="rl", data=[source], reward="gsm8k")
     assert RLStage.of(kind="rl", data=[source]).data[0].reward == "math"
-    with pytest.raises(ValueError, match="instruction .* means nothing to all text"):
+    with pytest.raises(ValueError, match=r"instruction .* means nothing to all text"):
         ReportStage(kind="report", contamination=[{"url": "file:x", "instruction": BOXED}])
 
 
