@@ -1,17 +1,20 @@
 """Which groups are trained, in which order, and what becomes of every prompt. The sampler is a fake that we own."""
 
 import asyncio
+import json
 from concurrent.futures import Future
 
 import pytest
 
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator, group_seed
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, read_ledger
-from tests.rl.fakes import STOP, FakeEncoding, FakePool, config, cursor_over, ids
+from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, first_prompts, read_ledger
+from tests.rl.fakes import STOP, FakeEncoding, FakePool, FakeRenderer, config, cursor_over, ids
 
 
 class FakeSampler:
@@ -409,6 +412,17 @@ def test_an_evaluation_asks_for_as_many_answers_at_the_temperature_that_the_conf
     seeds = [request.params.sampling_seed for request in sampler.requests]
     assert seeds[:2] == seeds[2:]  # each evaluation draws with the same ones
     assert seeds[0] != seeds[1] if values else seeds == [None] * 4
+
+
+def test_held_out_prompts_that_are_too_long_are_said(tmp_path, caplog):
+    rows = [{"prompt": f"{number}x{length}", "answer": "", "prompt_id": f"p{number}"} for number, length in
+            enumerate([1, 4, 2, 3])]  # fmt: skip
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(url=f"file:{tmp_path}/held_out.jsonl")
+    mixture = Mixture([source], kind="prompt", seed=0, part="all", once=True, shuffle=False)
+    assert ids(first_prompts(mixture, FakeRenderer(), count=10, longest=2)) == ["p0", "p2"]
+    (said,) = caplog.records
+    assert said.getMessage().startswith("Not evaluated: 2 held-out prompts of more than 2 tokens, what sampler.context")
 
 
 def test_several_answers_at_temperature_0_are_refused():
