@@ -70,11 +70,17 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
 
     where: the model's folder, for the message.
     """
-    from jinja2 import Environment, meta
+    from jinja2 import Environment, TemplateSyntaxError, meta
 
     # Markers of generation are a tag of transformers' own.
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
-    looked_at = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    try:
+        looked_at = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    except TemplateSyntaxError as error:
+        raise SourceError(
+            f"The chat template of {where} cannot be searched for the switches that template_options names: {error}. "
+            "Leave template_options out."
+        ) from error
     taken = sorted(name for name in looked_at if name not in _GIVEN and not name.endswith("_token"))
     for name in switches:
         if name not in taken:
@@ -95,8 +101,8 @@ class NativeRenderer(ChatRenderer):
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
     ) -> list[Rendered]:
-        for name in (name for one in switches or () for name in one):
-            raise SourceError(f"nanodag's own chat format has no switch {name!r}; leave template_options out.")
+        if named := [name for one in switches or () for name in one]:
+            raise SourceError(f"nanodag's own chat format has no switch {named[0]!r}; leave template_options out.")
         pieces = [self._pieces(messages) for messages in conversations]
         texts = [piece for conversation in pieces for piece, _ in conversation if isinstance(piece, str)]
         encoded = iter(self._encoding.encode_batch(texts))

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,9 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
 from nanodag.errors import SourceError
-from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, load_renderer
+from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, check_switches, load_renderer
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.batches import TokenBatches
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -238,6 +243,27 @@ def test_a_switch_of_the_template_is_set_conversation_by_conversation(folder, tm
     assert spoken(Encoding(tmp_path), *loud) == ["HO  É\n<|im_end|>"]
 
 
+def test_a_source_s_switches_reach_its_conversations_in_training_and_its_prompts_in_rl(folder, tmp_path):
+    shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper if loud else m['content'] }}")
+    renderer, encoding = foreign(folder, tmp_path, shouting), Encoding(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"question": "one", "answer": "two"}\n')
+    quiet = SourceConfig(url=f"file:{tmp_path}/rows.jsonl", adapter="problem")
+    loud = quiet.model_copy(update={"template_options": {"loud": True}})
+
+    def trained(source):
+        sizes = {"batch_rows": 1, "sequence_length": 64}
+        batches = TokenBatches([source], tokenizer_path=tmp_path, kind="chat", seed=0, once=True, **sizes)
+        return encoding.decode(next(batches).input_ids[0].tolist())
+
+    def asked(source):
+        mixture = Mixture([source], kind="prompt", seed=0, repeat=True)
+        (prompt,) = PromptCursor(mixture, renderer, longest=64).take(1)
+        return encoding.decode(prompt.token_ids)
+
+    assert ("one" in trained(quiet), "two" in trained(quiet), "one" in asked(quiet)) == (True, True, True)
+    assert ("ONE" in trained(loud), "TWO" in trained(loud), "ONE" in asked(loud)) == (True, True, True)
+
+
 @pytest.mark.parametrize("template", [THINKING, "{% generation %}{% endgeneration %}{{ bos_token }}" + THINKING])
 def test_a_switch_that_the_template_does_not_look_at_is_refused(folder, tmp_path, template):
     renderer = foreign(folder, tmp_path, template)
@@ -246,6 +272,11 @@ def test_a_switch_that_the_template_does_not_look_at_is_refused(folder, tmp_path
         renderer.prompt(CHAT[:1], {"enable_thinkin": False})
     with pytest.raises(SourceError, match="has no switch 'add_generation_prompt'"):
         renderer.prompt(CHAT[:1], {"add_generation_prompt": False})
+
+
+def test_a_template_with_foreign_tags_has_no_switches_that_could_be_found():
+    with pytest.raises(SourceError, match=r"cannot be searched for the switches .*unknown tag 'trans'"):
+        check_switches("{% trans %}x{% endtrans %}", {"loud": True}, Path("model"))
 
 
 def test_our_own_format_has_no_switches(folder):
