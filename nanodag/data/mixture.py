@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.adapters import kind_of, open_adapter
+from nanodag.data.asking import asking
 from nanodag.data.canonical import Wanted, record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.parts import Part, open_part
@@ -166,9 +167,9 @@ class _Stream:
         self._part = part
         source, self._belongs = open_part(config, part, mirror)
         self.order = RowOrder(source, **order)
-        self._adapt = open_adapter(
-            config.adapter, config.url, kind_of(config.adapter, config.url, kind), config.options
-        )
+        made = kind_of(config.adapter, config.url, kind)
+        self._adapt = open_adapter(config.adapter, config.url, made, config.options, config.columns)
+        self._ask = asking(config, made)
         self._kept_in_pass = True  # after a resume in the middle of a pass it is not known, so no complaint at its end
 
     def next_record(self, *, endless: bool) -> tuple[int, int, dict[str, Any]] | None:
@@ -187,4 +188,4 @@ class _Stream:
         if not self._belongs(record):
             return None
         self._kept_in_pass = True
-        return epoch, index, record
+        return epoch, index, self._ask(record)
