@@ -9,7 +9,6 @@ is kept: to compute them again takes less time than to move them from and to mem
 the number of threads: one thread takes a key-value head of a group, and is the only one to write what belongs to it.
 
 Letters: N tokens, H query heads, K key-value heads, D head width, a multiple of 16. */
-#include <math.h>
 #include "vectors.h"
 
 #define PANEL 2
@@ -170,20 +169,6 @@ static float exponentials(float *scores, int64_t seen, int64_t end, float subtra
     }
     for (int64_t j = up_to(LANES, seen); j < end; j += LANES) store(scores + j, (vec){});
     return sum_of(totals);
-}
-
-static float highest_of(const float *scores, int64_t count) {
-    vec highest = all(-INFINITY);
-    int64_t j = 0;
-    for (; j + LANES <= count; j += LANES) {
-        vec x = load(scores + j);
-        ints above = x > highest;
-        highest = (vec)((above & (ints)x) | (~above & (ints)highest));
-    }
-    float top = -INFINITY;
-    for (int i = 0; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
-    for (; j < count; j++) top = scores[j] > top ? scores[j] : top;
-    return top;
 }
 
 /* Scores become probabilities; the logarithm of each row's sum is kept. */

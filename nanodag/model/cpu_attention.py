@@ -7,7 +7,6 @@ Letters: N tokens, H query heads, K key-value heads, D head width.
 """
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanodag.model.c_library import c_library
+from nanodag.model.core_threads import on_threads
 
 SOURCE = Path(__file__).with_name("attention.c")
 HEAD_UNIT = 16  # a head's width must be a multiple of it
@@ -121,22 +121,13 @@ def _run(pieces: Pieces, logsumexp: Tensor, *, backward: bool, **tensors: Tensor
         **{name: _Tokens(tensor.data_ptr(), tensor.stride(0)) for name, tensor in tensors.items()},
     )
     library, reference = _library(), ctypes.byref(arguments)
-    num_threads = torch.get_num_threads()
-    scratch = torch.empty(num_threads, library.scratch_size(reference))
     shared = c_int64(0)
 
-    def work(thread: int) -> None:
-        library.attention(reference, backward, ctypes.byref(shared), scratch[thread].data_ptr())
+    def work(thread: int, num_threads: int) -> None:
+        scratch = torch.empty(library.scratch_size(reference))
+        library.attention(reference, backward, ctypes.byref(shared), scratch.data_ptr())
 
-    if num_threads == 1:
-        work(0)
-    else:
-        list(_threads(num_threads).map(work, range(num_threads)))
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="attention")
+    on_threads(work)
 
 
 @cache

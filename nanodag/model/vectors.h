@@ -1,4 +1,5 @@
 /* Vectors of floats as wide as the processor's, and what our kernels do with them: loads, sums, exp, bfloat16. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -68,6 +69,21 @@ INLINE vec exp_of(vec given) {
     ints exponent = ((ints)shifted - 0x4B400000 + 127) << 23;
     ints vanishes = given < all(-87.0f);
     return (vec)(~vanishes & (ints)(p * (vec)exponent));
+}
+
+/* NaN is passed over. */
+INLINE float highest_of(const float *scores, int64_t count) {
+    vec highest = all(-INFINITY);
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) {
+        vec x = load(scores + j);
+        ints above = x > highest;
+        highest = (vec)((above & (ints)x) | (~above & (ints)highest));
+    }
+    float top = -INFINITY;
+    for (int i = 0; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    for (; j < count; j++) top = scores[j] > top ? scores[j] : top;
+    return top;
 }
 
 INLINE float float_of(uint32_t bits) {

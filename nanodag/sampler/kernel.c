@@ -11,7 +11,6 @@ Deterministic mode needs that.
 
 Letters as in model.py: R rows, H hidden, K key/value heads, G query heads of each, D head, F intermediate, C capacity.
 Widths are multiples of LANES; kernel.py sees to that. */
-#include <math.h>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
