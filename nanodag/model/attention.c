@@ -171,17 +171,19 @@ static float exponentials(float *scores, int64_t seen, int64_t end, float subtra
     return sum_of(totals);
 }
 
-/* Scores become probabilities; the logarithm of each row's sum is kept. */
-static void softmax(int64_t count, int64_t seen, float *scores, int64_t stride, float *logsumexp, int64_t num_heads) {
+/* Scores become exponentials, which are probabilities but for a factor for each row; the logarithm of each row's sum is
+kept. */
+static void softmax(int64_t count, int64_t seen, float *scores, int64_t stride, float *factors, float *logsumexp,
+                    int64_t num_heads) {
     int64_t end = up_to(WIDE, seen + count - 1);
     for (int64_t r = 0; r < count; r++, seen++, scores += stride) {
-        float highest = highest_of(scores, seen), sum = exponentials(scores, seen, end, highest), inverse = 1 / sum;
-        for (int64_t j = 0; j < seen; j += LANES) store(scores + j, load(scores + j) * inverse);
+        float highest = highest_of(scores, seen), sum = exponentials(scores, seen, end, highest);
+        factors[r] = 1 / sum;
         logsumexp[r * num_heads] = highest + logf(sum);
     }
 }
 
-/* The same again, from what was kept. */
+/* Scores become probabilities, by what was kept. */
 static void softmax_again(int64_t count, int64_t seen, float *scores, int64_t stride, const float *logsumexp,
                           int64_t num_heads) {
     int64_t end = up_to(WIDE, seen + count - 1);
@@ -207,13 +209,16 @@ static void softmax_back(int64_t count, int64_t seen, int64_t D, const float *ou
 /* The queries of a piece that begins at a token and sees `before` keys of the group's first piece. */
 static void attend(const Attention *a, const Scratch *s, int64_t first, int64_t length, int64_t before, int64_t head) {
     const int64_t D = a->head_dim;
+    float factors[BLOCK];
     for (int64_t i = 0; i < length; i += BLOCK) {
         int64_t count = least(BLOCK, length - i), seen = before + i + 1;
         take(a, a->query, first + i, count, head, 1 / sqrtf((float)D), s->queries);
         score(count, seen, D, s->queries, s->key_panels, s->scores, s->stride);
         float *logsumexp = a->logsumexp + (first + i) * a->num_heads + head;
-        softmax(count, seen, s->scores, s->stride, logsumexp, a->num_heads);
+        softmax(count, seen, s->scores, s->stride, factors, logsumexp, a->num_heads);
         weigh(count, seen, D, s->scores, s->stride, s->values, s->outputs);
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t d = 0; d < D; d++) s->outputs[r * D + d] *= factors[r];
         give(a, a->output, first + i, count, head, s->outputs);
     }
 }

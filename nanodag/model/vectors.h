@@ -71,17 +71,21 @@ INLINE vec exp_of(vec given) {
     return (vec)(~vanishes & (ints)(p * (vec)exponent));
 }
 
+INLINE vec larger(vec a, vec b) {
+    ints above = a > b;
+    return (vec)((above & (ints)a) | (~above & (ints)b));
+}
+
 /* NaN is passed over. */
 INLINE float highest_of(const float *scores, int64_t count) {
-    vec highest = all(-INFINITY);
+    vec highest[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)}; /* they wait for one another less */
     int64_t j = 0;
-    for (; j + LANES <= count; j += LANES) {
-        vec x = load(scores + j);
-        ints above = x > highest;
-        highest = (vec)((above & (ints)x) | (~above & (ints)highest));
-    }
+    for (; j + 4 * LANES <= count; j += 4 * LANES)
+        for (int i = 0; i < 4; i++) highest[i] = larger(load(scores + j + i * LANES), highest[i]);
+    for (; j + LANES <= count; j += LANES) highest[0] = larger(load(scores + j), highest[0]);
+    vec most = larger(larger(highest[0], highest[1]), larger(highest[2], highest[3]));
     float top = -INFINITY;
-    for (int i = 0; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     for (; j < count; j++) top = scores[j] > top ? scores[j] : top;
     return top;
 }
