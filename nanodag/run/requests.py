@@ -46,7 +46,7 @@ class Requests:
 
 def requests_of(stage: AnyStage, host_bytes: int = 0) -> Requests:
     """What a resolved stage needs. host_bytes: what its processes take of a node's memory, 0 where no plan says it."""
-    resources, nodes = stage.resources, stage.resources.nodes
+    resources, nodes = stage.resources, int(stage.resources.nodes)
     return Requests(
         nodes=nodes,
         gpus=num_gpus_of(stage) if resources.device == "cuda" else 0,

@@ -1,20 +1,16 @@
 """Attention for a row in which several responses share one prompt (nanodag.rl.trainer.rows).
 
 Every prompt attends causally to itself; every response to its prompt and causally to itself. Linear layers run over the
-packed row without padding. Which way, by what the device does well; none holds a mask of queries by keys but the first:
-- `kept`: a CPU, where the probabilities are few enough to be kept (nanodag.rl.trainer.kept_attention);
-- `split`: a CPU otherwise: a response's prompt and itself apart, and put together (nanodag.rl.trainer.split_attention);
+packed row without padding. Which way, by what the device does well; none holds a mask of queries by keys:
+- `own`: a CPU, heads of a multiple of 16: our own code takes the row as it is (nanodag.model.cpu_attention);
 - `flash`: CUDA where flash attention takes it: prompts and responses are sequences of variable length, without padding,
   and the keys of a response are its prompt's and its own;
 - `causal`: elsewhere: each response behind its prompt, as a row of its own.
 
-Letters beyond those of packing: P the longest prompt, L the longest response, H query heads, K key-value heads, D head
-width.
+Letters beyond those of packing: H query heads, K key-value heads, D head width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanodag.model.attention import Attend, Boundaries, attend_within, flash_takes
-from nanodag.rl.trainer.kept_attention import KeptAttention
+from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
 from nanodag.rl.trainer.rows import MicroBatch
-from nanodag.rl.trainer.split_attention import SplitAttention
 from nanodag.train.objective import on_device
 
-MAX_KEPT_PROBABILITIES = 64 << 20  # a layer; 128 MiB in bfloat16
-
-Way = Literal["kept", "split", "flash", "causal"]
+Way = Literal["own", "flash", "causal"]
 Flat = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
 
@@ -43,94 +36,31 @@ def group_attention(row: MicroBatch) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not made:
-            way = way_of(row, query.device, query.dtype, query.shape[2], query.shape[3])
-            made.append(WAYS[way](row, query.device))
+            made.append(WAYS[way_of(query)](row, query.device))
         return made[0](query[0], key[0], value[0])[None]
 
     return attend
 
 
-def way_of(row: MicroBatch, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> Way:
-    """How a row is attended to on a device."""
-    if device.type != "cpu":
-        return "flash" if flash_takes(device, dtype, head_dim) else "causal"
-    prompt, response = (max(int(lengths.max()), 1) for lengths in (row.prompts[:, 1], row.responses[:, 1]))
-    num_probabilities = len(row.responses) * response * (prompt + response) * num_heads
-    return "kept" if num_probabilities <= MAX_KEPT_PROBABILITIES else "split"
+def way_of(query: Tensor) -> Way:
+    """How a row is attended to. query: (1, T, H, D)."""
+    if flash_takes(query.device, query.dtype, query.shape[3]):
+        return "flash"
+    return "own" if can_attend(query) else "causal"
 
 
-@dataclass(frozen=True)
-class GroupLayout:
-    """Where each token of a row lies in padded blocks, (G, P) and (R, L); made once a micro-batch, used by every layer.
-
-    prompt_places: (G, P) int64 and response_places: (R, L) int64, places in the row, padding points at place 0.
-    prompt_real and response_real: the same shapes, bool, False for padding. prompt_of: (R,) int64. places_back: (T,)
-    int64, place in the concatenation of both blocks, flattened.
-    """
-
-    prompt_places: Tensor
-    response_places: Tensor
-    prompt_real: Tensor
-    response_real: Tensor
-    prompt_of: Tensor
-    places_back: Tensor
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """What each token of a response sees, (R, L, P + L) bool."""
-        num_responses, num_places = self.response_places.shape
-        causal = torch.ones(num_places, num_places, dtype=torch.bool).tril()
-        return torch.cat(
-            [
-                self.prompt_real[self.prompt_of][:, None, :].expand(-1, num_places, -1),
-                causal.expand(num_responses, -1, -1),  # padding comes after every real token, so causality hides it
-            ],
-            dim=2,
-        )
+def _own(row: MicroBatch, device: torch.device) -> Flat:
+    pieces = pieces_of(row)
+    return lambda query, key, value: CpuAttention.apply(query, key, value, pieces)
 
 
-def layout_of(row: MicroBatch) -> GroupLayout:
-    """The layout of one micro-batch, on the CPU."""
-    prompt_places, prompt_real = _padded(row.prompts[:, 0], row.prompts[:, 1])
-    response_places, response_real = _padded(row.responses[:, 0], row.responses[:, 1])
-    places_back = np.empty(row.num_tokens, np.int64)
-    places_back[prompt_places[prompt_real]] = np.flatnonzero(prompt_real)
-    places_back[response_places[response_real]] = prompt_real.size + np.flatnonzero(response_real)
-    arrays = (prompt_places, response_places, prompt_real, response_real, row.responses[:, 2], places_back)
-    return GroupLayout(*map(torch.from_numpy, arrays))
-
-
-def _padded(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places start, start + 1, ... of each, padded to the longest: (count, longest) int64, and which are real."""
-    offsets = np.arange(max(int(lengths.max()), 1))[None]
-    is_real = offsets < lengths[:, None]
-    return np.where(is_real, starts[:, None] + offsets, 0), is_real
-
-
-def _kept(row: MicroBatch, device: torch.device) -> Flat:
-    layout = layout_of(row)
-    return lambda query, key, value: KeptAttention.apply(query, key, value, layout)
-
-
-def _split(row: MicroBatch, device: torch.device) -> Flat:
-    layout = layout_of(row)
-    hidden = torch.zeros(layout.prompt_real.shape).masked_fill_(~layout.prompt_real, -torch.inf)[layout.prompt_of]
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeats = query.shape[1] // key.shape[1]
-        prompts = [_picked(tensor, layout.prompt_places) for tensor in (query, key, value)]
-        responses = [_picked(tensor, layout.response_places) for tensor in (query, key, value)]
-        own = [_repeated(tensor, repeats) for tensor in responses[1:]]
-        shared = [_repeated(Gathered.apply(tensor, layout.prompt_of), repeats) for tensor in prompts[1:]]
-        from_prompts = scaled_dot_product_attention(
-            prompts[0], _repeated(prompts[1], repeats), _repeated(prompts[2], repeats), is_causal=True
-        )
-        bias = hidden.to(query.dtype)[:, None, None]
-        from_responses = SplitAttention.apply(responses[0], *shared, *own, bias)
-        heads_last = (from_prompts.transpose(1, 2).flatten(0, 1), from_responses.transpose(1, 2).flatten(0, 1))
-        return torch.cat(heads_last).index_select(0, layout.places_back)
-
-    return attend
+def pieces_of(row: MicroBatch) -> Pieces:
+    """The row's prompts, each with its responses after it, as they lie in the row."""
+    order = np.argsort(np.concatenate([row.prompts[:, 0], row.responses[:, 0]]), kind="stable")
+    pieces = np.concatenate([row.prompts, row.responses[:, :2]])[order]
+    groups = np.append(np.flatnonzero(order < len(row.prompts)), len(pieces))
+    seen = row.prompts[row.responses[:, 2], 1] + row.responses[:, 1]
+    return Pieces(groups, pieces, int(max(row.prompts[:, 1].max(), seen.max(initial=0))))
 
 
 def _flash(row: MicroBatch, device: torch.device) -> Flat:
@@ -191,8 +121,7 @@ def causal_layout(row: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 WAYS: dict[Way, Callable[[MicroBatch, torch.device], Flat]] = {
-    "kept": _kept,
-    "split": _split,
+    "own": _own,
     "flash": _flash,
     "causal": _causal,
 }
