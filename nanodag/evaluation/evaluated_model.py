@@ -119,6 +119,8 @@ class EvaluatedModel(TemplateLM):
         if last is not None and context <= last.context and replicas_for(settings, flops) <= last.num_replicas:
             return last
         self.close()
+        if self._device == "cuda":  # what scoring has left is another process's to take, too
+            torch.cuda.empty_cache()
         self._sampler = start_sampler(settings, context=context, flops=flops)
         return self._sampler
 

@@ -1,4 +1,5 @@
 """Greedy texts by embedded samplers: one inside this process, or several, each a process on a GPU or core of its own.
+SGLang takes a minute to start, in which eight GPUs write the answers of a benchmark.
 
 On a CPU a sampler has one thread and is deterministic, so an answer does not depend on how many of them there are, nor
 on what is written beside it.
