@@ -1,0 +1,185 @@
+"""How many rows, and how much text, a source has: of generators by their parameters, of local files by their size, of
+the sets on the hub that presets name by a table. Nothing is opened.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from nanodag.data.config import SourceConfig
+from nanodag.data.urls import SourceURL, hub_path, parse_url
+from nanodag.errors import MissingTool, SourceError
+
+CHAT_TOKENS = 7
+"""Tokens that the chat template adds to a question and its answer."""
+PROBLEM_BYTES = 60
+"""Text of a generated problem that is in no table."""
+STREAM_ROW_BYTES = 2500
+
+
+@dataclass(frozen=True)
+class SourceSize:
+    """rows: all of them, None for a stream whose end nobody reaches. row_bytes: text of a row, on average. packed:
+    bytes as they lie on the hub, of all rows; 0 for what is on this machine. in_memory: bytes that reading it takes."""
+
+    rows: int | None
+    row_bytes: float
+    packed: int = 0
+    in_memory: int = 0
+
+
+# name, config and split on the hub: rows, bytes of text a row, bytes of parquet. From the pages of the data sets.
+HUB: dict[tuple[str, str, str], tuple[int | None, float, int]] = {
+    ("karpathy/climbmix-400b-shuffle", "", "train"): (None, STREAM_ROW_BYTES, 600_000_000_000),
+    ("wikimedia/wikipedia", "20231101.en", "train"): (6_407_814, 3140, 11_600_000_000),
+    ("crumb/openstax-text", "", "train"): (60, 900_000, 30_000_000),
+    ("HuggingFaceTB/smol-smoltalk", "", "train"): (460_341, 1900, 480_000_000),
+    ("cais/mmlu", "auxiliary_train", "train"): (99_842, 1600, 47_500_000),
+    ("cais/mmlu", "all", "test"): (14_042, 480, 3_500_000),
+    ("cais/mmlu", "all", "dev"): (285, 440, 80_000),
+    ("openai/gsm8k", "main", "train"): (7_473, 530, 2_300_000),
+    ("openai/gsm8k", "main", "test"): (1_319, 540, 420_000),
+    ("allenai/ai2_arc", "ARC-Easy", "train"): (2_251, 270, 330_000),
+    ("allenai/ai2_arc", "ARC-Easy", "validation"): (570, 270, 90_000),
+    ("allenai/ai2_arc", "ARC-Challenge", "train"): (1_119, 300, 190_000),
+    ("allenai/ai2_arc", "ARC-Challenge", "validation"): (299, 300, 56_000),
+    ("baber/piqa", "default", "validation"): (1_838, 300, 300_000),
+    ("allenai/winogrande", "winogrande_xl", "validation"): (1_267, 150, 85_000),
+}
+# Text of a row of what this package generates: question and answer.
+GENERATED_BYTES = {"reverse": 31, "pick": 23, "add": 11, "sort": 34, "chain_sum": 68}
+# Rows of known files: name of the file -> rows and text of a row.
+FILES = {"hotpotqa.json": (66_635, 560)}
+
+
+def size_of(url: str) -> SourceSize | None:
+    """Of one source; None where nothing is known beforehand."""
+    parsed = parse_url(url)
+    found = _whole(parsed)
+    if found is None or (parsed.start == 0 and parsed.stop is None):
+        return found
+    end = parsed.stop if found.rows is None else min(parsed.stop or found.rows, found.rows)
+    if end is None:
+        return found
+    rows = max(0, end - parsed.start)
+    packed = int(found.packed * min(1.0, rows / found.rows)) if found.rows else 0
+    return SourceSize(rows, found.row_bytes, packed, found.in_memory)
+
+
+def _whole(url: SourceURL) -> SourceSize | None:
+    if url.kind == "hub":
+        path = hub_path(url)
+        row = HUB.get((path.name, path.config, path.split))
+        return SourceSize(*row) if row is not None else None
+    if url.kind in ("python", "reasoning_gym"):
+        name = url.path.rpartition(":")[2]
+        size = url.parameters.get("size", 10_000)
+        if url.kind == "python" and not url.path.startswith("nanodag."):
+            return None
+        return SourceSize(size, GENERATED_BYTES.get(name, PROBLEM_BYTES)) if isinstance(size, int) else None
+    return _files(url)
+
+
+def _files(url: SourceURL) -> SourceSize | None:
+    """Of files on this machine: text in memory as a whole where it is one JSON file."""
+    try:
+        paths = _paths(url)
+        num_bytes = sum(path.stat().st_size for path in paths)
+    except (OSError, SourceError, MissingTool):
+        return None
+    whole = num_bytes if paths and paths[0].suffix == ".json" else 0
+    if paths and paths[0].name in FILES:
+        rows, row_bytes = FILES[paths[0].name]
+        return SourceSize(rows, row_bytes, 0, whole)
+    return SourceSize(None, STREAM_ROW_BYTES, 0, whole)
+
+
+def _paths(url: SourceURL) -> list[Path]:
+    from nanodag.data import files
+
+    opened = files.open_package_file(url) if url.kind == "package" else files.open_file(url)
+    return list(opened.paths)
+
+
+def bytes_per_token(vocabulary: int) -> float:
+    """Bytes of English text in a token of a vocabulary: measured 2.8 at 2,048; 3.8, 4.6 and 4.8 at 8,192, 32,768 and
+    150,000, between them along the logarithm."""
+    points = ((512, 1.9), (2048, 2.8), (8192, 3.8), (32_768, 4.6), (151_936, 4.8))
+    if vocabulary <= points[0][0]:
+        return points[0][1]
+    for (low, below), (high, above) in pairwise(points):
+        if vocabulary <= high:
+            return below + (above - below) * (vocabulary / low - 1) / (high / low - 1)
+    return points[-1][1]
+
+
+def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+    """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is not known.
+    Digits of generated problems are tokens of their own, so those have 2 bytes a token at most."""
+    total = 0.0
+    for source in sources:
+        size = size_of(source.url)
+        if size is None or size.rows is None or source.weight is not None:
+            return None
+        rows = size.rows * (1 - source.held_out) * (source.epochs or 1.0)
+        is_text = source.adapter == "text" or not is_chat
+        is_generated = parse_url(source.url).kind in ("python", "reasoning_gym")
+        per_token = min(2.0, bytes_per_token(vocabulary)) if is_generated else bytes_per_token(vocabulary)
+        total += rows * (size.row_bytes / per_token + (1 if is_text else CHAT_TOKENS))
+    return int(total)
+
+
+def in_memory(sources: Sequence[SourceConfig]) -> int:
+    """Bytes of files that a process holds as a whole."""
+    found = {source.url.partition("?")[0]: size_of(source.url) for source in sources}
+    return sum(size.in_memory for size in found.values() if size is not None)
+
+
+PACKED = 0.45
+"""Bytes of parquet on the hub for each byte of English text in it."""
+
+
+def downloaded(sources: Sequence[SourceConfig], read_bytes: float) -> int:
+    """Bytes that come from the hub when so much text is read of a mixture: never more than its files have."""
+    hub = [source for source in sources if source.url.startswith("hub:")]
+    sizes = [size_of(source.url) for source in hub]
+    packed = int(PACKED * read_bytes * len(hub) / max(1, len(sources)))
+    whole = [size.packed for size in sizes if size is not None and size.packed]
+    return min(packed, sum(whole)) if len(whole) == len(hub) else packed
+
+
+# Prompts of known sources, in bytes of text: the mean, and the longest one.
+PROMPTS = {"gsm8k": (240, 985), "problem": (20, 30)}
+TEMPLATE_TOKENS = 8
+"""Tokens that the chat template puts around a prompt."""
+EXTRA_INSTRUCTION = 60
+"""Tokens of an instruction that an adapter may put beside a question."""
+
+
+def mean_prompt(url: str, vocabulary: int) -> float:
+    """Tokens of a source's prompt on average; of an unknown one a third of a row."""
+    known = _prompt_bytes(url)
+    size = size_of(url)
+    mean = known[0] if known is not None else size.row_bytes / 3 if size is not None else 400
+    return mean / _prompt_bytes_per_token(url, vocabulary) + TEMPLATE_TOKENS
+
+
+def longest_prompt(url: str, vocabulary: int) -> int | None:
+    """Tokens of a source's longest prompt; None of one that is not known."""
+    known = _prompt_bytes(url)
+    if known is None:
+        return None
+    extra = EXTRA_INSTRUCTION if url.startswith("hub:") else 0
+    return int(known[1] / _prompt_bytes_per_token(url, vocabulary)) + TEMPLATE_TOKENS + extra
+
+
+def _prompt_bytes(url: str) -> tuple[int, int] | None:
+    if url.startswith("hub:openai/gsm8k"):
+        return PROMPTS["gsm8k"]
+    return PROMPTS["problem"] if url.startswith("python:nanodag.data.lists:") else None
+
+
+def _prompt_bytes_per_token(url: str, vocabulary: int) -> float:
+    per_token = bytes_per_token(vocabulary)
+    return min(2.0, per_token) if url.startswith(("python:", "reasoning_gym:")) else 0.9 * per_token
