@@ -91,6 +91,7 @@ def plan_evaluation(name: str, stage: EvalStage, model: PlannedModel | None, mac
         at_once=None if samplers is None else samplers.at_once,
         longest_prompt=None if samplers is None else model.max_positions - stage.max_new_tokens,
         disk_bytes=int(4 * read) + processes.MB,
+        kept_bytes=int(4 * read) + processes.MB,
         seconds=_seconds(stage, model, machine, samplers, scored=scored, prompts=prompts, written=written),
         share=shares_of(device, str(stage.precision)).likelihood,
         is_beside=True,

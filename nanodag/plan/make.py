@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
@@ -43,8 +44,11 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of all stages, as far as they are known."""
-        return sum(stage.disk_bytes or 0 for stage in self.stages)
+        """At the most at any time, as far as stages are known: checkpoints go when their stage has ended."""
+        kept = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0))
+        return max(
+            (before + (stage.disk_bytes or 0) for before, stage in zip(kept, self.stages, strict=False)), default=0
+        )
 
     def price_of(self, seconds: float | None) -> float | None:
         """Of the machine for so long."""
@@ -89,6 +93,10 @@ def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] 
 def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
     model = model_of(pipeline, name)
     plan, faults = _by_kind(name, stage, model, machine)
+    if stage.resources.work_pool != "none":
+        return replace(
+            plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
+        )
     return replace(plan, faults=(*_gpus(plan, machine), *faults))
 
 
@@ -127,13 +135,16 @@ def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
 
 
 def _with_disk(plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
-    """The plans, and the fault of the stage at which the disk is full."""
-    used, out = 0, []
+    """The plans, and the fault of the first stage at which the disk is full."""
+    kept, is_full, out = 0, False, []
     for plan in plans:
-        used += plan.disk_bytes or 0
-        if used - (plan.disk_bytes or 0) <= machine.disk < used:
-            why = f"with all before it, and {size(machine.disk)} are free where the store lies"
+        used = kept + (plan.disk_bytes or 0)
+        if used > machine.disk and not is_full:
+            is_full = True
+            why = f"of disk are used with what the stages before it leave, and {size(machine.disk)} are free where the "
+            why += "store lies; lower keep_checkpoints, or take another store.url"
             fault = Fault(setting="keep_checkpoints", found=size(used), why=why)
             plan = replace(plan, faults=(*plan.faults, fault))
+        kept += plan.kept_bytes
         out.append(plan)
     return out

@@ -31,6 +31,7 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             download_bytes=downloaded(stage.data, stage.max_bytes),
             processes=(Process(name="worker", host=held),),
             disk_bytes=200 * stage.vocabulary,
+            kept_bytes=200 * stage.vocabulary,
             seconds=SHORT_START_S + stage.max_bytes / BYTES_A_CORE_S,
         )
     if isinstance(stage, ImportStage):
@@ -45,6 +46,7 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             download_bytes=weights if is_far else 0,
             processes=(Process(name="worker", host={"process": processes.IMPORT}),),
             disk_bytes=weights,
+            kept_bytes=weights or 0,
             seconds=SHORT_START_S + (weights or 0) / DOWNLOAD_BYTES_S,
             notes=() if model is not None else ("its model is not known yet",),
         )
@@ -57,6 +59,7 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             download_bytes=downloaded(stage.contamination, in_memory(stage.contamination)),
             processes=(Process(name="worker", host=held),),
             disk_bytes=5 * processes.MB,
+            kept_bytes=5 * processes.MB,
             seconds=REPORT_S,
         )
     return StagePlan(name=name, kind=stage.kind, device=device, notes=("a kind of your own: nothing is known of it",))

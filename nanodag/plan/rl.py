@@ -95,7 +95,8 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
         num_gpus=_num_gpus(stage, samplers) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
-        disk_bytes=_disk(stage, model, sampled),
+        disk_bytes=_disk(stage, model) + _rollouts(stage, sampled),
+        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, sampled),
         seconds=_seconds(stage, model, machine, samplers, trained=trained, sampled=sampled, length=prompt + answer),
         share=shares_of(device, str(stage.optimizer.precision), str(stage.sampler.engine)).trainer,
         notes=(f"responses are taken to have {answer:.0f} of {rollout.max_new_tokens} tokens",),
@@ -211,13 +212,16 @@ def _trainer(stage: RLStage, model: PlannedModel) -> Process:
     return Process(name="trainer", count=count, host={**held, "offloaded": state.host, **base})
 
 
-def _disk(stage: RLStage, model: PlannedModel, sampled: float) -> int:
-    """Checkpoints, rollouts, the artifact, and weights on their way where memory has no room for them."""
-    precision = str(stage.optimizer.precision)
-    checkpoints = (stage.keep_checkpoints + 1) * 12 * model.total
-    rollouts = int(stage.num_steps * sampled * TOKEN_BYTES_ON_DISK)
-    copies = 2 + stage.rollout.max_staleness
-    return checkpoints + rollouts + artifact_bytes(model, precision) + copies * width_of(precision) * model.total
+def _disk(stage: RLStage, model: PlannedModel) -> int:
+    """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
+    precision, copies = str(stage.optimizer.precision), 2 + stage.rollout.max_staleness
+    weights = artifact_bytes(model, precision) + copies * width_of(precision) * model.total
+    return (stage.keep_checkpoints + 1) * 12 * model.total + weights
+
+
+def _rollouts(stage: RLStage, sampled: float) -> int:
+    """The files of rollouts. sampled: tokens a step."""
+    return int(stage.num_steps * sampled * TOKEN_BYTES_ON_DISK)
 
 
 def _seconds(

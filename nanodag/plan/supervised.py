@@ -51,6 +51,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | Non
         processes=_processes(stage, model),
         num_gpus=int(stage.resources.num_ranks) // int(stage.resources.nodes) if device == "cuda" else 0,
         disk_bytes=_disk(stage, model),
+        kept_bytes=artifact_bytes(model, str(stage.precision)),
         seconds=None if steps is None else _seconds(stage, model, machine, steps),
         share=shares_of(device, str(stage.precision)).training,
         notes=tuple(notes),
