@@ -9,7 +9,7 @@ from nanodag.plan import processes
 from nanodag.plan.models import PlannedModel
 from nanodag.plan.sampling import Samplers, embedded_samplers
 from nanodag.plan.sizes import bytes_per_token, downloaded, in_memory, longest_prompt, mean_prompt, size_of
-from nanodag.plan.speeds import START_S, decoding_seconds, peak_of, shares_of
+from nanodag.plan.speeds import EVALUATION_START_S, decoding_seconds, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 WRITTEN = ("gsm8k", "problems")
@@ -93,7 +93,7 @@ def plan_evaluation(name: str, stage: EvalStage, model: PlannedModel | None, mac
         disk_bytes=int(4 * read) + processes.MB,
         kept_bytes=int(4 * read) + processes.MB,
         seconds=_seconds(stage, model, machine, samplers, scored=scored, prompts=prompts, written=written),
-        share=shares_of(device, str(stage.precision)).likelihood,
+        share=shares_of(machine, device, str(stage.precision)).likelihood,
         is_beside=True,
     )
 
@@ -153,7 +153,7 @@ def _processes(stage: EvalStage, model: PlannedModel, samplers: Samplers | None)
     held = {
         "weights": wide * model.total,
         "activations": SCORED_TOKENS * wide * (6 * shape.width + 3 * shape.mlp_width) + SCORED_TOKENS * 512,
-        "logits": SCORED_LOGITS * (wide + 4),
+        "logits": min(SCORED_LOGITS, SCORED_TOKENS * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     base = {"process": processes.EVALUATION, "data": int(processes.PARSED * in_memory(sources))}
@@ -185,10 +185,10 @@ def _seconds(
     peak = peak_of(machine, device, precision, ranks=1, threads=threads)
     if not peak:
         return None
-    share = shares_of(device, precision)
+    share = shares_of(machine, device, precision)
     reading = (scored + prompts) * model.forward_flops(500) / (share.likelihood * peak)
     if samplers is None:
-        return START_S[device] + reading
+        return EVALUATION_START_S[device] + reading
     count = samplers.process.count
     decoding = decoding_seconds(
         machine=machine,
@@ -203,4 +203,4 @@ def _seconds(
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )
-    return None if decoding is None else START_S[device] + reading + decoding
+    return None if decoding is None else EVALUATION_START_S[device] + reading + decoding

@@ -12,7 +12,7 @@ EVALUATION = 330 * MB
 CONTROLLER = 110 * MB
 REWARDS = 60 * MB
 TOKENIZER = 60 * MB
-REPORT = 150 * MB
+REPORT = 330 * MB
 IMPORT = 60 * MB
 LAUNCHER = 150 * MB
 """torchrun's own, where a stage has several ranks; the watchdog's is lost beside it."""

@@ -29,7 +29,9 @@ from nanodag.plan.supervised import artifact_bytes
 
 ANSWER_SHARE = 0.5
 """Of max_new_tokens, that responses take on average."""
-STEP_S = {"cpu": 0.1, "cuda": 2.0}
+KEPT_GROUPS = 0.7
+"""Of the groups of a step, that filters leave where no others were sampled in their place."""
+STEP_S = {"cpu": 0.05, "cuda": 2.0}
 """Of an RL step, beside sampling and training: rewards, new weights."""
 TOKEN_BYTES_ON_DISK = 30
 """Of a sampled token in the rollout files."""
@@ -72,7 +74,8 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
         )
     samplers = samplers_of(stage, model, machine)
     prompt, answer = _prompt(stage, model), ANSWER_SHARE * rollout.max_new_tokens
-    trained = rollout.prompts_per_step * (prompt + rollout.samples_per_prompt * answer)
+    groups = rollout.prompts_per_step * (KEPT_GROUPS if rollout.filters and not rollout.over_sampling else 1.0)
+    trained = groups * (prompt + rollout.samples_per_prompt * answer)
     sampled = _sampled_a_step(stage) * rollout.samples_per_prompt * answer
     flops = stage.num_steps * (
         trained * model.training_flops(int(prompt + answer)) + sampled * model.forward_flops(int(prompt + answer))
@@ -98,7 +101,7 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
         disk_bytes=_disk(stage, model) + _rollouts(stage, sampled),
         kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, sampled),
         seconds=_seconds(stage, model, machine, samplers, trained=trained, sampled=sampled, length=prompt + answer),
-        share=shares_of(device, str(stage.optimizer.precision), str(stage.sampler.engine)).trainer,
+        share=shares_of(machine, device, str(stage.optimizer.precision), str(stage.sampler.engine)).trainer,
         notes=(f"responses are taken to have {answer:.0f} of {rollout.max_new_tokens} tokens",),
     )
 
@@ -260,7 +263,7 @@ def _seconds(
     passes += 1 / 3 if stage.optimizer.activation_checkpointing else 0.0
     passes *= stage.optimizer.epochs_per_step
     training = stage.num_steps * trained * passes * model.training_flops(int(length))
-    share = shares_of(device, precision, engine).trainer
+    share = shares_of(machine, device, precision, engine).trainer
     return START_S[device] + decoding + training / (share * peak) + stage.num_steps * STEP_S[device]
 
 

@@ -47,10 +47,17 @@ HUB: dict[tuple[str, str, str], tuple[int | None, float, int]] = {
     ("baber/piqa", "default", "validation"): (1_838, 300, 300_000),
     ("allenai/winogrande", "winogrande_xl", "validation"): (1_267, 150, 85_000),
 }
-# Text of a row of what this package generates: question and answer.
-GENERATED_BYTES = {"reverse": 31, "pick": 23, "add": 11, "sort": 34, "chain_sum": 68}
+# Of what this package and reasoning-gym generate: text of a row, its tokens in chat form, those of its prompt. Measured
+# with pocket's tokenizer.
+GENERATED = {
+    "reverse": (31, 22.5, 14.2),
+    "pick": (23, 18.1, 16.1),
+    "add": (11, 16.0, 14.0),
+    "sort": (34, 27.0, 17.0),
+    "chain_sum": (68, 33.7, 31.5),
+}
 # Rows of known files: name of the file -> rows and text of a row.
-FILES = {"hotpotqa.json": (66_635, 560)}
+FILES = {"hotpotqa.json": (66_635, 519)}
 
 
 def size_of(url: str) -> SourceSize | None:
@@ -77,7 +84,11 @@ def _whole(url: SourceURL) -> SourceSize | None:
         size = url.parameters.get("size", 10_000)
         if url.kind == "python" and not url.path.startswith("nanodag."):
             return None
-        return SourceSize(size, GENERATED_BYTES.get(name, PROBLEM_BYTES)) if isinstance(size, int) else None
+        return (
+            SourceSize(size, GENERATED[name][0] if name in GENERATED else PROBLEM_BYTES)
+            if isinstance(size, int)
+            else None
+        )
     return _files(url)
 
 
@@ -115,8 +126,8 @@ def bytes_per_token(vocabulary: int) -> float:
 
 
 def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
-    """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is not known.
-    Digits of generated problems are tokens of their own, so those have 2 bytes a token at most."""
+    """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is
+    not known."""
     total = 0.0
     for source in sources:
         size = size_of(source.url)
@@ -124,9 +135,9 @@ def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat:
             return None
         rows = size.rows * (1 - source.held_out) * (source.epochs or 1.0)
         is_text = source.adapter == "text" or not is_chat
-        is_generated = parse_url(source.url).kind in ("python", "reasoning_gym")
-        per_token = min(2.0, bytes_per_token(vocabulary)) if is_generated else bytes_per_token(vocabulary)
-        total += rows * (size.row_bytes / per_token + (1 if is_text else CHAT_TOKENS))
+        per_row = size.row_bytes / bytes_per_token(vocabulary) + (1 if is_text else CHAT_TOKENS)
+        known = _generated(source.url)
+        total += rows * (per_row if known is None else known[1])
     return int(total)
 
 
@@ -150,36 +161,40 @@ def downloaded(sources: Sequence[SourceConfig], read_bytes: float) -> int:
 
 
 # Prompts of known sources, in bytes of text: the mean, and the longest one.
-PROMPTS = {"gsm8k": (240, 985), "problem": (20, 30)}
+PROMPTS = {"gsm8k": (240, 985)}
+GENERATED_LONGEST = 24  # tokens; of what GENERATED names, at most
 TEMPLATE_TOKENS = 8
 """Tokens that the chat template puts around a prompt."""
+DENSER = 0.9
+"""Bytes a token of questions, which have numbers, as a share of those of prose."""
 EXTRA_INSTRUCTION = 60
 """Tokens of an instruction that an adapter may put beside a question."""
 
 
 def mean_prompt(url: str, vocabulary: int) -> float:
     """Tokens of a source's prompt on average; of an unknown one a third of a row."""
-    known = _prompt_bytes(url)
-    size = size_of(url)
+    if (generated := _generated(url)) is not None:
+        return generated[2]
+    known, size = _prompt_bytes(url), size_of(url)
     mean = known[0] if known is not None else size.row_bytes / 3 if size is not None else 400
-    return mean / _prompt_bytes_per_token(url, vocabulary) + TEMPLATE_TOKENS
+    return mean / (DENSER * bytes_per_token(vocabulary)) + TEMPLATE_TOKENS
 
 
 def longest_prompt(url: str, vocabulary: int) -> int | None:
     """Tokens of a source's longest prompt; None of one that is not known."""
+    if (generated := _generated(url)) is not None:
+        return max(GENERATED_LONGEST, int(1.2 * generated[2]))
     known = _prompt_bytes(url)
     if known is None:
         return None
-    extra = EXTRA_INSTRUCTION if url.startswith("hub:") else 0
-    return int(known[1] / _prompt_bytes_per_token(url, vocabulary)) + TEMPLATE_TOKENS + extra
+    return int(known[1] / (DENSER * bytes_per_token(vocabulary))) + TEMPLATE_TOKENS + EXTRA_INSTRUCTION
 
 
 def _prompt_bytes(url: str) -> tuple[int, int] | None:
-    if url.startswith("hub:openai/gsm8k"):
-        return PROMPTS["gsm8k"]
-    return PROMPTS["problem"] if url.startswith("python:nanodag.data.lists:") else None
+    return PROMPTS["gsm8k"] if url.startswith("hub:openai/gsm8k") else None
 
 
-def _prompt_bytes_per_token(url: str, vocabulary: int) -> float:
-    per_token = bytes_per_token(vocabulary)
-    return min(2.0, per_token) if url.startswith(("python:", "reasoning_gym:")) else 0.9 * per_token
+def _generated(url: str) -> tuple[int, float, float] | None:
+    """The row of GENERATED that a source's function has."""
+    is_known = url.startswith(("python:nanodag.", "reasoning_gym:"))
+    return GENERATED.get(parse_url(url).path.rpartition(":")[2]) if is_known else None

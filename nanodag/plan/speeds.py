@@ -32,16 +32,25 @@ class Shares:
     decoding: float
 
 
+NARROW = {"fp32": Shares(training=0.40, trainer=0.55, likelihood=0.35, decoding=0.50)}
+WIDE = {
+    "fp32": Shares(training=0.42, trainer=0.70, likelihood=0.35, decoding=0.80),
+    "bf16": Shares(training=0.32, trainer=0.45, likelihood=0.15, decoding=0.33),
+}
 CPU_SHARES = {
-    "fp32": Shares(training=0.42, trainer=0.50, likelihood=0.35, decoding=0.45),
-    "bf16": Shares(training=0.30, trainer=0.30, likelihood=0.15, decoding=0.15),
+    "other": NARROW | {"bf16": WIDE["fp32"]},
+    "avx2": NARROW | {"bf16": WIDE["fp32"]},  # emulated, so that the peak is what limits it
+    "avx512": WIDE,
+    "avx512_bf16": WIDE,
+    "amx": WIDE,
 }
 GPU_SHARES = {
     "embedded": Shares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
     "sglang": Shares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
 }
 START_S = {"cpu": 8.0, "cuda": 60.0}
-"""Of a worker: imports, the model, the first compiled step."""
+"""Of a worker that trains: imports, the model, the first compiled step."""
+EVALUATION_START_S = {"cpu": 5.0, "cuda": 40.0}
 SHORT_START_S = 2.0
 """Of a worker without a model."""
 BYTES_A_CORE_S = 12e6
@@ -50,9 +59,9 @@ PACKED_TOKENS_S = 455_000
 """Tokens a second of a core that the data thread packs: below what a GPU takes, it sets the pace."""
 
 
-def shares_of(device: str, precision: str, engine: str = "embedded") -> Shares:
-    """The shares for a device. engine: of the samplers."""
-    return CPU_SHARES[precision] if device == "cpu" else GPU_SHARES[engine]
+def shares_of(machine: Machine, device: str, precision: str, engine: str = "embedded") -> Shares:
+    """The shares for a device of a machine. engine: of the samplers."""
+    return CPU_SHARES[machine.instruction_set][precision] if device == "cpu" else GPU_SHARES[engine]
 
 
 def peak_of(machine: Machine, device: str, precision: str, *, ranks: int, threads: int = 1) -> float:
@@ -84,7 +93,7 @@ def decoding_seconds(
     A GPU reads all weights and the samples' cache for each step; a CPU computes. cache_bytes: of one sample, on
     average. None where the machine's speed is not known.
     """
-    share = shares_of(device, precision, engine).decoding
+    share = shares_of(machine, device, precision, engine).decoding
     if device == "cpu":
         return tokens * flops_per_token / (share * peak_of(machine, device, precision, ranks=samplers, threads=threads))
     if machine.gpu is None or not machine.gpu.bandwidth or not machine.gpu.peak:

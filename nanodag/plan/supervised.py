@@ -53,7 +53,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | Non
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
         seconds=None if steps is None else _seconds(stage, model, machine, steps),
-        share=shares_of(device, str(stage.precision)).training,
+        share=shares_of(machine, device, str(stage.precision)).training,
         notes=tuple(notes),
     )
     return plan
@@ -164,7 +164,7 @@ def _seconds(stage: SupervisedStage, model: PlannedModel, machine: Machine, step
     again = 4 / 3 if stage.activation_checkpointing else 1.0
     evaluations = steps // stage.validation_every + 1 if any(s.held_out for s in stage.data) else 0
     worked = tokens * again + evaluations * stage.validation_tokens / 3
-    share = shares_of(device, precision).training
+    share = shares_of(machine, device, precision).training
     computing = worked * model.training_flops(stage.sequence_length) / (share * peak)
     packing = tokens / (ranks * PACKED_TOKENS_S)
     return START_S[device] + max(computing, packing)
