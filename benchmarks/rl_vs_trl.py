@@ -101,7 +101,9 @@ def copy_model(source: Path, folder: Path) -> None:
 def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
     """CPU-seconds of each measured step of the stage: generation, training, rest, all. setting: fp32, bf16, or
     bf16-training with a sampler in fp32, whose compiled steps are faster than torch's in bf16 for so small a model."""
+    from nanodag.config.derive_sampler import derive_sampler
     from nanodag.config.kinds.rl import RLStage
+    from nanodag.host.machine import detect
     from nanodag.worker.job import Job, write_job
     from nanodag.worker.launch import worker_environment
 
@@ -127,6 +129,7 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
         checkpoint_every=1000,
         tracking=[],
     )
+    config = derive_sampler("rl", config, detect(), None, {}, sglang=False)
     job = Job(name="rl", run="benchmark", config=config, inputs={"model": folder / "model"}, workspace=workspace)
     environment = worker_environment(threads) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     with (workspace / "worker.log").open("wb") as log:

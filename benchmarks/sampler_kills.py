@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds.rl import RLStage
+from nanodag.host.machine import detect
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.launch import worker_environment
@@ -95,7 +97,8 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "micro_batch_tokens": 4096,
         "tracking": [],
     }
-    job = Job(name="rl", run="bench", config=RLStage.of(**config), inputs={"model": model}, workspace=workspace)
+    stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {}, sglang=False)
+    job = Job(name="rl", run="bench", config=stage, inputs={"model": model}, workspace=workspace)
     write_job(job)
     return job
 

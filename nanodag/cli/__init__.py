@@ -8,7 +8,7 @@ import typer
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.parameters import Detach, File, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
@@ -154,6 +154,7 @@ def config(
     explain: Annotated[
         str, typer.Option("--explain", metavar="NAME", help="One setting: what it is, its range, default and value.")
     ] = "",
+    on: On = "",
 ) -> None:
     """Print every value, and where each comes from.
 
@@ -161,13 +162,14 @@ def config(
     nanodag config --preset small
     nanodag config rl.num_steps=50
     nanodag config --explain rl.clip_high
+    nanodag config --preset speedrun --on 8xH100
     """
     from nanodag.cli.show import explain_setting, show_config
 
     if explain:
-        explain_setting(explain, overrides or [], preset=preset, file=file)
+        explain_setting(explain, overrides or [], preset=preset, file=file, on=on)
         return
-    show_config(overrides or [], preset=preset, file=file)
+    show_config(overrides or [], preset=preset, file=file, on=on)
 
 
 @app.command()

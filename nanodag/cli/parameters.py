@@ -17,7 +17,7 @@ Preset = Annotated[
         "--preset",
         "-p",
         metavar="NAME",
-        help="A preset of the pipeline file. auto: single-gpu where there is a GPU, else the file's default.",
+        help="A preset of the pipeline file. auto: the file's default, on any machine.",
     ),
 ]
 File = Annotated[
@@ -35,6 +35,14 @@ Key = Annotated[
     str,
     typer.Argument(
         metavar="KEY", help="An artifact: its key, or how it begins; KEY/0002 for one attempt; RUN:STAGE for a run's."
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="MACHINE",
+        help="Another machine: 8xH100, 1x24GB, 2x8xH100, cpu:2:avx2:16GiB (cores, instruction set, memory).",
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun; it goes on without the terminal.")]

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from nanodag.cli.live_table import make_console
 from nanodag.cli.run import bury_the_dead, follow, take_over
-from nanodag.cli.show import find_run
+from nanodag.cli.show import find_run, print_warnings
 from nanodag.config import resolve
 from nanodag.config.resolve import portable
 from nanodag.errors import ConfigError
 from nanodag.run.preflight import check_before_start
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import pipeline_file, recorded_run, store_of
+from nanodag.run.record import check_gpus, pipeline_file, recorded_run, store_of
 from nanodag.server.local_server import server_of
 
 
@@ -42,12 +42,15 @@ def rerun(
     name = find_run(store, run).run
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
     path = pipeline_file(recorded.file)
-    pipeline = resolve(path, recorded.preset, recorded.overrides, machine=recorded.machine).pipeline
+    resolved = resolve(path, recorded.preset, recorded.overrides, machine=recorded.machine)
+    pipeline = resolved.pipeline
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
+    check_gpus(name, resolved, recorded.stages)
     check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
+    print_warnings(console, resolved)
     running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
     bury_the_dead(api, store)

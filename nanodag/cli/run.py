@@ -5,23 +5,24 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
 from nanodag.cli.said import command
-from nanodag.cli.show import how_to_build_stale, print_stale, print_summary
-from nanodag.config import Pipeline, resolve
+from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
+from nanodag.config import Pipeline, Resolved, resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.resolve import portable
+from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
 from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import locations_of, merged, pipeline_file, refuse_composed, store_of
+from nanodag.run.record import check_gpus, locations_of, merged, pipeline_file, refuse_composed, store_of
 from nanodag.run.stale import left_alone
 from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
 from nanodag.store import Store
@@ -49,15 +50,20 @@ def run_pipeline(
         overrides = merged([*before.overrides, *overrides])
         machine = machine_of(before.machine)
     path = pipeline_file(file)
-    pipeline = resolve(path, preset, overrides, machine=machine).pipeline
+    resolved = resolve(path, preset, overrides, machine=machine)
+    pipeline = resolved.pipeline
     store = store_of(pipeline)
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
+    check_gpus(name, resolved, list(pipeline.stages))
     check_before_start(pipeline, file=path, remembered=store.local / "checked")
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
+    print_warnings(console, resolved)
+    if preset == "auto" and machine is None and resolved.machine.num_gpus:
+        print_others(console, path, resolved)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     running = server.ensure(lambda text: console.print(text, style="dim"))
     api = running.api()
@@ -72,6 +78,15 @@ def run_pipeline(
     }
     flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
     return follow(console, store, running, name, flow_run, detach=detach, began=began)
+
+
+def print_others(console: Console, path: Path, resolved: Resolved) -> None:
+    """On a machine with GPUs: what else the file has. The default stays a run of minutes unless one asks for more."""
+    presets = read_document(path)["presets"]
+    others = [f"{name} ({body.get('description', '')})" for name, body in presets.items()]
+    console.print(f"This machine is {resolved.machine.short}. Of presets there are:", style="dim", markup=False)
+    for text in others:
+        console.print(f"  {text}", style="dim", markup=False, highlight=False)
 
 
 def _of_store(overrides: Sequence[str]) -> list[str]:

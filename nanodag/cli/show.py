@@ -10,7 +10,7 @@ from rich.text import Text
 
 from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
-from nanodag.config import resolve
+from nanodag.config import Resolved, resolve
 from nanodag.config.derive import facts
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
@@ -19,6 +19,7 @@ from nanodag.config.resolve import leaves
 from nanodag.config.rl_entries import EntryConfig
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
+from nanodag.host.machine import machine_of
 from nanodag.run.record import pipeline_file, state_of, store_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
@@ -28,12 +29,15 @@ from nanodag.store.run_record import RunRecord, StageRecord
 NEWEST = 10
 
 
-def show_config(overrides: Sequence[str], *, preset: str, file: str) -> None:
-    """Every value of the resolved pipeline with its origin, and what the dial says beside a value that was given."""
+def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "") -> None:
+    """Every value of the resolved pipeline with its origin, and what the dial says beside a value that was given. on:
+    another machine, as nanodag.host.machine.machine_of reads it."""
     console = Console(soft_wrap=True)
     path = pipeline_file(file)
-    resolved = resolve(path, preset, overrides)
-    console.print(f"# {path}, preset {resolved.pipeline.preset}", markup=False, highlight=False)
+    resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
+    where = f"on {resolved.machine}" if on else f"on this machine, {resolved.machine}"
+    console.print(f"# {path}, preset {resolved.pipeline.preset}, {where}", markup=False, highlight=False)
+    print_warnings(console, resolved)
     section = ""
     for name, value in leaves(resolved.pipeline):
         head, dot, rest = name.partition(".")
@@ -49,10 +53,16 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str) -> None:
         console.print(line)
 
 
-def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: str) -> None:
+def print_warnings(console: Console, resolved: Resolved) -> None:
+    """What was given by hand and is a bad idea on the machine."""
+    for text in resolved.warnings:
+        console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: str, on: str = "") -> None:
     """What a setting is, what it may be, and its value in this pipeline with its origin."""
     console = Console(soft_wrap=True)
-    resolved = resolve(pipeline_file(file), preset, overrides)
+    resolved = resolve(pipeline_file(file), preset, overrides, machine=machine_of(on) if on else None)
     details = setting(resolved, name)
     console.print(f"{details.name}, preset {resolved.pipeline.preset}", style="bold", highlight=False)
     lines = [f"  {details.words}", f"  type      {details.type}"]

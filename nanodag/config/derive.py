@@ -2,112 +2,109 @@
 
 from typing import Any, TypeGuard, TypeVar
 
+from nanodag.config.derive_hardware import (
+    RULES,
+    Derived,
+    Model,
+    device_of,
+    fit_rl,
+    fit_supervised,
+    precision_of,
+    spread,
+)
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, has_sglang
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.known_models import known_model, known_positions
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
-from nanodag.config.rl_parts import SamplerConfig
-from nanodag.config.stage_base import Resources, StageBase
+from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
 
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
-MAX_REPLICAS = 4
-
-_S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 
 def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, str]]:
     """The pipeline without `auto`, as it fits a machine, and the origin of what was filled in, by dotted name."""
     origins: dict[str, str] = {}
+    device = pipeline.device
+    if device == "auto":
+        device = "cuda" if machine.gpu is not None else "cpu"
+        origins["device"] = f"derived: {machine.short}: {RULES['device'].rule}"
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
-        updates: dict[str, Any] = {}
+        found = Derived(name, machine, origins)
         if stage.seed == "auto":
-            updates["seed"] = pipeline.seed
+            stage = stage.model_copy(update={"seed": pipeline.seed})
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
-        updates["resources"] = _resources(name, stage, machine, origins)
-        stage = _precision(name, stage.model_copy(update=updates), machine, origins)
+        stage = precision_of(device_of(stage, device, found), found)
         if _is_from_scratch(stage):
             stage = _pretrain(name, stage, origins)
         if isinstance(stage, SupervisedStage):
-            stage = _supervised(name, stage, pipeline, origins)
+            stage = _scheduled(name, stage, pipeline, origins)
+        model = model_of(pipeline, name)
+        stage = spread(stage, model, found)
+        if isinstance(stage, SupervisedStage):
+            stage = fit_supervised(stage, model, found)
+            _check_batch(name, stage)
+        if isinstance(stage, EvalStage):
+            stage = derive_evaluation(name, stage, machine, size_of(pipeline, name), origins)
         if isinstance(stage, RLStage):
-            stage = _rl(name, stage, origins)
-            if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
-                shape = _pretrain("", source, {}).shape
-                check_lora(name, stage, int(shape.width), pipeline.unchecked)
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=has_sglang())
+            stage = fit_rl(stage, model, found)
+            _check_rl(name, stage, pipeline)
         stages[name] = stage
-    return pipeline.model_copy(update={"stages": stages}), origins
+    return pipeline.model_copy(update={"stages": stages, "device": device}), origins
 
 
-def _resources(name: str, stage: StageBase, machine: Machine, origins: dict[str, str]) -> Resources:
-    updates: dict[str, Any] = {}
-    resources = stage.resources
-    chosen = machine.device if resources.device == "auto" else resources.device
-    if resources.device == "auto":
-        updates["device"] = chosen
-        origins[f"{name}.resources.device"] = f"derived: {machine}"
-    if resources.gpus_per_node and chosen == "cpu":
-        raise ConfigError(f"{name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU.")
-    if resources.num_ranks == "auto":
-        updates["num_ranks"] = resources.nodes * max(1, resources.gpus_per_node)
-        why = "nodes x gpus_per_node" if resources.gpus_per_node else "one process" + " a node" * (resources.nodes > 1)
-        origins[f"{name}.resources.num_ranks"] = f"derived: {why}"
-    here = updates.get("num_ranks", resources.num_ranks) // resources.nodes
-    if resources.threads == "auto":
-        updates["threads"] = max(1, machine.cores // here)
-        origins[f"{name}.resources.threads"] = f"derived: {machine}, its cores over its ranks"
-    return resources.model_copy(update=updates)
-
-
-def _precision(name: str, stage: _S, machine: Machine, origins: dict[str, str]) -> _S:
-    """The stage, and its sampler, in the precision that its device multiplies fastest, where none is given."""
-    is_fast = machine.multiplies_bf16_fast(stage.resources.device)
-    precision = "bf16" if is_fast else "fp32"
-    why = f"derived: {machine} multiplies bf16 {'fast' if is_fast else 'slowly'}"
-    updates: dict[str, Any] = {}
-    if getattr(stage, "precision", "") == "auto":
-        updates["precision"] = precision
-        origins[f"{name}.precision"] = why
-    for part in ("optimizer", "sampler") if isinstance(stage, RLStage) else ():
-        section = getattr(stage, part)
-        if section.precision == "auto":
-            updates[part] = section.model_copy(update={"precision": precision})
-            origins[f"{name}.{part}.precision"] = why
-    return stage.model_copy(update=updates)
-
-
-def replicas_of(sampler: SamplerConfig, threads: int) -> int:
-    """How many samplers. A sum that is split over threads has other bits, so a deterministic sampler has one thread,
-    and several of them share the cores; another one has all threads."""
-    if sampler.replicas != "auto":
-        return int(sampler.replicas)
-    return min(threads, MAX_REPLICAS) if sampler.deterministic else 1
-
-
-def _rl(name: str, stage: RLStage, origins: dict[str, str]) -> RLStage:
+def _check_rl(name: str, stage: RLStage, pipeline: Pipeline) -> None:
     try:
         stage.check_resources()
     except ValueError as error:
         raise ConfigError(f"stages.{name}.{error}.") from error
-    if stage.sampler.replicas != "auto":
-        return stage
-    replicas = replicas_of(stage.sampler, int(stage.resources.threads))
-    origins[f"{name}.sampler.replicas"] = "derived: a thread each where samplers are deterministic, else one"
-    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"replicas": replicas})})
+    if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
+        check_lora(name, stage, int(_pretrain("", source, {}).shape.width), pipeline.unchecked)
+
+
+def size_of(pipeline: Pipeline, name: str) -> ModelSize | None:
+    """The size of the model that a stage takes, None where `model_of` knows none."""
+    if (model := model_of(pipeline, name)) is None:
+        return None
+    source = _began_at(pipeline, name)
+    if isinstance(source, ImportStage):
+        return ModelSize.of_shape(*model, known_positions(source.model))
+    assert isinstance(source, PretrainStage)
+    return ModelSize.of_shape(*model, source.shape.max_positions)
+
+
+def model_of(pipeline: Pipeline, name: str) -> Model | None:
+    """The model that a stage trains or scores, whether its shape was given, derived from its depth, or is that of an
+    import that is known; None of another import, and of a stage without a model."""
+    stage = _began_at(pipeline, name)
+    if isinstance(stage, ImportStage):
+        return known_model(stage.model)
+    if not _is_from_scratch(stage):
+        return None
+    return shape_from(_pretrain("", stage, {}).shape), vocabulary_of(pipeline, stage)
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
     """The pretraining stage that a stage's model began in, None when that is an imported checkpoint."""
+    stage = _began_at(pipeline, name)
+    return stage if _is_from_scratch(stage) else None
+
+
+def _began_at(pipeline: Pipeline, name: str) -> StageBase:
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
-    return stage if _is_from_scratch(stage) else None
+    return stage
 
 
 def _is_from_scratch(stage: StageBase) -> TypeGuard[PretrainStage]:
@@ -178,7 +175,7 @@ def _consistent(config: ShapeConfig, derived: dict[str, Any], name: str, origins
     return out
 
 
-def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[str, str]) -> _Supervised:
+def _scheduled(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[str, str]) -> _Supervised:
     updates: dict[str, Any] = {}
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
@@ -226,15 +223,14 @@ def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict
                 raise ConfigError(f"{name}.optimizer.{field}: auto needs a pretrain stage above it; give a number.")
     if optimizer:
         updates["optimizer"] = stage.optimizer.model_copy(update=optimizer)
-    batch = int(updates.get("batch_tokens", stage.batch_tokens))
-    ranks = int(stage.resources.num_ranks)
-    if stage.micro_batch_tokens == "auto":
-        limit = MICRO_BATCH_TOKENS[stage.resources.device]
-        updates["micro_batch_tokens"] = micro = _micro(batch, ranks, stage.sequence_length, limit)
-        why = f"derived: at most {limit:,} on {stage.resources.device}, dividing a step"
-        origins[f"{name}.micro_batch_tokens"] = why
-    else:
-        micro = int(stage.micro_batch_tokens)
+    if stage.horizon_tokens == "auto" and "horizon_tokens" not in updates:
+        updates["horizon_tokens"] = 0
+        origins[f"{name}.horizon_tokens"] = "derived: 0, num_epochs decides"
+    return stage.model_copy(update=updates)
+
+
+def _check_batch(name: str, stage: SupervisedStage) -> None:
+    batch, micro, ranks = int(stage.batch_tokens), int(stage.micro_batch_tokens), int(stage.resources.num_ranks)
     if micro % stage.sequence_length or batch % (micro * ranks):
         raise ConfigError(
             f"{name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks {ranks}, and "
@@ -242,17 +238,6 @@ def _supervised(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict
             f"{max(1, round(batch / (stage.sequence_length * ranks))) * stage.sequence_length * ranks}, "
             "micro_batch_tokens to auto."
         )
-    if stage.horizon_tokens == "auto" and "horizon_tokens" not in updates:
-        updates["horizon_tokens"] = 0
-        origins[f"{name}.horizon_tokens"] = "derived: 0, num_epochs decides"
-    return stage.model_copy(update=updates)
-
-
-def _micro(batch: int, ranks: int, sequence_length: int, limit: int) -> int:
-    """The largest whole number of rows, at most `limit` tokens, that divides a rank's share of a step."""
-    rows = max(1, batch // (ranks * sequence_length))
-    most = min(rows, max(1, limit // sequence_length))
-    return next(r for r in range(most, 0, -1) if rows % r == 0) * sequence_length
 
 
 def facts(pipeline: Pipeline, name: str) -> dict[str, int]:

@@ -55,7 +55,9 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
         value = problem.get("input")
         if problem["type"] not in ("missing", "too_short", "too_long"):
             is_said = problem["type"] == "value_error" and (not _is_plain(value) or said(value) in message)
-            suffixes[name] = "" if is_said else f" (found {said(value)}){_hint(problem['type'], value)}"
+            hint = _hint(problem["type"], value)
+            if hint or name not in suffixes:  # of a union any branch may know what was meant
+                suffixes[name] = "" if is_said else f" (found {said(value)}){hint}"
         if message not in lines.setdefault(name, []):
             lines[name].append(message)
     texts = [

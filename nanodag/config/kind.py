@@ -24,6 +24,7 @@ class Kind:
     trains: it puts tokens through a model forward and backward, on as many machines as resources.nodes says.
     has_ranks: the launcher starts resources.num_ranks processes of it; otherwise the worker starts what it needs.
     is_beside: it runs beside the next stage, at low priority.
+    is_on_cpu: it multiplies no matrices, so that it never holds a GPU unless it is told to.
     label: of its models in tables of scores; the stage's name where it is empty or several stages are of this kind.
     order: among kinds, and in the report among stages that are equally far from the start.
     less_memory, lower_rate: the setting that is advised where memory is too small, and where training diverges.
@@ -40,6 +41,7 @@ class Kind:
     trains: bool = False
     has_ranks: bool = False
     is_beside: bool = False
+    is_on_cpu: bool = False
     label: str = ""
     order: int = 70
     less_memory: str = "NAME=VALUE"

@@ -39,6 +39,14 @@ KNOWN: dict[str, tuple[Shape, int]] = {
     "meta-llama/Llama-3.2-3B": (_shape(28, 3072, 24, 8, 128, 8192, tied=True), 128_256),
 }
 
+# By how their names begin: positions that all models of a family have at least.
+POSITIONS = {
+    "Qwen/Qwen2.5-": 32_768,
+    "Qwen/Qwen3-": 32_768,
+    "HuggingFaceTB/SmolLM2-": 8_192,
+    "meta-llama/Llama-3.2-": 131_072,
+}
+
 
 def known_model(model: str) -> tuple[Shape, int] | None:
     """Shape and vocabulary of an import's `model`; None of one that is not known. A chat model is its base model's
@@ -47,3 +55,8 @@ def known_model(model: str) -> tuple[Shape, int] | None:
         return None
     name = model.removeprefix("hub:").partition("@")[0]
     return KNOWN.get(re.sub(r"-(Instruct|Base)$", "", name))
+
+
+def known_positions(model: str) -> int:
+    """Positions of an import that `known_model` knows, in tokens."""
+    return next(number for name, number in POSITIONS.items() if model.startswith(f"hub:{name}"))

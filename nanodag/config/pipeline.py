@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from socket import inet_aton
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -22,7 +22,7 @@ from pydantic_core import PydanticKnownError
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.section import Section, full_name
+from nanodag.config.section import Auto, Section, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import listed, nearest
 
@@ -160,6 +160,9 @@ class Pipeline(Section):
     """What the preset is for, in a line."""
     seed: int = Field(0, ge=0)
     """Seed of all stages whose seed is auto."""
+    device: Literal["cpu", "cuda"] | Auto = "auto"
+    """The kind of device of all stages whose own is auto: `cpu` or `cuda`. `auto`: the machine's GPUs where it has
+    some."""
     mirror: str = "none"
     """A folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from; `none` for the hub. A
     relative path begins at the pipeline file's folder, in an override at the working directory."""
@@ -226,9 +229,10 @@ class Pipeline(Section):
                 f"stages.{name}.resources.work_pool {pool!r} needs a store in a folder that all machines share: of "
                 f"{self.store.url} each has a copy of the run's record, and they would overwrite one another's"
             )
-        trains, nodes = find_kind(stage.kind).trains, stage.resources.nodes
+        trains = find_kind(stage.kind).trains
+        nodes = stage.resources.num_nodes
         for offload in ("offload_optimizer", "offload_param"):
-            if getattr(stage.resources, offload) != "none" and not trains:
+            if getattr(stage.resources, offload) == "cpu" and not trains:
                 raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
         if nodes > 1 and not trains:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")

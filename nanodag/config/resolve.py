@@ -17,8 +17,10 @@ from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
 from nanodag.config.trust import check_trust
+from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
+from nanodag.host.folders import PROJECT
 from nanodag.host.machine import Machine, detect
 from nanodag.own_code.vouched import check_owner
 
@@ -34,18 +36,19 @@ class Resolved:
     """A pipeline in which nothing is left open.
 
     origins: dotted name -> `default`, `preset NAME`, `override`, `environment NAME` or `derived: why`; a name with `!`
-    at its end has what the dial says beside a value that was given.
+    at its end has what the dial says beside a value that was given. warnings: what was given and is a bad idea there.
     """
 
     pipeline: Pipeline
     origins: Mapping[str, str]
     machine: Machine
+    warnings: tuple[str, ...] = ()
 
 
 def resolve(
     file: Path, preset: str = "auto", overrides: Sequence[str] = (), *, machine: Machine | None = None
 ) -> Resolved:
-    """Read a pipeline file, choose a preset (`auto`: by hardware), apply `dotted.name=value` overrides.
+    """Read a pipeline file, choose a preset (`auto`: the file's default), apply `dotted.name=value` overrides.
 
     machine: what `auto` follows from; None: this one.
 
@@ -55,8 +58,9 @@ def resolve(
     document = read_document(file)
     check_owner(file)
     presets = document["presets"]
-    if preset == "auto":
-        preset = "single-gpu" if machine.num_gpus and "single-gpu" in presets else document.get("default", "pocket")
+    is_chosen = preset != "auto"
+    if not is_chosen:  # the same on every machine: a GPU is no reason to begin a run of many hours unasked
+        preset = document.get("default", "pocket")
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     common = {key: value for key, value in document.items() if key not in ("default", "presets")}
@@ -67,7 +71,7 @@ def resolve(
     for origin, body in bodies.items():
         _merge(tree, body, origins, origin)
     tree["preset"] = preset
-    origins["preset"] = "the command line, or by hardware"
+    origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
     from_file = _what_may_run(tree)
     for text in environment_overrides():
@@ -93,7 +97,14 @@ def resolve(
     origins.update(derived)
     shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
-    return Resolved(pipeline=pipeline, origins=shown, machine=machine)
+    of_ours = "preset" if file.absolute() == PROJECT / "pipeline.yaml" else ""
+    given = {name for name, origin in shown.items() if _is_given(origin, of_ours)}
+    return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=unwise(pipeline, machine, given))
+
+
+def _is_given(origin: str, of_ours: str) -> bool:
+    """Whether somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after those."""
+    return not origin.startswith(("default", "derived")) and not (of_ours and origin.startswith(of_ours))
 
 
 def _origin_of(name: str, origins: Mapping[str, str]) -> str:

@@ -1,30 +1,43 @@
 """Parts of an RL stage: its sampler, critic and teacher."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Positive, Precision, Section, operational
+from nanodag.config.section import Auto, Fraction, Positive, Precision, Rate, Section, operational
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
+
+SGLANG_ONLY = ("python", "tensor_parallel", "options", "router", "router_options")
 
 
 class SamplerConfig(Section):
-    """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone."""
+    """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone; `engine: auto`
+    leaves them out where it takes the embedded one."""
 
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic."""
-    precision: Precision | Auto = "fp32"
-    """Number format of the sampler's weights and products."""
-    max_batch: int = Field(64, ge=1)
-    """Requests decoded at once, by all replicas together."""
-    context: int = Field(1024, ge=8)
-    """Longest prompt plus response, in tokens."""
-    deterministic: bool = True
-    """Whether a request returns the same bits alone, among others, or admitted late."""
+    engine: Literal["embedded", "sglang"] | Auto = "auto"
+    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
+    `auto`: SGLang on GPUs where it is installed."""
+    precision: Precision | Auto = "auto"
+    """Number format of the sampler's weights and products, on a GPU also of its cache. `auto`: the trainer's."""
+    max_batch: Positive | Auto = "auto"
+    """Requests decoded at once, by all replicas together. `auto`: a step's samples, as far as the cache holds them."""
+    context: Annotated[int, Field(ge=8)] | Auto = "auto"
+    """Longest prompt plus response, in tokens. `auto`: rollout.max_new_tokens and 1,024 for the prompt."""
+    deterministic: bool | Auto = "auto"
+    """Whether a request returns the same bits alone, among others, or admitted late. `auto`: where that is possible,
+    with the embedded engine on a CPU."""
     replicas: Positive | Auto = operational("auto")
-    """Sampler processes. `auto`: one, or a process a thread (4 at most) where they are deterministic."""
-    start_timeout_s: float = operational(120.0, gt=0)
-    """Seconds without a sign of progress after which a sampler's start has failed."""
+    """Sampler processes. `auto`: one a GPU; on a CPU one, or a process a thread (4 at most) where they are
+    deterministic."""
+    memory_fraction: Fraction | Auto = operational("auto")
+    """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`:
+    0.4 of a GPU, whose rest is the trainer's; 0.25 of the host's memory for all replicas on a CPU."""
+    cache_bytes: Positive | Auto = operational("auto")
+    """Bytes of one replica's keys and values. `auto`: what max_batch samples of `context` tokens take, as far as
+    memory_fraction allows."""
+    start_timeout_s: Rate | Auto = operational("auto")
+    """Seconds without a sign of progress after which a sampler's start has failed. `auto`: 900 for SGLang, else
+    120."""
     request_timeout_s: float = operational(600.0, gt=0)
     """Seconds that a request may take."""
     health_timeout_s: float = operational(60.0, gt=0)
@@ -35,8 +48,6 @@ class SamplerConfig(Section):
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
     tensor_parallel: int = operational(1, ge=1)
     """GPUs of one SGLang server."""
-    memory_fraction: float = operational(0.3, gt=0, lt=1)
-    """Share of a device's memory that SGLang takes for weights and cache."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
     router: bool = operational(True)
@@ -44,29 +55,20 @@ class SamplerConfig(Section):
     router_options: dict[str, bool | int | float | str] = operational({})
     """Options of the router, by name."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sglang_is_not_deterministic(cls, found: Any) -> Any:
-        if isinstance(found, dict) and found.get("engine") == "sglang":
-            return {"deterministic": False, "start_timeout_s": 900.0, **found}
-        return found
-
     @model_validator(mode="after")
     def _fits_its_engine(self) -> "SamplerConfig":
-        if self.engine == "sglang":
-            if self.deterministic:
-                raise ValueError(
-                    "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
-                    "them. Set it to false, or leave it out"
-                )
-            check_options("options", self.options, OWN_OPTIONS)
-            check_options("router_options", self.router_options, ROUTERS_OWN_OPTIONS)
-            if self.router_options and not self.router:
-                raise ValueError("sampler.router_options mean nothing with sampler.router: false; leave them out")
-            return self
-        for name in ("python", "tensor_parallel", "memory_fraction", "options", "router", "router_options"):
+        if self.engine == "sglang" and self.deterministic is True:
+            raise ValueError(
+                "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
+                "them. Set it to false, or leave it out"
+            )
+        for name in SGLANG_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+        check_options("options", self.options, OWN_OPTIONS)
+        check_options("router_options", self.router_options, ROUTERS_OWN_OPTIONS)
+        if self.router_options and not self.router:
+            raise ValueError("sampler.router_options mean nothing with sampler.router: false; leave them out")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import reduce
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,7 @@ from nanodag.config.rl_entries import (
     PolicyLossConfig,
 )
 from nanodag.config.rl_parts import CriticConfig, TeacherConfig
-from nanodag.config.section import Auto, Precision, Section, Share, StageSection, operational
+from nanodag.config.section import Auto, Natural, Precision, Section, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 
@@ -231,14 +231,16 @@ class OptimizerSection(StageSection):
     """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed's ZeRO stage."""
-    micro_batch_tokens: int = Field(9216, ge=16)
-    """Tokens that one rank holds at once, or sequence_parallel ranks together."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | Auto = "auto"
+    """Tokens that one rank holds at once, or sequence_parallel ranks together. `auto`: what fits beside the samplers,
+    and a whole rollout at least."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that share each row (Ulysses)."""
-    activation_checkpointing: bool = False
-    """Whether activations are computed again in the backward pass instead of kept."""
-    compile: bool = operational(False)
-    """Whether torch.compile compiles the layers."""
+    activation_checkpointing: bool | Auto = "auto"
+    """Whether activations are computed again in the backward pass instead of kept; `auto` as in the supervised
+    stages."""
+    compile: bool | Auto = operational("auto")
+    """Whether torch.compile compiles the layers. `auto`: on GPUs, and on CPUs in bf16."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerSection":
@@ -260,8 +262,9 @@ class WeightsSection(StageSection):
     """Bytes broadcast at once."""
     sync_timeout_s: float = operational(60.0, gt=0)
     """Seconds that one bucket may take."""
-    sync_check_every: int = operational(20, ge=0)
-    """The first sync and every one of that number is verified tensor by tensor; 0 for none."""
+    sync_check_every: Natural | Auto = operational("auto")
+    """The first sync and every one of that number is verified tensor by tensor; 0 for none. `auto`: 20, and 0 where
+    weights cannot be verified yet: with SGLang on a GPU, or split over GPUs."""
 
     @model_validator(mode="after")
     def _fits(self) -> "WeightsSection":

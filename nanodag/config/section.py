@@ -23,6 +23,9 @@ Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+
 Precision = Literal["fp32", "bf16"]
 
 

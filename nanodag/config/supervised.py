@@ -88,7 +88,8 @@ class SupervisedStage(StageBase):
     batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
     """Tokens of a step, over all ranks; `auto` follows from depth and horizon."""
     micro_batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
-    """Tokens that one rank holds at once; `auto` takes the largest that divides a step and fits the device."""
+    """Tokens that one rank holds at once. `auto`: the largest number that divides a step, fits the device's memory, and
+    is no larger than what fills the device."""
     horizon_tokens: Natural | Auto = "auto"
     """Tokens of the whole training. `auto`: pretraining takes the dial's; the others train num_epochs over their
     data."""
@@ -100,11 +101,11 @@ class SupervisedStage(StageBase):
     """How the learning rate changes over the steps."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 for no clipping."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Auto = "auto"
     """Whether activations are computed again in the backward pass instead of kept: less memory, about a third more
-    work."""
-    compile: bool = operational(True)
-    """Whether torch.compile compiles the layers."""
+    work. `auto`: where a micro-batch that fills the device would not fit otherwise."""
+    compile: bool | Auto = operational("auto")
+    """Whether torch.compile compiles the layers; `auto` does wherever it has a compiler for the device."""
     validation_tokens: int = Field(262_144, ge=0)
     """Held-out tokens that an evaluation of the loss reads; 0 for none."""
     validation_every: int = Field(100, ge=1)

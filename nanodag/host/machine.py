@@ -83,6 +83,11 @@ class Machine:
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
         return self.instruction_set in FAST_BF16_SETS
 
+    @property
+    def short(self) -> str:
+        """As a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
+        return str(self) if self.gpu is None else str(self).partition(":")[0]
+
     def __str__(self) -> str:
         """The text that `machine_of` reads as this machine, but for its disk."""
         host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB"

@@ -107,6 +107,7 @@ class SamplerProcess(ServerProcess):
         log_path: str | Path,
         dtype: str = "auto",
         device: str = "cpu",
+        gpu: str = "",
         max_batch: int = 64,
         context_length: int | None = None,
         cache_bytes: int | None = None,
@@ -120,7 +121,8 @@ class SamplerProcess(ServerProcess):
     ) -> "SamplerProcess":
         """Start a server and wait until it answers. Its output is appended to ``log_path``.
 
-        token: that requests must bear, "" for none. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
+        token: that requests must bear, "" for none. gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; "" for
+        those of this process. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
         the last lines of the log, if it ends or does not answer in time.
         """
         log_path = Path(log_path)
@@ -140,6 +142,7 @@ class SamplerProcess(ServerProcess):
             command += ["--deterministic"] if deterministic else []
             # Spinning OpenMP threads starve the other process on a small machine.
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            environment |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
             sampler = cls.spawn(command, log_path=log_path, env=environment, token=token)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)

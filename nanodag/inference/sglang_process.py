@@ -47,6 +47,7 @@ class SGLangProcess(ServerProcess):
         weight_version: str | int,
         memory_fraction: float,
         tensor_parallel: int = 1,
+        cache_tokens: int | None = None,
         first_gpu: int = 0,
         threads: int = 1,
         seed: int = 0,
@@ -57,12 +58,14 @@ class SGLangProcess(ServerProcess):
         """Start a server and wait until it answers. Its output is appended to ``log_path``.
 
         python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
-        and answer together. memory_fraction: of the device's memory, for weights and cache. options: further ones of
-        SGLang's, by name; they go before those given here. token: that requests must bear, "" for none.
+        and answer together. memory_fraction: of what is free when it starts, the most that weights and cache may take.
+        cache_tokens: the most that the cache holds, so that it takes one amount whoever starts first; by default
+        max_batch contexts. options: further ones of SGLang's, by name; they go before those given here. token: that
+        requests must bear, "" for none.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
         """
-        port = free_port()
+        port, most = free_port(), max_batch * (context_length + CONTEXT_RESERVE)
         settings: dict[str, Option] = {
             "model-path": str(model_path),
             "host": "127.0.0.1",
@@ -70,7 +73,7 @@ class SGLangProcess(ServerProcess):
             "dtype": dtype,
             "context-length": context_length + CONTEXT_RESERVE,
             "max-running-requests": max_batch,
-            "max-total-tokens": max_batch * (context_length + CONTEXT_RESERVE),
+            "max-total-tokens": min(cache_tokens or most, most),
             "mem-fraction-static": memory_fraction,
             "tp-size": tensor_parallel,
             "base-gpu-id": first_gpu,

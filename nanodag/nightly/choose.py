@@ -19,7 +19,7 @@ from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted, listed, nearest
-from nanodag.host.machine import detect
+from nanodag.host.machine import Machine
 from nanodag.run.record import StageResult, result_of
 from nanodag.run.stale import advice, stale_stages
 from nanodag.store import Store
@@ -106,8 +106,9 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
     return Choice(subjects=tuple(subjects), missing=tuple(missing), stale=tuple(stale), mirror=mirror)
 
 
-def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:
-    """The stages of a night as a pipeline: an eval stage for each model and benchmark set, and the pinned models.
+def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipeline:
+    """The stages of a night as a pipeline for a machine: an eval stage for each model and benchmark set, and the pinned
+    models.
 
     A model that the store has stands in it as a file; it is handed to its evals as it is, not copied.
     """
@@ -125,7 +126,7 @@ def night_pipeline(pipeline: Pipeline, choice: Choice) -> Pipeline:
         "mirror": choice.mirror,
         "stages": raw,
     }
-    return derive(Pipeline.model_validate(made), detect())[0]
+    return derive(Pipeline.model_validate(made), machine)[0]
 
 
 def _model_of(subject: Subject, pipeline: Pipeline) -> str:

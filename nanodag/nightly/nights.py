@@ -11,8 +11,9 @@ from zoneinfo import ZoneInfo
 from nanodag.config import Pipeline, resolve
 from nanodag.config.cron import last_due, zone_of
 from nanodag.errors import ConfigError, StoreBusy
+from nanodag.host.machine import detect
 from nanodag.nightly.choose import Choice, choose, night_pipeline
-from nanodag.run.composed import open_composed
+from nanodag.run.composed import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
 from nanodag.run.record import Run, pipeline_file, store_of
 from nanodag.store import Store
@@ -62,16 +63,20 @@ def begin_night(
         decision = decide(nights, due, flow_run) if by_schedule else _asked(nights, name, now, flow_run)
         if isinstance(decision, Skipped):
             return decision
+        machine = machine_for(decision, store)
+        if str(machine) != str(resolved.machine):
+            resolved = resolve(path, preset, overrides, machine=machine)
         choice = choose(store, resolved.pipeline)
         about = NightRecord(by_schedule=by_schedule, due=due.timestamp(), missing=choice.missing, stale=choice.stale)
         # Only what is run is in the record's stages: the models of runs are those runs' own.
         run = open_composed(
             decision,
-            night_pipeline(resolved.pipeline, choice),
+            night_pipeline(resolved.pipeline, choice, machine),
             store,
             file=path,
             to_do=stages_of(choice),
             flow_run=flow_run,
+            machine=machine,
             about=about,
         )
     return Night(run, resolved.pipeline, choice)
@@ -80,7 +85,7 @@ def begin_night(
 def check_choice(store: Store, settings: Pipeline, file: Path) -> None:
     """Raise for what a night of these settings would fail for as the store is now: as choose and check_before_start."""
     choice = choose(store, settings)
-    _check(store, night_pipeline(settings, choice), file, stages_of(choice))
+    _check(store, night_pipeline(settings, choice, detect()), file, stages_of(choice))
 
 
 def check_night(night: Night) -> None:

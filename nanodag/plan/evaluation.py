@@ -52,16 +52,16 @@ def samplers_of(stage: EvalStage, model: PlannedModel) -> Samplers | None:
     context = min(needed_context(stage, model), model.max_positions)
     if not context:
         return None
-    sampler = getattr(stage, "sampler", None)
-    replicas = 1 if sampler is None else int(sampler.replicas)
+    sampler = stage.sampler
+    replicas = int(sampler.replicas)
     return embedded_samplers(
         model,
         precision=str(stage.precision),
         device=str(stage.resources.device),
         replicas=replicas,
-        max_batch=replicas * (stage.batch_size if sampler is None else int(sampler.max_batch)),
+        max_batch=replicas * int(sampler.max_batch),
         context=context,
-        cache_bytes="auto" if sampler is None else sampler.cache_bytes,
+        cache_bytes=int(sampler.cache_bytes),
     )
 
 

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.config import Pipeline
-from nanodag.config.derive import pretrain_of, shape_from, vocabulary_of
+from nanodag.config.derive import model_of as derived_model_of
+from nanodag.config.derive import pretrain_of
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
 from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.known_models import known_model
+from nanodag.config.known_models import known_positions
 from nanodag.errors import BadRequest, SourceError
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
-
-KNOWN_POSITIONS = 32_768
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,9 @@ class PlannedModel:
 def model_of(pipeline: Pipeline, name: str) -> PlannedModel | None:
     """The model of a stage, or of the one that it takes it from; None where that is not known, as of an import from
     the hub that nobody has named yet."""
-    source = pretrain_of(pipeline, name)
-    if source is not None:
-        shape = shape_from(source.shape)
-        return PlannedModel(shape, vocabulary_of(pipeline, source), source.shape.max_positions)
+    known, source = derived_model_of(pipeline, name), pretrain_of(pipeline, name)
+    if known is not None and source is not None:
+        return PlannedModel(*known, source.shape.max_positions)
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
@@ -61,8 +59,7 @@ def model_of(pipeline: Pipeline, name: str) -> PlannedModel | None:
             return _read(files[0].parent)
     except (BadRequest, SourceError):  # the check beforehand says what is wrong with it
         return None
-    known = known_model(stage.model)
-    return PlannedModel(known[0], known[1], KNOWN_POSITIONS) if known is not None else None
+    return PlannedModel(*known, known_positions(stage.model)) if known is not None else None
 
 
 def _read(folder: Path) -> PlannedModel:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from nanodag.config.derive import replicas_of
 from nanodag.config.footprint import (
     CUDA_BYTES,
     TrainState,
@@ -40,7 +39,7 @@ TOKEN_BYTES_ON_DISK = 30
 def samplers_of(stage: RLStage, model: PlannedModel, machine: Machine) -> Samplers:
     """The stage's samplers, in numbers."""
     sampler, device, precision = stage.sampler, str(stage.resources.device), str(stage.sampler.precision)
-    replicas = replicas_of(sampler, int(stage.resources.threads))
+    replicas = int(sampler.replicas)
     context = min(int(sampler.context), model.max_positions)
     if sampler.engine == "sglang":
         return sglang_samplers(
@@ -53,6 +52,7 @@ def samplers_of(stage: RLStage, model: PlannedModel, machine: Machine) -> Sample
             max_batch=int(sampler.max_batch),
             context=context,
             memory_fraction=float(sampler.memory_fraction),
+            cache_bytes=int(sampler.cache_bytes),
         )
     return embedded_samplers(
         model,
@@ -61,7 +61,7 @@ def samplers_of(stage: RLStage, model: PlannedModel, machine: Machine) -> Sample
         replicas=replicas,
         max_batch=int(sampler.max_batch),
         context=context,
-        cache_bytes=getattr(sampler, "cache_bytes", "auto"),
+        cache_bytes=int(sampler.cache_bytes),
     )
 
 
@@ -95,7 +95,7 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
         processes=(trainer, samplers.process, *beside),
-        num_gpus=_num_gpus(stage, samplers) if device == "cuda" else 0,
+        num_gpus=_num_gpus(stage, samplers, machine) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(stage, model) + _rollouts(stage, sampled),
@@ -153,11 +153,11 @@ def _smaller(samplers: Samplers) -> tuple[str, ...]:
     return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
 
 
-def _num_gpus(stage: RLStage, samplers: Samplers) -> int:
-    ranks = int(stage.resources.num_ranks) // int(stage.resources.nodes)
-    if stage.sampler.engine == "sglang":
-        return max(ranks, samplers.process.count * samplers.process.gpus)
-    return ranks
+def _num_gpus(stage: RLStage, samplers: Samplers, machine: Machine) -> int:
+    """That it takes of a node; embedded samplers do with fewer than they are."""
+    ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
+    gpus = samplers.process.count * samplers.process.gpus
+    return max(ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, machine.num_gpus))
 
 
 def _sampled_a_step(stage: RLStage) -> int:
@@ -208,7 +208,7 @@ def _trainer(stage: RLStage, model: PlannedModel) -> Process:
         held["teacher"] = whole
     compiler = processes.COMPILER if optimizer.compile else 0
     base = {"process": processes.TRAINER + compiler, "data": int(processes.PARSED * in_memory(stage.data))}
-    count = ranks // int(resources.nodes)
+    count = ranks // resources.num_nodes
     if device == "cuda":
         host = {"process": processes.CUDA, "model": 4 * model.total, "offloaded": state.host}
         return Process(name="trainer", count=count, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 
+from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.footprint import CUDA_BYTES, cache_token_bytes, embedded_sampler, sampler_weights, width_of
 from nanodag.host.machine import Machine
+from nanodag.inference.cache_size import cache_precision, slot_tokens
 from nanodag.plan import processes
 from nanodag.plan.models import PlannedModel
 from nanodag.plan.stage_plan import Process
-from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES
-
-SGLANG_STATIC = 0.9
-"""Of SGLang's share of a GPU, what weights and cache may take; the rest is for graphs and activations."""
-CACHE_NOT_KNOWN = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +22,6 @@ class Samplers:
     process: Process
 
 
-def slot_tokens(context: int) -> int:
-    """Tokens of a slot of the embedded engine."""
-    return -(-context // ATTENTION_CHUNK) * ATTENTION_CHUNK
-
-
 def embedded_samplers(
     model: PlannedModel,
     *,
@@ -38,14 +30,13 @@ def embedded_samplers(
     replicas: int,
     max_batch: int,
     context: int,
-    cache_bytes: object,
+    cache_bytes: int,
 ) -> Samplers:
     """max_batch: of all replicas together. cache_bytes: of one."""
-    room = int(str(cache_bytes)) if cache_bytes != CACHE_NOT_KNOWN else DEFAULT_CACHE_BYTES
-    width = width_of(precision) if device == "cuda" else width_of("fp32")
+    width = width_of(cache_precision(precision, device))
     tokens = slot_tokens(context)
     needed = tokens * cache_token_bytes(model.shape, width)
-    slots = min(-(-max_batch // replicas), room // needed)
+    slots = min(-(-max_batch // replicas), cache_bytes // needed)
     held = embedded_sampler(
         model.shape, model.vocabulary, model.parameters, precision=precision, slots=slots, context=tokens
     )
@@ -55,7 +46,7 @@ def embedded_samplers(
         process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
     else:
         process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
-    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)
+    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
 
 
 def sglang_samplers(
@@ -69,15 +60,17 @@ def sglang_samplers(
     max_batch: int,
     context: int,
     memory_fraction: float,
+    cache_bytes: int,
 ) -> Samplers:
-    """SGLang keeps a share of each GPU, on a CPU of the host's memory, and shares its cache out by the token."""
+    """SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which its
+    share of the GPU, on a CPU of the host's memory, leaves room."""
     whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
     share = int(memory_fraction * whole)
     weights = sampler_weights(model.shape, model.parameters, precision) // tensor_parallel
-    room = int(SGLANG_STATIC * share) - weights
+    room = cache_bytes // tensor_parallel
     needed = context * cache_token_bytes(model.shape, width_of(precision)) // tensor_parallel
     slots = max(0, min(-(-max_batch // replicas), room // needed))
-    held = {"weights": weights, "cache": max(0, room), "graphs and activations": share - int(SGLANG_STATIC * share)}
+    held = {"weights": weights, "cache": room, "graphs and activations": share - int(SGLANG_STATIC * share)}
     if device == "cuda":
         host = {"process": processes.CUDA}
         process = Process(

@@ -49,7 +49,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | Non
         read_bytes=read,
         download_bytes=None if read is None else downloaded(stage.data, read),
         processes=_processes(stage, model),
-        num_gpus=int(stage.resources.num_ranks) // int(stage.resources.nodes) if device == "cuda" else 0,
+        num_gpus=int(stage.resources.num_ranks) // stage.resources.num_nodes if device == "cuda" else 0,
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
         seconds=None if steps is None else _seconds(stage, model, machine, steps),
@@ -125,7 +125,7 @@ def _processes(stage: SupervisedStage, model: PlannedModel) -> tuple[Process, ..
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     base = {"process": processes.TRAINER + (processes.COMPILER if stage.compile else 0), "data": _data(stage)}
-    here = ranks // int(resources.nodes)
+    here = ranks // resources.num_nodes
     launcher = (Process(name="launcher", host={"process": processes.LAUNCHER}),) if ranks > 1 else ()
     if device == "cuda":
         host = {"process": processes.CUDA, "data": base["data"], "model": 4 * model.total, "offloaded": state.host}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.host.machine import detect, machine_of
+from nanodag.host.machine import Machine, detect, machine_of
 from nanodag.run.python_path import take_python_path
-from nanodag.run.record import Run, StageResult, begun_record, waiting_stage
+from nanodag.run.record import Run, StageResult, begun_record, check_gpus, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made, NightRecord, RunRecord, StageRecord, SweepRecord
@@ -22,24 +22,34 @@ def open_composed(
     file: Path,
     to_do: Sequence[str],
     flow_run: str,
+    machine: Machine,
     about: SweepRecord | NightRecord,
 ) -> Run:
     """Begin such a run, or resume it: what its record said before of the same stages stays known.
 
-    to_do: the stages that are run, inputs first; those alone are in the record. about: what makes it a sweep or
-    a night.
+    to_do: the stages that are run, inputs first; those alone are in the record. machine: for which the pipeline was
+    resolved, see `machine_for`. about: what makes it a sweep or a night.
+
+    Raises ConfigError when this machine lacks the GPUs of the one that it was begun on.
     """
+    resolved = Resolved(pipeline=pipeline, origins={}, machine=machine)
+    check_gpus(name, resolved, to_do)
     take_python_path(store.local, name)
     before = store.own_run(name) if store.find_run(name) is not None else None
     known = before.stages if before is not None else {}
     stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
     kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}
-    machine = machine_of(before.machine) if before is not None else detect(store.local)
     places = {"file": str(file), "overrides": (), "origins": {}, "machine": str(machine), "flow_run": flow_run}
     record = store.write_run(begun_record(name, pipeline, stages, before, **places, **kind))
-    run = Run(name, Resolved(pipeline=pipeline, origins={}, machine=machine), store, file.parent, flow_run)
+    run = Run(name, resolved, store, file.parent, flow_run)
     run.to_do, run.composed = list(to_do), record.composed
     return run
+
+
+def machine_for(name: str, store: Store) -> Machine:
+    """What `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
+    before = store.find_run(name)
+    return machine_of(before.machine) if before is not None else detect()
 
 
 def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:

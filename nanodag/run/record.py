@@ -1,6 +1,7 @@
 """One run of a pipeline: its resolved config, its store, and the record of what became of each stage."""
 
 import json
+import logging
 import os
 import re
 import sys
@@ -19,15 +20,18 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.resolve import read_document
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
-from nanodag.errors.words import nearest
+from nanodag.errors.words import counted, nearest
 from nanodag.host.folders import PROJECT
-from nanodag.host.machine import Machine, machine_of
+from nanodag.host.machine import Machine, detect, machine_of
 from nanodag.own_code.vouched import check_owner
 from nanodag.run.python_path import take_python_path
 from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.provenance import code_revision, process_started
 from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, references_in
+from nanodag.worker.devices import num_gpus_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +173,9 @@ def open_run(
     if keeps_stale and before is not None and (kept_stale := left_alone(before, run.pipeline)):
         only = [stage for stage in run.order if stage not in kept_stale]
     run.to_do = [stage for stage in run.order if not only or stage in only]
+    check_gpus(name, resolved, run.to_do)
+    for text in resolved.warnings:
+        log.warning("%s.", text)
     if before is not None and before.is_alive and before.pid != os.getpid():
         raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
     known = before.stages if before is not None else {}
@@ -199,6 +206,27 @@ def join_run(name: str, store: Store) -> Run:
     run.is_joined = True
     run.composed = record.composed
     return run
+
+
+def check_gpus(name: str, resolved: Resolved, stages: Sequence[str]) -> None:
+    """Raise ConfigError when a run was begun on a machine with more GPUs than this one, and these stages take more than
+    there are here. With the settings of this machine its stages would have other keys."""
+    there, here = resolved.machine, detect()
+    if there.num_gpus <= here.num_gpus:
+        return
+    configs = {stage: resolved.pipeline.stages[stage] for stage in stages}
+    wanted = [(num_gpus_of(config), stage) for stage, config in configs.items() if _is_on_gpus(config)]
+    most, stage = max(wanted, default=(0, ""))
+    if most > here.num_gpus:
+        raise ConfigError(
+            f"Run {name} was begun on {there.short}: its stage {stage} takes {counted(most, 'GPU')}, and this machine "
+            f"({here.short}) has {here.num_gpus or 'none'}. Resume it where there are as many, or begin another run "
+            "here, with another --name: what is finished and does not depend on the machine is found in the store."
+        )
+
+
+def _is_on_gpus(stage: AnyStage) -> bool:
+    return stage.resources.device == "cuda" and stage.resources.work_pool == "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,15 @@ from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.pipeline import read_stage
 from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.errors.words import counted
+from nanodag.host.machine import detect
 from nanodag.run.build_stage import key_of
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
 from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
+from nanodag.worker.devices import num_gpus_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ def reproduce(
     """
     store.check_own(artifact)
     stage, inputs = _recipe(artifact), _inputs(store, artifact)
+    if stage.resources.device == "cuda" and not detect().num_gpus:
+        raise StoreError(
+            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage), 'GPU')}, and this machine has none: "
+            "reproduce it where there are as many."
+        )
     path = pipeline_file(file)
     run = Run(f"reproduce-{artifact.key[:12]}", resolve(path), store, path.parent)
     _same_key(run, stage, inputs, artifact)

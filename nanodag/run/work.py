@@ -15,7 +15,15 @@ from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind
 from nanodag.errors import StageFailed
 from nanodag.run.record import Run, StageResult
-from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus, num_gpus_of
+from nanodag.worker.devices import (
+    STEP_BACK_S,
+    devices_folder,
+    devices_for,
+    hold,
+    named_gpus,
+    num_gpus_of,
+    spare_gpus_of,
+)
 from nanodag.worker.job import Job
 from nanodag.worker.launch import Result, run_worker
 
@@ -50,7 +58,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
 
 def _cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
     """What a worker is told of other machines: nothing, for a stage on this one alone."""
-    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.nodes > 1 else {}
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.num_nodes > 1 else {}
 
 
 def work(
@@ -74,7 +82,13 @@ def work(
     """
     stage, kind = job.config, find_kind(job.config.kind)
     device = str(stage.resources.device)
-    devices = devices_for(device=device, num_gpus=num_gpus_of(stage), is_beside=kind.is_beside, at_once=run.at_once)
+    devices = devices_for(
+        device=device,
+        num_gpus=num_gpus_of(stage),
+        spare_gpus=spare_gpus_of(stage),
+        is_beside=kind.is_beside,
+        at_once=run.at_once,
+    )
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
     asked = time.monotonic()
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
@@ -84,7 +98,7 @@ def work(
                 kind.module,
                 job,
                 num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-                nodes=stage.resources.nodes if kind.has_ranks else 1,
+                nodes=stage.resources.num_nodes if kind.has_ranks else 1,
                 threads=int(stage.resources.threads),
                 device=device,
                 gpus=named_gpus(held.numbers) if device == "cuda" else "",

@@ -17,14 +17,20 @@ NORM_COLUMNS = 16  # one is used; 16 keep the rows aligned
 
 
 class Buffers:
-    """Cache, state and scratch for B slots of C tokens; float32, but for what goes in and out of bfloat16 matrices.
+    """Cache, state and scratch for B slots of C tokens; float32, but for the cache and its mask, in ``cache_dtype``.
 
     All are zeros, not empty: masked positions are multiplied by zero, which stale NaN would survive. Capacity that is
     never used costs no memory on a CPU.
     """
 
     def __init__(
-        self, architecture: Architecture, num_slots: int, capacity: int, vocab_width: int, device: torch.device
+        self,
+        architecture: Architecture,
+        num_slots: int,
+        capacity: int,
+        vocab_width: int,
+        device: torch.device,
+        cache_dtype: torch.dtype = torch.float32,
     ) -> None:
         a = architecture
 
@@ -32,11 +38,11 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         groups = num_slots * a.num_kv_heads
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots, self.capacity, self.cache_dtype = num_slots, capacity, cache_dtype
         cache_shape = (groups, capacity, a.head_dim)
-        self.keys = [_zeros_when_touched(cache_shape, device) for _ in range(a.num_layers)]
-        self.values = [_zeros_when_touched(cache_shape, device) for _ in range(a.num_layers)]
-        self.mask = zeros(groups, capacity).fill_(-torch.inf)
+        self.keys = [_zeros_when_touched(cache_shape, device, cache_dtype) for _ in range(a.num_layers)]
+        self.values = [_zeros_when_touched(cache_shape, device, cache_dtype) for _ in range(a.num_layers)]
+        self.mask = zeros(groups, capacity, dtype=cache_dtype).fill_(-torch.inf)
         self.mask[:, 0] = 0.0
         # One column more than the hidden state: |(x, sqrt(H eps))| is what an RMS norm divides by, in one call.
         self.hidden_and_epsilon = zeros(num_slots, a.hidden_size + NORM_COLUMNS)
@@ -56,18 +62,19 @@ class Buffers:
         self.normed = zeros(num_slots, a.hidden_size)
         self.scale = zeros(num_slots, 1)
         self.qkv = zeros(num_slots, a.qkv_width)
-        self.scores = _zeros_when_touched((groups * a.heads_per_kv * capacity,), device)
-        self.weights = _zeros_when_touched((groups * a.heads_per_kv * capacity,), device)
+        num_scores = groups * a.heads_per_kv * capacity if cache_dtype == torch.float32 else 0
+        self.scores = _zeros_when_touched((num_scores,), device)
+        self.weights = _zeros_when_touched((num_scores,), device)
         self.attended = zeros(groups, a.heads_per_kv, a.head_dim)
         self.gate_up = zeros(num_slots, 2 * a.intermediate_size)
         self.activated = zeros(num_slots, a.intermediate_size)
         self.logits = zeros(num_slots, vocab_width)
 
 
-def _zeros_when_touched(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 zeros, which on a CPU take no memory until they are used: torch.zeros writes all of them at once."""
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device)
+def _zeros_when_touched(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros, which as float32 on a CPU take no memory until they are used: torch.zeros writes all of them at once."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return torch.zeros(shape, device=device, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
 
 
@@ -107,8 +114,11 @@ class DecodeViews:
             self._chunks(b, groups, group, length)
         else:
             self.keys_transposed = [cache[:groups, :length].transpose(1, 2) for cache in b.keys]
+            self.keys = [cache[:groups, :length] for cache in b.keys]
             self.values = [cache[:groups, :length] for cache in b.values]
             self.mask = b.mask[:groups, None, :length].expand(groups, group, length)
+            if b.cache_dtype != torch.float32:
+                return
             self.scores = b.scores[: groups * group * length].view(groups, group, length)
             self.weights = b.weights[: groups * group * length].view(groups, group, length)
 

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Completion, FinishReason, Request, check_request
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import ATTENTION_CHUNK, DEFAULT_CACHE_BYTES, plan_cache, row_sizes
+from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
@@ -61,7 +62,8 @@ class Engine:
         dtype: float32, bfloat16, or auto (the checkpoint's own; float16 becomes float32).
         max_batch: samples that run at once. context_length: prompt and answer together, at most what the model was
         trained for; by default as much of that as ``cache_bytes`` has room for with max_batch samples, and if that is
-        less than MIN_CONTEXT, with fewer samples. seed: of requests that bring none.
+        less than MIN_CONTEXT, with fewer samples; num_slots says how many fit. cache_bytes: of keys and values, which
+        are float32 on a CPU, else in the weights' dtype. seed: of requests that bring none.
         deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
@@ -78,14 +80,16 @@ class Engine:
                 f"deterministic mode needs the CPU and one torch thread; this is {device!r} with "
                 f"{torch.get_num_threads()} threads"
             )
+        cache_dtype = torch.float32 if self.device.type == "cpu" else DTYPES[self.dtype_name]
         num_slots, self.context_length = plan_cache(
-            self.checkpoint.architecture, max_batch, context_length, cache_bytes
+            self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
         )
         self.model = SamplerModel(
             self.checkpoint.architecture,
             self.load(Path(model_path)),
             num_slots=num_slots,
-            capacity=-(-self.context_length // ATTENTION_CHUNK) * ATTENTION_CHUNK,
+            capacity=slot_tokens(self.context_length),
+            cache_dtype=cache_dtype,
             deterministic=deterministic,
         )
         if self.model.kernel is not None:  # rows are independent of one another in it

@@ -38,14 +38,22 @@ NUM_CACHED_VIEWS = 128
 class SamplerModel:
     """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it.
 
-    Only large matrices are ever bfloat16. Attention and the cache are float32 in any case: with one query per head
-    that is faster than bfloat16 on a CPU, and nearer to the exact softmax.
+    Only large matrices are ever bfloat16 on a CPU. Attention and the cache are float32 there in any case: with one
+    query per head that is faster than bfloat16, and nearer to the exact softmax. On a GPU, where memory bounds both,
+    the cache is in the precision of the weights, and attention's kernel adds up in float32.
     """
 
     def __init__(
-        self, architecture: Architecture, weights: Weights, *, num_slots: int, capacity: int, deterministic: bool
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        *,
+        num_slots: int,
+        capacity: int,
+        deterministic: bool,
+        cache_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """num_slots: B. capacity: C, tokens, a multiple of ATTENTION_CHUNK."""
+        """num_slots: B. capacity: C, tokens, a multiple of ATTENTION_CHUNK. cache_dtype: float32 on a CPU."""
         assert capacity % ATTENTION_CHUNK == 0, capacity
         self.architecture = architecture
         self.weights = weights
@@ -53,7 +61,7 @@ class SamplerModel:
         self.capacity = capacity
         self.deterministic = deterministic
         self.device = weights.head.device
-        self.buffers = Buffers(architecture, num_slots, capacity, weights.head.shape[1], self.device)
+        self.buffers = Buffers(architecture, num_slots, capacity, weights.head.shape[1], self.device, cache_dtype)
         self.rotations = _rotations(architecture.rope, architecture.head_dim, capacity).to(self.device)
         self.kernel = bind(architecture, weights, self.buffers, self.rotations)
         self._views: dict[tuple[int, int], DecodeViews] = {}
@@ -94,9 +102,8 @@ class SamplerModel:
         for index, layer in enumerate(self.weights.layers):
             attended, key, value = self._prefill_attention(layer, x, len(prompts), longest)
             for cache, new in ((self.buffers.keys[index], key), (self.buffers.values[index], value)):
-                cache.view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)[slot_index, :, :longest] = new[
-                    source_index
-                ]
+                slots_of_cache = cache.view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)
+                slots_of_cache[slot_index, :, :longest] = new[source_index].to(cache.dtype)
             if index == a.num_layers - 1:
                 x, attended = x[last], attended[last]
             self._add_rest(layer, x, attended)
@@ -118,8 +125,11 @@ class SamplerModel:
         pairs.mul_(self.rotations[:length, None, None])
         query = heads[..., :group, :].permute(0, 2, 3, 1, 4).reshape(num_prompts, a.num_heads, length, a.head_dim)
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=group > 1)
-        return attended.transpose(1, 2).reshape(num_prompts * length, -1), key, value
+        dtype = self.buffers.cache_dtype
+        attended = functional.scaled_dot_product_attention(
+            query.to(dtype), key.to(dtype), value.to(dtype), is_causal=True, enable_gqa=group > 1
+        )
+        return attended.transpose(1, 2).reshape(num_prompts * length, -1).float(), key, value
 
     def _add_rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
         """What follows a layer's attention, added to x (N, H)."""
@@ -215,10 +225,17 @@ class SamplerModel:
             torch.rsqrt(scale, out=v.qk_scale)  # the row of the value stays 1
             v.heads.mul_(v.head_scale).mul_(layer.qk_gain)
         v.pairs.mul_(v.rotation)
-        v.key_rows[index].index_copy_(0, v.cache_index, v.key)
-        v.value_rows[index].index_copy_(0, v.cache_index, v.value)
+        dtype = self.buffers.cache_dtype
+        v.key_rows[index].index_copy_(0, v.cache_index, v.key.to(dtype))
+        v.value_rows[index].index_copy_(0, v.cache_index, v.value.to(dtype))
         if self.deterministic:
             self._attend_in_chunks(v, index)
+        elif dtype != torch.float32:
+            query, keys, values, mask = (
+                part.unsqueeze(1) for part in (v.query.to(dtype), v.keys[index], v.values[index], v.mask)
+            )
+            attended = functional.scaled_dot_product_attention(query, keys, values, mask, scale=self._score_scale)
+            v.attended.copy_(attended.squeeze(1))
         else:
             torch.baddbmm(v.mask, v.query, v.keys_transposed[index], alpha=self._score_scale, out=v.scores)
             torch.softmax(v.scores, -1, out=v.weights)

@@ -1,32 +1,37 @@
 """How much of what fits where: the cache's slots and their length, the shapes that a decode step may have."""
 
 from nanodag.errors import BadRequest
+from nanodag.inference.cache_size import SLOT_UNIT, slot_tokens, token_bytes
 from nanodag.model.architecture import Architecture
 
-ATTENTION_CHUNK = 64
+ATTENTION_CHUNK = SLOT_UNIT
 """Tokens of the cache that deterministic attention takes at a time; slots are whole multiples of it."""
 DEFAULT_CACHE_BYTES = 2 << 30
 MIN_CONTEXT = 512
 
 
 def plan_cache(
-    architecture: Architecture, max_batch: int, context_length: int | None, cache_bytes: int
+    architecture: Architecture, max_batch: int, context_length: int | None, cache_bytes: int, element_bytes: int = 4
 ) -> tuple[int, int]:
-    """Number of slots, and tokens in each. Raises BadRequest if not even one sample fits."""
+    """Number of slots, and tokens in each. element_bytes: of a number in the cache. Raises BadRequest if not even one
+    sample fits."""
     a = architecture
     if max_batch < 1:
         raise BadRequest(f"max_batch is {max_batch}: at least one sample must run")
     if context_length is not None and not 2 <= context_length <= a.max_positions:
         raise BadRequest(f"context_length {context_length} is not between 2 and the model's {a.max_positions}")
-    token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 4
+    each = token_bytes(
+        num_layers=a.num_layers, num_kv_heads=a.num_kv_heads, head_width=a.head_dim, element_bytes=element_bytes
+    )
     wanted = context_length or a.max_positions
     if context_length is None:
         least = min(MIN_CONTEXT, a.max_positions)
-        wanted = min(wanted, max(cache_bytes // (max_batch * token_bytes) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
-    num_slots = min(max_batch, cache_bytes // (token_bytes * wanted))
+        wanted = min(wanted, max(cache_bytes // (max_batch * each) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
+    slot_bytes = each * slot_tokens(wanted)
+    num_slots = min(max_batch, cache_bytes // slot_bytes)
     if num_slots < 1:
         raise BadRequest(
-            f"one sample of {wanted} tokens needs {token_bytes * wanted >> 20} MiB of cache, more than the "
+            f"one sample of {wanted} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
             f"{cache_bytes >> 20} MiB allowed: lower context_length or raise cache_bytes"
         )
     return num_slots, wanted

@@ -10,7 +10,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
-from nanodag.run.composed import open_composed
+from nanodag.run.composed import machine_for, open_composed
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
 from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 from nanodag.sweep.points import Sweep, make_sweep
@@ -40,12 +40,20 @@ def begin_sweep(
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
     if before is not None and before.is_alive and before.pid != os.getpid():
         raise StoreBusy(f"Sweep {name} is under way in process {before.pid}; wait for it, or stop it.")
-    sweep = make_sweep(path, preset, overrides, grid, points, stage)
+    machine = machine_for(name, store)
+    sweep = make_sweep(path, preset, overrides, grid, points, stage, machine=machine)
     recorded = (PointRecord(number=p.number, overrides=p.overrides, stages=dict(p.stages)) for p in sweep.points)
     about = SweepRecord(stage=sweep.stage, points=tuple(recorded))
     to_do = list(sweep.pipeline.stages)
     run = open_composed(
-        name, sweep.pipeline, store, file=path, to_do=in_waves(sweep, to_do), flow_run=flow_run, about=about
+        name,
+        sweep.pipeline,
+        store,
+        file=path,
+        to_do=in_waves(sweep, to_do),
+        flow_run=flow_run,
+        machine=machine,
+        about=about,
     )
     return sweep, run
 

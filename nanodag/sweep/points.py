@@ -15,6 +15,7 @@ from nanodag.config.pipeline import full_path
 from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.host.machine import Machine
 from nanodag.store import canonical_json
 
 MAX_POINTS = 1000
@@ -74,15 +75,22 @@ def _check_once(point: Point, stages: Mapping[str, AnyStage]) -> None:
 
 
 def make_sweep(
-    file: Path, preset: str, overrides: Sequence[str], grid: Sequence[str], listed: Sequence[Sequence[str]], stage: str
+    file: Path,
+    preset: str,
+    overrides: Sequence[str],
+    grid: Sequence[str],
+    listed: Sequence[Sequence[str]],
+    stage: str,
+    *,
+    machine: Machine | None = None,
 ) -> Sweep:
-    """Resolve every point and join their pipelines.
+    """Resolve every point, for a machine or this one, and join their pipelines.
 
     stage: what is compared; empty for the last stage that a point sets an option of. Of the preset's DAG a point has
     what that stage needs, the stage, and the evals of it. Raises ConfigError for a wrong option, naming the point.
     """
     points = points_of(grid, listed)
-    base = resolve(file, preset, overrides).pipeline
+    base = resolve(file, preset, overrides, machine=machine).pipeline
     for point in points:
         _check_once(point, base.stages)
         for name in point.values:
@@ -96,7 +104,7 @@ def make_sweep(
     pipelines = []
     for point in points:
         try:
-            pipelines.append(resolve(file, preset, [*overrides, *point.overrides]).pipeline)
+            pipelines.append(resolve(file, preset, [*overrides, *point.overrides], machine=machine).pipeline)
         except ConfigError as error:
             raise ConfigError(f"Point {point.number} ({', '.join(point.overrides)}): {error}") from None
     stages, points = _joined(pipelines, points, stage)

@@ -360,7 +360,7 @@ def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offloa
     # make several updates a step, each without the other groups' gradients.
     zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False, "sub_group_size": 1 << 50}
     for name in ("offload_optimizer", "offload_param"):
-        if offload is not None and getattr(offload, name) != "none":
+        if offload is not None and getattr(offload, name) == "cpu":
             zero[name] = {"device": "cpu", "pin_memory": device == "cuda"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

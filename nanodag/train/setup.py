@@ -133,7 +133,10 @@ def prepare(job: Job) -> PreparedStage:
 
 def _model(job: Job, tokenizer_path: Path) -> Decoder:
     config = job.config
-    options = {"compiled": config.compile, "activation_checkpointing": config.activation_checkpointing}
+    options = {
+        "compiled": config.compile is True,
+        "activation_checkpointing": config.activation_checkpointing is True,
+    }
     if "model" in job.inputs:
         return load(job.inputs["model"], **options)
     assert isinstance(config, PretrainStage)

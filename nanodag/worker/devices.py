@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.config import AnyStage
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.errors.words import counted
@@ -33,11 +34,13 @@ STEP_BACK_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices of one kind. name: of their files. capacity: how many there are. wanted: how many a stage takes."""
+    """Devices of one kind. name: of their files. capacity: how many there are. wanted: how many a stage takes. least:
+    with how many it makes do where others hold the rest; 0 for no fewer than it wants."""
 
     name: str
     capacity: int
     wanted: int = 1
+    least: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +52,25 @@ class Held:
 
 
 def num_gpus_of(stage: AnyStage) -> int:
-    """How many GPUs of this machine a stage on GPUs takes: one for each rank here, and for RL with SGLang as many as
-    all its servers have, where that is more. Ranks and servers share them. Other nodes take those of the same numbers.
-    """
-    num_ranks = int(stage.resources.num_ranks) // int(stage.resources.nodes)
-    if isinstance(stage, RLStage) and stage.sampler.engine == "sglang":
-        return max(num_ranks, int(stage.sampler.replicas) * stage.sampler.tensor_parallel)
-    return num_ranks
+    """How many GPUs of this machine a stage on GPUs takes: one for each rank here, and for RL as many as all its
+    samplers have, where that is more; embedded samplers do with fewer. Ranks and samplers share them. Other nodes take
+    those of the same numbers. An evaluation takes one at least."""
+    num_ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
+    if isinstance(stage, RLStage):
+        gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel
+        return max(num_ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, len(visible_gpus())))
+    return 1 if isinstance(stage, EvalStage) else num_ranks
 
 
-def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1) -> Devices:
-    """What a stage occupies: num_gpus GPUs; on CPUs one of the at_once devices for stages that train, or the one for
-    those that run beside them. Who asks with a smaller at_once shares the first of these devices.
+def spare_gpus_of(stage: AnyStage) -> int:
+    """How many more it takes where nobody holds them: an evaluation, one for each of its samplers."""
+    return int(stage.sampler.replicas) - 1 if isinstance(stage, EvalStage) else 0
+
+
+def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1, spare_gpus: int = 0) -> Devices:
+    """What a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs one of the at_once devices
+    for stages that train, or the one for those that run beside them. Who asks with a smaller at_once shares the first
+    of these devices.
 
     Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
     """
@@ -72,7 +82,8 @@ def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1
                 "(CUDA_VISIBLE_DEVICES, else nvidia-smi); lower its resources.num_ranks (or "
                 "gpus_per_node), or for rl sampler.replicas or sampler.tensor_parallel."
             )
-        return Devices(name="gpu", capacity=capacity, wanted=num_gpus)
+        wanted = min(num_gpus + spare_gpus, capacity)
+        return Devices(name="gpu", capacity=capacity, wanted=wanted, least=num_gpus)
     return Devices(name="cpu-beside", capacity=1) if is_beside else Devices(name="cpu", capacity=at_once)
 
 
@@ -85,7 +96,8 @@ def devices_folder(store: Store) -> Path:
 def hold(
     folder: Path, devices: Devices, *, stop: threading.Event | None = None, step_back_s: float = 0.0
 ) -> Iterator[Held]:
-    """Hold `wanted` devices at once, waiting for them; all or none, so that two who wait do not block each other.
+    """Hold `wanted` devices at once, or `least` of them where others hold the rest, waiting for them; all or none, so
+    that two who wait do not block each other.
 
     folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
     so that others go first.
@@ -108,7 +120,7 @@ def hold(
                 raise StageStopped(
                     f"Was stopped while it waited for {devices.wanted} of {devices.capacity} {devices.name}."
                 )
-            if not was_announced and len(free_since) < devices.wanted:
+            if not was_announced and len(free_since) < (devices.least or devices.wanted):
                 log.info(
                     "Waiting for %d of %d %s, which other stages hold.", devices.wanted, devices.capacity, devices.name
                 )
@@ -125,6 +137,13 @@ def visible_gpus() -> list[str]:
         return ["0"]
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
     return [str(number) for number in range(len(listed.stdout.splitlines()))] or ["0"]
+
+
+def gpu_of_replica(number: int) -> str:
+    """The GPU of a sampler, of those that this process may use, as CUDA_VISIBLE_DEVICES names it: each has its own as
+    far as there are so many, then they share."""
+    gpus = visible_gpus()
+    return gpus[number % len(gpus)]
 
 
 def named_gpus(numbers: Sequence[int]) -> str:
@@ -157,6 +176,8 @@ def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextl
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 got.append((stream.fileno(), number))
             if len(got) == devices.wanted:
-                stack.enter_context(attempt.pop_all())
-                return Held(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))
-    return None
+                break
+        if len(got) < (devices.least or devices.wanted):
+            return None
+        stack.enter_context(attempt.pop_all())
+        return Held(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))

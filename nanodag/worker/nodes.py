@@ -138,7 +138,7 @@ class Nodes:
     def __init__(self, job: Job) -> None:
         resources: Resources = job.config.resources
         self._cluster = ClusterConfig(**job.context["cluster"])
-        self._num_nodes = int(resources.nodes)
+        self._num_nodes = resources.num_nodes
         self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
         self._workspace = job.workspace
         path = Path(os.path.expandvars(self._cluster.hostfile))  # one for each job of a cluster's scheduler

@@ -29,7 +29,7 @@ def test_auto_precision_is_what_the_processor_multiplies_fast(instructions, expe
     resolved = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine_of(f"cpu:2:{instructions}:8GiB"))
     assert resolved.pipeline.stages["pretrain"].precision == expected
     assert resolved.pipeline.stages["sft"].precision == expected
-    assert resolved.origins["pretrain.precision"].startswith(f"derived: cpu:2:{instructions}:8GiB multiplies bf16")
+    assert resolved.origins["pretrain.precision"].startswith(f"derived: cpu:2:{instructions}:8GiB: bf16 where")
     assert resolved.pipeline.stages["rl"].optimizer.precision == "fp32", "what a preset says is kept"
 
 

@@ -82,7 +82,7 @@ def refusal(file, *overrides, preset="one"):
         ("seed=1:30", "seed: must be a whole number (found '1:30')"),
         ("seed=010", "Override 'seed=010': 010: YAML 1.2 reads 10 here and 1.1 8; write 10, or quote it."),
         ("seed=", "seed: must be a whole number (found nothing)"),
-        ("rl.compile=yes", "rl.optimizer.compile: must be true or false (found 'yes'); write true"),
+        ("rl.compile=yes", "rl.optimizer.compile: must be true or false or 'auto' (found 'yes'); write true"),
         ("rl.temperature=.nan", "rl.rollout.temperature: must be a finite number (found nan)"),
         ("rl.aggregation=sum", "rl.algorithm.aggregation: there is no aggregation 'sum'; choose one of token, "
          "sequence, constant"

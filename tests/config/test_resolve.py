@@ -77,8 +77,11 @@ def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
 def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file):
     gpu = machine_of("1xH100")
     with pytest.raises(ConfigError, match=r"stages\.rl\.weights\.sync_check_every 20: SGLang .* on a GPU"):
-        resolve(file, "one", ["rl.sampler.engine=sglang"], machine=gpu)
-    assert resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=0"], machine=gpu)
+        resolve(file, "one", ["rl.sampler.engine=sglang", "rl.sync_check_every=20"], machine=gpu)
+    with pytest.raises(ConfigError, match=r"stages\.rl\.sampler\.deterministic: true on a GPU"):
+        resolve(file, "one", ["rl.sampler.deterministic=true"], machine=gpu)
+    stage = resolve(file, "one", ["rl.sampler.engine=sglang"], machine=gpu).pipeline.stages["rl"]
+    assert (stage.weights.sync_check_every, stage.sampler.deterministic) == (0, False)
 
 
 MORE = {

@@ -6,6 +6,7 @@ from flows.run_stage import run_stage
 from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
 from nanodag.errors import ConfigError
+from nanodag.host.machine import detect
 from nanodag.run.composed import open_composed
 from nanodag.run.record import merged, open_run, recorded_run
 from nanodag.run.stale import following
@@ -40,7 +41,9 @@ def test_overrides_of_what_comes_before_are_refused(project):
 def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, about):
     pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline
     store, file = Store(project / "store"), project / "pipeline.yaml"
-    run = open_composed("s", pipeline, store, file=file, to_do=["tokenizer"], flow_run="", about=about)
+    run = open_composed(
+        "s", pipeline, store, file=file, to_do=["tokenizer"], flow_run="", machine=detect(), about=about
+    )
     assert run.composed == ("sweep" if isinstance(about, SweepRecord) else "nightly")
     before = store.read_run("s")
     for go_on in (

@@ -4,6 +4,7 @@ import pytest
 
 from nanodag.config import Pipeline
 from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.host.machine import detect
 from nanodag.nightly.choose import choose, night_pipeline
 from tests.nightly.made_nights import EVAL, write_run
 from tests.run_records import stage_record
@@ -49,7 +50,7 @@ def test_what_is_missing_is_said_and_the_rest_evaluated(store, tmp_path):
 def test_a_pinned_model_is_imported_and_asked_an_eval_of_the_preset(store):
     pipeline = pipeline_with(runs={}, models={"Qwen": {"model": "hub:a/b@main", "evals": ["eval_sft"]}})
     (subject,) = choose(store, pipeline).subjects
-    night = night_pipeline(pipeline, choose(store, pipeline))
+    night = night_pipeline(pipeline, choose(store, pipeline), detect())
     assert night.stages[subject.input_name].model == "hub:a/b@main"
     (name,) = subject.evals
     assert night.stages[name].inputs == {"model": subject.input_name}
@@ -73,7 +74,7 @@ def test_long_names_stay_apart_and_within_what_a_stage_name_may_be(store, tmp_pa
     labels = ["A.very-long-label-of-forty-characters-one", "A.very-long-label-of-forty-characters-two"]
     pipeline = pipeline_with(runs=dict.fromkeys(labels, "plain"))
     choice = choose(store, pipeline)
-    assert len(night_pipeline(pipeline, choice).stages) == 4
+    assert len(night_pipeline(pipeline, choice, detect()).stages) == 4
 
 
 def test_a_model_that_is_stale_in_its_run_is_evaluated_and_named(store, tmp_path):

@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds.rl import RLStage
+from nanodag.host.machine import machine_of
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
@@ -21,6 +23,7 @@ from tests.rl.models import save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}
 VOCABULARY = 266
+MACHINE = machine_of("cpu:2:avx2:8GiB")
 REWARD = '''
 def vowels(prompt, completion):
     """Share of ASCII letters: an untrained model gets a few, and can learn to write more."""
@@ -60,7 +63,7 @@ def make_job(folder: Path, **config: Any) -> Job:
     job = Job(
         name="rl",
         run="test",
-        config=RLStage.of(**(values | config)),
+        config=derive_sampler("rl", RLStage.of(**(values | config)), MACHINE, None, {}, sglang=False),
         inputs={"model": model},
         workspace=workspace,
     )

@@ -37,7 +37,7 @@ from tests.rl.models import rollout
 from tests.rl.test_distillation import RESPONSES
 config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", temperature=0.8, gradient_clipping=0, filters=[],
                  advantage=sys.argv[3], teacher={"model": sys.argv[2], "coefficient": 0.5}, sampler={"context": 64},
-                 max_new_tokens=8)
+                 max_new_tokens=8, micro_batch_tokens=4096)
 trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
 reply = trainer.train(1, [rollout("a", n, [1, 2], ids, reward=0.5) for n, ids in enumerate(RESPONSES)])
 Path(sys.argv[4]).write_text(json.dumps([reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]]))

@@ -17,7 +17,7 @@ part = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float(
 found = []
 for where in ("none", "cpu"):
     config = RLStage.of(kind="rl", data=["file:x"], precision="bf16", learning_rate=1e-3, advantage="gae",
-                     max_new_tokens=8, sampler={"context": 64},
+                     max_new_tokens=8, sampler={"context": 64}, micro_batch_tokens=4096,
                      resources={"offload_optimizer": where, "offload_param": where})
     trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
     replies = [trainer.train(step, part) for step in (1, 2)]

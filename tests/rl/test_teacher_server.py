@@ -64,7 +64,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.test_teacher_server import rollouts
 config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[],
-                    sampler={"context": 64}, max_new_tokens=16, updates_per_step=2,
+                    sampler={"context": 64}, max_new_tokens=16, updates_per_step=2, micro_batch_tokens=4096,
                     teacher={sys.argv[2]: sys.argv[3], "coefficient": 0.5})
 reply = Trainer(config, Path(sys.argv[1]), device="cpu").train(1, rollouts())
 Path(sys.argv[4]).write_text(json.dumps([reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]]))

@@ -116,7 +116,7 @@ class Cursor:
 
 def config(**values) -> RLStage:
     base = {"kind": "rl", "data": ["file:x"], "seed": 5, "samples_per_prompt": 2, "prompts_per_step": 1}
-    return RLStage.of(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT}} | values))
+    return RLStage.of(**(base | {"max_new_tokens": 16, "sampler": {"context": CONTEXT, "max_batch": 64}} | values))
 
 
 def made(folder, sampler, pool=None, **values) -> RolloutGenerator:

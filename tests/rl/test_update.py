@@ -318,7 +318,8 @@ from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
-config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3)
+config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-3,
+                    micro_batch_tokens=4096)
 trainer = Trainer(config, save_tiny_model(Path(sys.argv[1])), device="cpu")
 trainer.train(1, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
 before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
@@ -356,7 +357,7 @@ def train(rewards, **values):
     return {name: tensor.clone() for name, tensor in trainer.engine.weights()}, trainer.num_updates
 
 good, bad, better = (0.0, 1.0, 2.0), (0.0, float("inf"), 1.0), (2.0, 0.0, 0.0)
-values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3])}
+values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3]), "micro_batch_tokens": 4096}
 mended, count = train([good, bad, better], bad_gradient="skip", **values)
 wanted, other = train([good, better], **values)
 print(all((tensor == wanted[name]).all() for name, tensor in mended.items()), count == other == 2)
@@ -391,7 +392,7 @@ from tests.rl.models import rollout, save_tiny_model
 folder = save_tiny_model(Path(sys.argv[1]))
 rollouts = [rollout("a", i, [1, 2], [3 + i, 5, 9 - i], reward=float(i)) for i in range(3)]
 config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3,
-                    weight_decay=0.0)
+                    weight_decay=0.0, micro_batch_tokens=4096)
 trainer = Trainer(config, folder, device="cpu")
 reply = trainer.train(1, rollouts)
 
@@ -440,7 +441,8 @@ from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.models import rollout, save_tiny_model
 
 folder = Path(sys.argv[1])
-values = {"precision": "fp32", "learning_rate": 1e-3, "kl_coefficient": 0.1, "reference_every": 2}
+values = {"precision": "fp32", "learning_rate": 1e-3, "kl_coefficient": 0.1, "reference_every": 2,
+          "micro_batch_tokens": 4096}
 config = RLStage.of(kind="rl", data=["file:x"], **values)
 model = save_tiny_model(folder / "model")
 trainer, other = (Trainer(config, model, device="cpu") for _ in range(2))

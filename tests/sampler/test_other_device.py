@@ -1,5 +1,8 @@
 """The embedded sampler on a device that is not the CPU: nothing of the CPU is mixed in, the same tokens come out."""
 
+from itertools import takewhile
+from operator import eq
+
 import pytest
 import torch
 
@@ -47,12 +50,17 @@ def test_what_is_sampled_on_another_device_is_what_is_sampled_on_a_cpu(make_chec
     with OtherDevice():
         engine, there = sampled(NAME)
         assert engine.model.kernel is None and engine.model.weights.head.device.type == NAME
+        assert {cache.dtype for cache in engine.model.buffers.keys} == {getattr(torch, dtype)}
     assert len(here) == len(there) == 2 * len(DRAWN)
+    tolerance = 1e-4 if dtype == "float32" else 0.1  # there the cache and attention are bfloat16, too
+    num_same = 0
     for one, other in zip(here, there, strict=True):
-        assert [sample.output_ids for sample in one] == [sample.output_ids for sample in other]
         for left, right in zip(one, other, strict=True):
-            assert torch.tensor(left.logprobs).allclose(torch.tensor(right.logprobs), atol=1e-4)
-            assert torch.tensor(left.prompt_logprobs[1:]).allclose(torch.tensor(right.prompt_logprobs[1:]), atol=1e-4)
+            same = sum(takewhile(bool, map(eq, left.output_ids, right.output_ids)))  # tokens before they part
+            num_same += same
+            assert left.logprobs[:same] == pytest.approx(right.logprobs[:same], abs=tolerance)
+            assert left.prompt_logprobs[1:] == pytest.approx(right.prompt_logprobs[1:], abs=tolerance)
+    assert num_same >= (1.0 if dtype == "float32" else 0.8) * 2 * len(DRAWN) * 3 * 6
 
 
 def test_the_device_of_these_tests_refuses_what_cuda_refuses():

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, SCORES, Kind
-from nanodag.config.section import Auto, Precision, Section, operational
+from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 
@@ -28,6 +28,19 @@ class BenchmarkConfig(Section):
     """Items, drawn at random by the stage's seed; 0 for all."""
 
 
+class EvalSamplerConfig(Section):
+    """The embedded samplers that write answers. Their context is what each benchmark needs."""
+
+    replicas: Positive | Auto = operational("auto")
+    """Samplers at most; fewer where there is too little to write for so many. `auto`: one for each GPU of the machine,
+    as far as others leave them; on a CPU a process a thread, 4 at most."""
+    max_batch: Positive | Auto = operational("auto")
+    """Answers that one sampler writes at once, as far as its cache holds them. `auto`: 256 on a GPU, 64 on a CPU."""
+    cache_bytes: Positive | Auto = operational("auto")
+    """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
+    samplers on a CPU."""
+
+
 class EvalStage(StageBase):
     """Scores of a checkpoint (input `model`)."""
 
@@ -36,14 +49,17 @@ class EvalStage(StageBase):
     precision: Precision | Auto = "fp32"
     """Number format of the model."""
     batch_size: int = operational(64, ge=1)
-    """Requests computed at once."""
+    """Questions scored at once, where likelihoods answer them."""
+    sampler: EvalSamplerConfig = EvalSamplerConfig()
+    """The samplers that write answers."""
     chat: bool = True
     """Whether prompts pass the chat template; false for a base model."""
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether texts outside the chat template begin with the tokenizer's bos token. `auto`: where the tokenizer itself
     puts it there, as lm-eval does."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest written answer, in tokens."""
+    """Longest written answer, in tokens. An item whose prompt leaves it no room in the model's positions is not asked
+    and counts as wrong, as `too_long`."""
     sample_prompts: tuple[str, ...] = ()
     """Prompts whose answers the report shows."""
 

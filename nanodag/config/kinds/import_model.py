@@ -16,6 +16,7 @@ KIND = Kind(
     config=ImportStage,
     module="nanodag.model.import_model",
     makes=MODEL,
+    is_on_cpu=True,
     label="START",
     order=20,
 )

@@ -23,5 +23,6 @@ KIND = Kind(
     code_version=2,
     makes=PAGE,
     takes_what_exists=True,
+    is_on_cpu=True,
     order=90,
 )

@@ -59,49 +59,45 @@ class RLStage(StageBase):
 
     @model_validator(mode="after")
     def _combination(self) -> "RLStage":
-        rollout, optimizer, sampler = self.rollout, self.optimizer, self.sampler
-        if sampler.context <= rollout.max_new_tokens:
-            raise ValueError(
-                f"sampler.context {sampler.context} leaves no room for a prompt beside rollout.max_new_tokens "
-                f"{rollout.max_new_tokens}; raise the one or lower the other"
-            )
-        if optimizer.micro_batch_tokens < sampler.context:
-            raise ValueError(
-                f"optimizer.micro_batch_tokens {optimizer.micro_batch_tokens} cannot hold one rollout of "
-                f"sampler.context {sampler.context} tokens; raise the one or lower the other"
-            )
+        rollout, optimizer = self.rollout, self.optimizer
         if optimizer.updates_per_step > rollout.prompts_per_step:
             raise ValueError(
                 f"optimizer.updates_per_step {optimizer.updates_per_step} is above rollout.prompts_per_step "
                 f"{rollout.prompts_per_step}; each update trains at least one prompt's group"
             )
         self.resources.check_offload(zero_stage=optimizer.zero_stage, optimizer="adamw")
-        self._check_weights()
+        if self.weights.sync == "distributed" and optimizer.lora_rank:
+            raise ValueError(
+                f"weights.sync: distributed with optimizer.lora_rank {optimizer.lora_rank}: adapters are merged "
+                "where weights are written, not yet where they are broadcast; use sync: disk"
+            )
         self.check_resources()
         self._check_reward()
         self._check_models()
         self._check_advantage()
         return self
 
-    def _check_weights(self) -> None:
-        weights, sampler = self.weights, self.sampler
-        if weights.sync_mode != "finish":
-            self._check_in_flight()
-        if weights.sync == "distributed" and self.optimizer.lora_rank:
+    def _check_context(self) -> None:
+        context, most, held = self.sampler.context, self.rollout.max_new_tokens, self.optimizer.micro_batch_tokens
+        if context == "auto":
+            return
+        if context <= most:
             raise ValueError(
-                f"weights.sync: distributed with optimizer.lora_rank {self.optimizer.lora_rank}: adapters are merged "
-                "where weights are written, not yet where they are broadcast; use sync: disk"
+                f"sampler.context {context} leaves no room for a prompt beside rollout.max_new_tokens {most}; raise "
+                "the one or lower the other"
             )
-        if weights.sync_check_every and sampler.tensor_parallel > 1:
+        if held != "auto" and held < context:
             raise ValueError(
-                f"weights.sync_check_every {weights.sync_check_every}: weights cannot be verified yet where they are "
-                f"split over GPUs (sampler.tensor_parallel {sampler.tensor_parallel}); set it to 0"
+                f"optimizer.micro_batch_tokens {held} cannot hold one rollout of sampler.context {context} tokens; "
+                "raise the one or lower the other"
             )
 
     def _check_in_flight(self) -> None:
         """Of weights that come while rollouts are in flight."""
         rollout, mode = self.rollout, self.weights.sync_mode
-        if self.sampler.deterministic or not rollout.max_staleness:
+        if mode == "finish":
+            return
+        if self.sampler.deterministic is True or not rollout.max_staleness:
             raise ValueError(
                 f"weights.sync_mode {mode} is for weights that come while rollouts are in flight: it needs "
                 f"rollout.max_staleness above 0 (found {rollout.max_staleness}) and sampler.deterministic: false "
@@ -116,22 +112,36 @@ class RLStage(StageBase):
             )
 
     def check_resources(self) -> None:
-        """Raise ValueError for what the stage's resources cannot do; asked again when none of them is `auto`."""
-        weights, ranks = self.weights, self.resources.num_ranks
+        """Raise ValueError for what resources and samplers cannot do; asked again when nothing is `auto`."""
+        weights, sampler, ranks = self.weights, self.sampler, self.resources.num_ranks
+        self._check_context()
+        self._check_in_flight()
         if ranks != "auto" and ranks % self.optimizer.sequence_parallel:
             raise ValueError(
                 f"optimizer.sequence_parallel {self.optimizer.sequence_parallel} ranks share each row, and "
                 f"resources.num_ranks {ranks} is not a multiple of it; change one of them"
+            )
+        if sampler.deterministic is True and self.resources.device == "cuda":
+            raise ValueError(
+                "sampler.deterministic: true on a GPU, whose sums have another order with each batch; set it to "
+                "false, or leave it out"
             )
         if weights.sync == "distributed" and self.resources.device == "cuda":
             raise ValueError(
                 "weights.sync: distributed on a GPU: trainer and sampler share one, which NCCL refuses, and nothing "
                 "else has been tried; use sync: disk"
             )
-        if self.sampler.engine == "sglang" and weights.sync_check_every and self.resources.device == "cuda":
+        if weights.sync_check_every in ("auto", 0):
+            return
+        if sampler.tensor_parallel > 1:
+            raise ValueError(
+                f"weights.sync_check_every {weights.sync_check_every}: weights cannot be verified yet where they are "
+                f"split over GPUs (sampler.tensor_parallel {sampler.tensor_parallel}); leave it out"
+            )
+        if sampler.engine == "sglang" and self.resources.device == "cuda":
             raise ValueError(
                 f"weights.sync_check_every {weights.sync_check_every}: SGLang fingerprints weights in another way on a "
-                "GPU, which is not verified yet; set it to 0. The difference of log-probabilities is still looked at "
+                "GPU, which is not verified yet; leave it out. The difference of log-probabilities is still looked at "
                 "in each step"
             )
 

@@ -23,6 +23,7 @@ KIND = Kind(
     config=TokenizerStage,
     module="nanodag.tokenizer.train",
     makes=TOKENIZER,
+    is_on_cpu=True,
     order=10,
     less_memory="max_bytes=10000000",
 )

@@ -109,7 +109,7 @@ class Controller:
             num_steps=self._config.num_steps,
             # a token of a partial rollout is a step older than what is generated beside it
             lag=self._config.rollout.max_staleness - (self._config.rollout.partial_rollouts == "correct"),
-            is_exact=self._config.sampler.deterministic,
+            is_exact=bool(self._config.sampler.deterministic),
             position=position or Position(),
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
@@ -184,7 +184,7 @@ class Controller:
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
-        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_parameters)
+        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_matrix_parameters)
         self._records.step(step, seconds, self._values | rates)
         self._records.timeline(step, spans)
 

@@ -10,17 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from nanodag.config.derive import replicas_of
+from nanodag.config.derive_sampler import INSTALL, SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
-from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.model.architecture import read_json
-from nanodag.model.headers import faults_of_config, matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.inference.sglang_process import CONTEXT_RESERVE, SGLangProcess
+from nanodag.model.architecture import read_checkpoint, read_json
+from nanodag.model.headers import faults_of_config, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -29,6 +30,7 @@ from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
+from nanodag.worker.devices import gpu_of_replica, visible_gpus
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes
@@ -49,13 +51,15 @@ class Services:
         self._config: RLStage = job.config
         self.children = Children(is_stopping=stop_requested)
         self.model = ModelFacts.read(job.inputs["model"])
-        self.context = min(self._config.sampler.context, self.model.max_positions)
+        self.context = min(int(self._config.sampler.context), self.model.max_positions)
         if self.context <= self._config.rollout.max_new_tokens:
             raise ConfigError(
                 f"max_new_tokens {self._config.rollout.max_new_tokens} leaves no room for a prompt in a context of "
                 f"{self.context} tokens (the smaller of sampler.context and the model's max_position_embeddings). "
                 "Lower max_new_tokens."
             )
+        if self._config.sampler.engine == "embedded" and self._device == "cuda":
+            log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; %s.", INSTALL)
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(
@@ -64,7 +68,7 @@ class Services:
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
         self._router: Router | None = None
-        self._nodes = Nodes(job) if self._config.resources.nodes > 1 else None
+        self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
         self.link = RankLink(int(self._config.resources.num_ranks), host=host)
 
@@ -117,11 +121,11 @@ class Services:
         """The way that the config names."""
         config, ask = self._config, self.link.exchange
         if config.weights.sync == "disk":
-            return DiskSync(self.samplers, ask, check_every=config.weights.sync_check_every)
+            return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
         return DistributedSync(
             self.samplers,
             ask,
-            check_every=config.weights.sync_check_every,
+            check_every=int(config.weights.sync_check_every),
             timeout_s=config.weights.sync_timeout_s,
             ranks_each=config.sampler.tensor_parallel,
         )
@@ -166,7 +170,24 @@ class Services:
     @property
     def num_samplers(self) -> int:
         """Sampler processes of this stage."""
-        return replicas_of(self._config.sampler, int(self._config.resources.threads))
+        return int(self._config.sampler.replicas)
+
+    @property
+    def _cache_tokens(self) -> int:
+        """Tokens that an SGLang server's cache holds."""
+        a, config = read_checkpoint(self._job.inputs["model"]).architecture, self._config.sampler
+        each = token_bytes(
+            num_layers=a.num_layers,
+            num_kv_heads=a.num_kv_heads,
+            head_width=a.head_dim,
+            element_bytes=ELEMENT_BYTES[config.precision],
+        )
+        return max(int(config.cache_bytes) // each, self.context + CONTEXT_RESERVE)
+
+    @property
+    def _samples_each(self) -> int:
+        """Samples that one of them decodes at once."""
+        return -(-int(self._config.sampler.max_batch) // self.num_samplers)
 
     def _connect(self, url: str) -> SamplerClient:
         return SamplerClient(
@@ -204,7 +225,7 @@ class Services:
             request_timeout_s=config.request_timeout_s,
             options=config.router_options,
             token=self._token,
-            start_timeout_s=config.start_timeout_s,
+            start_timeout_s=float(config.start_timeout_s),
         )
 
     def _launch(self, number: int, model: Path, version: int) -> ChildServer:
@@ -216,16 +237,23 @@ class Services:
             model,
             log_path=self._job.workspace / f"sampler-{number}.log",
             dtype=SAMPLER_DTYPES[config.precision],
-            device=str(resources.device),
-            max_batch=-(-config.max_batch // self.num_samplers),
+            device=self._device,
+            gpu=gpu_of_replica(number) if self._device == "cuda" else "",
+            max_batch=self._samples_each,
             context_length=self.context,
-            deterministic=config.deterministic,
+            cache_bytes=int(config.cache_bytes),
+            deterministic=bool(config.deterministic),
             threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed),
             weight_version=version,
             token=self._token,
-            start_timeout_s=config.start_timeout_s,
+            start_timeout_s=float(config.start_timeout_s),
         )
+
+    def _first_gpu(self, number: int) -> int:
+        """Of an SGLang server, among those that this process may use; on a CPU it is a NUMA node."""
+        tensor_parallel = self._config.sampler.tensor_parallel
+        return number * tensor_parallel % len(visible_gpus()) if self._device == "cuda" else 0
 
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
@@ -237,17 +265,19 @@ class Services:
             log_path=self._job.workspace / f"sampler-{number}.log",
             device=self._device,
             dtype=SAMPLER_DTYPES[config.precision],
-            max_batch=-(-config.max_batch // self.num_samplers),
+            max_batch=self._samples_each,
             context_length=self.context,
             weight_version=version,
-            memory_fraction=config.memory_fraction,
+            cache_tokens=self._cache_tokens,
+            # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
+            memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             tensor_parallel=config.tensor_parallel,
-            first_gpu=number * config.tensor_parallel if self._device == "cuda" else 0,  # else a NUMA node
+            first_gpu=self._first_gpu(number),
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
             options={**defaults, **config.options},
             token=self._token,
-            start_timeout_s=config.start_timeout_s,
+            start_timeout_s=float(config.start_timeout_s),
         )
 
 
@@ -277,10 +307,7 @@ class _Background:
 class ModelFacts:
     """What a Hugging Face directory says of its model without loading it."""
 
-    def __init__(
-        self, *, num_parameters: int, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int
-    ) -> None:
-        self.num_parameters = num_parameters
+    def __init__(self, *, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int) -> None:
         self.num_matrix_parameters = num_matrix_parameters
         self.num_bytes = num_bytes
         self.max_positions = max_positions
@@ -292,7 +319,6 @@ class ModelFacts:
         """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
         config = read_json(folder / "config.json")
         return cls(
-            num_parameters=num_elements(tensor_shapes(folder)),
             num_matrix_parameters=matrix_parameters(folder),
             num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
             max_positions=int(config["max_position_embeddings"]),

@@ -46,16 +46,16 @@ class Credit:
         if config.algorithm.has_critic:
             input_path = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
             folder = Path(input_path or critic.model)
-            check_beside("critic.model", folder, inputs["model"], context=config.sampler.context)
+            check_beside("critic.model", folder, inputs["model"], context=int(config.sampler.context))
             self.critic = Critic(config, folder, device=device, group=group)
         else:
             self._advantage = config.algorithm.load(config.algorithm.advantage)
         self._teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
-            self._teacher = TeacherServer(teacher.url, inputs["model"], context=config.sampler.context)
+            self._teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
             folder = inputs["teacher"] if teacher.model == "input" else Path(teacher.model)
-            check_beside("teacher.model", folder, inputs["model"], context=config.sampler.context)
+            check_beside("teacher.model", folder, inputs["model"], context=int(config.sampler.context))
             self._teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:

@@ -62,8 +62,8 @@ class Critic:
         self._own, self._group = config.algorithm.critic, group
         decoder = load(
             folder,
-            compiled=config.optimizer.compile,
-            activation_checkpointing=config.optimizer.activation_checkpointing,
+            compiled=config.optimizer.compile is True,
+            activation_checkpointing=config.optimizer.activation_checkpointing is True,
         )
         model = ValueModel(decoder, group)
         self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)

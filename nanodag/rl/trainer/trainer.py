@@ -70,8 +70,8 @@ class Trainer:
         policy = load_policy(
             model_path,
             temperature=config.rollout.temperature,
-            compiled=config.optimizer.compile,
-            checkpointing=config.optimizer.activation_checkpointing,
+            compiled=config.optimizer.compile is True,
+            checkpointing=config.optimizer.activation_checkpointing is True,
             group=self._group,
         )
         if config.optimizer.lora_rank:
@@ -247,7 +247,7 @@ class Trainer:
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group = self._group
-        groups = pack(part, budget_tokens=self.config.optimizer.micro_batch_tokens, num_ranks=group.num_groups)
+        groups = pack(part, budget_tokens=int(self.config.optimizer.micro_batch_tokens), num_ranks=group.num_groups)
         return [to_row(batch, self.engine.device) for batch in groups[group.number]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:

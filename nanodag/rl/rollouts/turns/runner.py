@@ -53,7 +53,7 @@ class Turns:
             )
         self._encoding, self._renderer = encoding, renderer
         self._context, self._vocabulary = context, vocabulary
-        self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * config.sampler.max_batch))
+        self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * int(config.sampler.max_batch)))
 
     async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
         """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose

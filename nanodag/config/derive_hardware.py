@@ -1,0 +1,442 @@
+"""What a machine decides about a stage that trains: device, ranks, threads, precision, micro-batch and what goes with
+them. Pure functions of the pipeline and a Machine; RULES says each with its reason.
+
+Numbers are coarse on purpose. A micro-batch is part of a stage's key, so machines of one kind must not differ in it:
+memory counts in steps of half an octave, and micro-batches divide a step.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nanodag.config.dial import Shape, flops_per_token, num_parameters
+from nanodag.config.footprint import (
+    CUDA_BYTES,
+    activations,
+    document_mask,
+    head_memory,
+    lora_parameters,
+    train_state,
+    width_of,
+    working,
+)
+from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import OptimizerSection
+from nanodag.config.stage_base import StageBase
+from nanodag.config.supervised import SupervisedStage
+from nanodag.errors import ConfigError
+from nanodag.host.machine import GIB, Machine
+
+LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
+MAX_CPU_RANKS = 16
+FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
+LEAST_TOKENS = 8192  # of a micro-batch on a GPU
+RL_TOKENS = {"cpu": 4096, "cuda": 16384}
+RL_TOKENS_UNKNOWN = 9216
+RL_CORES_A_RANK = 4
+PROCESS_BYTES = GIB
+TRITON_CAPABILITY = 7.0
+ENDLESS = 1 << 60
+
+Model = tuple[Shape, int]
+"""The model of a stage, as far as its memory and work depend on it: its shape and vocabulary."""
+
+_S = TypeVar("_S", bound=StageBase)
+_Supervised = TypeVar("_Supervised", bound=SupervisedStage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage."""
+
+    setting: str
+    rule: str
+    reason: str
+
+
+RULES = {
+    "device": Rule(
+        setting="device",
+        rule="GPUs where the machine has some",
+        reason="One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once.",
+    ),
+    "device_stage": Rule(
+        setting="resources.device",
+        rule="the pipeline's `device`",
+        reason="A stage may be sent elsewhere on its own.",
+    ),
+    "device_cpu": Rule(
+        setting="resources.device",
+        rule="a stage of this kind multiplies no matrices",
+        reason="A tokenizer, an import or a report would hold a GPU that another stage waits for.",
+    ),
+    "nodes": Rule(
+        setting="resources.nodes",
+        rule="the machine's nodes, for stages that train",
+        reason="This machine counts as one node; more are described by a text, or set with `cluster.hostfile`.",
+    ),
+    "ranks_cuda": Rule(
+        setting="resources.num_ranks",
+        rule="all GPUs, as long as a step has 10 TFLOP for each",
+        reason="Less is done in 20 ms; then starting kernels and exchanging gradients take longer than computing.",
+    ),
+    "ranks_cpu": Rule(
+        setting="resources.num_ranks",
+        rule="one a core, as long as a step has 20 GFLOP for each",
+        reason=(
+            "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads "
+            "20,000, one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is "
+            f"reasoned: at most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a "
+            "quarter of the cores idle."
+        ),
+    ),
+    "ranks_none": Rule(
+        setting="resources.num_ranks",
+        rule="one process, as the kind has no ranks",
+        reason="Only stages that train are spread.",
+    ),
+    "ranks_one": Rule(
+        setting="resources.num_ranks",
+        rule="one rank with all threads, for a model of unknown size",
+        reason="Each rank on a CPU would hold the whole model, and nobody knows how large that is.",
+    ),
+    "ranks_rl_cpu": Rule(
+        setting="resources.num_ranks",
+        rule=f"one for every {RL_CORES_A_RANK} cores",
+        reason="RL's rows are long, so threads pay, and samplers of one thread each want cores too.",
+    ),
+    "ranks_given": Rule(
+        setting="resources.num_ranks",
+        rule="nodes x gpus_per_node",
+        reason="`gpus_per_node` was given.",
+    ),
+    "threads": Rule(
+        setting="resources.threads",
+        rule="the cores, shared out to the ranks of a node",
+        reason="More threads than cores take turns.",
+    ),
+    "precision": Rule(
+        setting="precision",
+        rule="bf16 where the device multiplies it fast, else fp32",
+        reason=(
+            "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate "
+            "it: AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."
+        ),
+    ),
+    "micro": Rule(
+        setting="micro_batch_tokens",
+        rule="the most that divides a step and fits, at most {limit:,}",
+        reason=(
+            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and on a CPU {FULL_TOKENS['cpu']:,} are as fast as more; "
+            "larger ones only take memory."
+        ),
+    ),
+    "checkpointing": Rule(
+        setting="activation_checkpointing",
+        rule=f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
+        reason="It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that.",
+    ),
+    "compile": Rule(
+        setting="compile",
+        rule="wherever there is a compiler for the device",
+        reason="Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7.",
+    ),
+    "compile_rl": Rule(
+        setting="optimizer.compile",
+        rule="on GPUs, and on CPUs in bf16",
+        reason="On a CPU it helps bf16 by a quarter, and fp32 hardly (measured).",
+    ),
+    "offload": Rule(
+        setting="resources.offload_optimizer",
+        rule="cpu where AdamW's states would take over half of the GPU's share",
+        reason="They are read once a step over PCIe, which costs less than micro-batches that are too small.",
+    ),
+    "micro_rl": Rule(
+        setting="optimizer.micro_batch_tokens",
+        rule="the most that fits beside the samplers, at most {limit:,}, and a whole rollout",
+        reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
+    ),
+    "micro_rl_unknown": Rule(
+        setting="optimizer.micro_batch_tokens",
+        rule=f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
+        reason="What slime's scripts give one GPU for small models.",
+    ),
+}
+
+
+class Derived:
+    """What was derived so far, for one stage: `note` keeps the origin of a value by its dotted name."""
+
+    def __init__(self, name: str, machine: Machine, origins: dict[str, str]) -> None:
+        self.name, self.machine, self.origins = name, machine, origins
+
+    def note(self, setting: str, rule: str, **values: Any) -> None:
+        """Say that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
+        self.origins[f"{self.name}.{setting}"] = f"derived: {self.machine.short}: {RULES[rule].rule.format(**values)}"
+
+
+def budget(memory: int) -> int:
+    """Bytes of a device that may be planned for: 90 % of it, down to a power of two or one and a half of one."""
+    usable = int(0.9 * memory)
+    power = 1 << (usable.bit_length() - 1)
+    return power * 3 // 2 if usable >= power * 3 // 2 else power
+
+
+def device_of(stage: _S, of_pipeline: str, found: Derived) -> _S:
+    """The stage on a device. of_pipeline: `cpu` or `cuda`. Raises ConfigError for GPUs of a stage on CPUs."""
+    resources = stage.resources
+    device = resources.device
+    if device == "auto":
+        is_on_cpu = find_kind(stage.kind).is_on_cpu
+        device = "cpu" if is_on_cpu else of_pipeline  # type: ignore[assignment]
+        found.note("resources.device", "device_cpu" if is_on_cpu else "device_stage")
+    if resources.gpus_per_node and device == "cpu":
+        raise ConfigError(
+            f"{found.name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU."
+        )
+    return stage.model_copy(update={"resources": resources.model_copy(update={"device": device})})
+
+
+def precision_of(stage: _S, found: Derived) -> _S:
+    """The stage, and RL's trainer, in the precision that its device multiplies fastest."""
+    precision = "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
+    updates: dict[str, Any] = {}
+    if getattr(stage, "precision", "") == "auto":
+        updates["precision"] = precision
+        found.note("precision", "precision")
+    if isinstance(stage, RLStage) and stage.optimizer.precision == "auto":
+        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": precision})
+        found.note("optimizer.precision", "precision")
+    return stage.model_copy(update=updates)
+
+
+def spread(stage: _S, model: Model | None, found: Derived) -> _S:
+    """The stage with nodes, ranks and threads, once its device, precision and batch are known."""
+    machine, resources = found.machine, stage.resources
+    nodes, ranks = resources.nodes, resources.num_ranks
+    if ranks == "auto" and resources.gpus_per_node:
+        nodes = 1 if nodes == "auto" else nodes
+        ranks = nodes * resources.gpus_per_node
+        found.note("resources.num_ranks", "ranks_given")
+    elif ranks == "auto":
+        nodes, ranks = _nodes_and_ranks(stage, model, found)
+    elif nodes == "auto":
+        nodes = machine.nodes if find_kind(stage.kind).trains and ranks % machine.nodes == 0 else 1
+    updates: dict[str, Any] = {"nodes": nodes, "num_ranks": ranks}
+    if resources.nodes == "auto":
+        found.note("resources.nodes", "nodes")
+    if resources.threads == "auto":
+        updates["threads"] = max(1, machine.cores * nodes // ranks)
+        found.note("resources.threads", "threads")
+    if resources.offload_optimizer == "auto" and not find_kind(stage.kind).trains:
+        updates["offload_optimizer"] = "none"
+    return stage.model_copy(update={"resources": resources.model_copy(update=updates)})
+
+
+def _nodes_and_ranks(stage: StageBase, model: Model | None, found: Derived) -> tuple[int, int]:
+    """As many ranks, on all nodes together, as a step has work for, on as few nodes as have room for these."""
+    machine, device, wanted = found.machine, str(stage.resources.device), stage.resources.nodes
+    if not find_kind(stage.kind).trains:
+        found.note("resources.num_ranks", "ranks_none")
+        return (1, 1) if wanted == "auto" else (wanted, wanted)
+    allowed = range(1, machine.nodes + 1) if wanted == "auto" else range(wanted, wanted + 1)
+    of_a_node = _ranks_of_a_node(stage, model, found)
+    tokens, length, rows, unit = _step_of(stage)
+    most = allowed[-1] * of_a_node[-1]
+    if model is not None:
+        most = min(most, int(tokens * flops_per_token(*model, length) / LEAST_FLOPS_A_RANK[device]))
+    most = max(most, unit, allowed[0])
+    totals = [(nodes * ranks, -nodes) for nodes in allowed for ranks in {*of_a_node, unit}]
+    fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
+    ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))
+    return -fewest, ranks
+
+
+def _step_of(stage: StageBase) -> tuple[int, int, int, int]:
+    """Of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and ranks that
+    belong together."""
+    if isinstance(stage, RLStage):
+        rollout = stage.rollout
+        tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
+        return tokens, rollout.max_new_tokens, 0, stage.optimizer.sequence_parallel
+    if isinstance(stage, SupervisedStage):
+        return int(stage.batch_tokens), stage.sequence_length, int(stage.batch_tokens) // stage.sequence_length, 1
+    return 0, 0, 0, 1
+
+
+def _ranks_of_a_node(stage: StageBase, model: Model | None, found: Derived) -> list[int]:
+    """How many ranks a node may have, in ascending order."""
+    machine, setting = found.machine, "resources.num_ranks"
+    if stage.resources.device == "cuda":
+        found.note(setting, "ranks_cuda")
+        return list(range(1, max(1, machine.num_gpus) + 1))
+    if isinstance(stage, RLStage):
+        found.note(setting, "ranks_rl_cpu")
+        return list(range(1, max(1, min(MAX_CPU_RANKS, machine.cores // RL_CORES_A_RANK)) + 1))
+    if model is None or not isinstance(stage, SupervisedStage):
+        found.note(setting, "ranks_one")
+        return [1]
+    found.note(setting, "ranks_cpu")
+
+    def fits(ranks: int) -> bool:
+        used = ranks * (machine.cores // ranks)
+        room = _room(stage, machine, ranks) - _fixed(stage, model, ranks)
+        return 4 * used >= 3 * machine.cores and room > stage.sequence_length * _of_token(
+            stage, model, checkpointed=False
+        )
+
+    return [1, *filter(fits, range(2, min(MAX_CPU_RANKS, machine.cores) + 1))]
+
+
+def fit_supervised(stage: _Supervised, model: Model | None, found: Derived) -> _Supervised:
+    """The stage with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
+    device, ranks = str(stage.resources.device), int(stage.resources.num_ranks)
+    if stage.resources.offload_optimizer == "auto":
+        can = stage.optimizer.name == "adamw" and stage.zero_stage > 0
+        stage = _offload(stage, model, can, found)
+    of_rank = max(1, int(stage.batch_tokens) // ranks)
+    limit = FULL_TOKENS[device]
+    updates: dict[str, Any] = {}
+    if device == "cuda" and _memory_is_unknown(model, found):
+        limit = LEAST_TOKENS
+    if stage.activation_checkpointing == "auto":
+        given = 0 if stage.micro_batch_tokens == "auto" else int(stage.micro_batch_tokens)
+        wanted = given or min(LEAST_TOKENS if device == "cuda" else stage.sequence_length, of_rank)
+        updates["activation_checkpointing"] = _tokens(stage, model, found, checkpointed=False) < wanted
+        found.note("activation_checkpointing", "checkpointing")
+    stage = stage.model_copy(update=updates)
+    updates = {}
+    if stage.micro_batch_tokens == "auto":
+        room = _tokens(stage, model, found, checkpointed=bool(stage.activation_checkpointing))
+        updates["micro_batch_tokens"] = _dividing(of_rank, stage.sequence_length, min(limit, room))
+        found.note("micro_batch_tokens", "micro", limit=limit)
+    if stage.compile == "auto":
+        updates["compile"] = _has_compiler(device, found.machine)
+        found.note("compile", "compile")
+    return stage.model_copy(update=updates)
+
+
+def fit_rl(stage: RLStage, model: Model | None, found: Derived) -> RLStage:
+    """The trainer with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
+    device, context = str(stage.resources.device), int(stage.sampler.context)
+    if stage.resources.offload_optimizer == "auto":
+        stage = _offload(stage, model, True, found)
+    updates: dict[str, Any] = {}
+    optimizer, limit = stage.optimizer, RL_TOKENS[device]
+    if optimizer.activation_checkpointing == "auto":
+        least = min(LEAST_TOKENS, limit) if device == "cuda" else context
+        wanted = least if optimizer.micro_batch_tokens == "auto" else int(optimizer.micro_batch_tokens)
+        room = _tokens(stage, model, found, checkpointed=False)
+        updates["activation_checkpointing"] = room < max(wanted, context)
+        found.note("optimizer.activation_checkpointing", "checkpointing")
+    if optimizer.micro_batch_tokens == "auto":
+        checkpointed = bool(updates.get("activation_checkpointing", optimizer.activation_checkpointing))
+        room = min(limit, _tokens(stage, model, found, checkpointed=checkpointed))
+        is_unknown = device == "cuda" and _memory_is_unknown(model, found)
+        most = RL_TOKENS_UNKNOWN if is_unknown else 1 << (max(room, 1).bit_length() - 1)
+        updates["micro_batch_tokens"] = max(most, context)
+        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=limit)
+    if optimizer.compile == "auto":
+        is_fast = device == "cuda" or optimizer.precision == "bf16"
+        updates["compile"] = is_fast and _has_compiler(device, found.machine)
+        found.note("optimizer.compile", "compile_rl")
+    return stage.model_copy(update={"optimizer": optimizer.model_copy(update=updates)})
+
+
+def _offload(stage: _S, model: Model | None, can: bool, found: Derived) -> _S:
+    is_large = False
+    if can and stage.resources.device == "cuda" and model is not None and found.machine.gpu is not None:
+        is_large = 2 * _states(stage, model, int(stage.resources.num_ranks)) > _room(stage, found.machine, 1)
+    found.note("resources.offload_optimizer", "offload")
+    update = {"offload_optimizer": "cpu" if is_large else "none"}
+    return stage.model_copy(update={"resources": stage.resources.model_copy(update=update)})
+
+
+def _memory_is_unknown(model: Model | None, found: Derived) -> bool:
+    return model is None or found.machine.gpu is None
+
+
+def _tokens(stage: StageBase, model: Model | None, found: Derived, *, checkpointed: bool) -> int:
+    """How many tokens of a micro-batch fit on one rank's device; as many as one likes where nobody knows."""
+    resources = stage.resources
+    if model is None or (resources.device == "cuda" and found.machine.gpu is None):
+        return ENDLESS
+    ranks = int(resources.num_ranks)
+    room = _room(stage, found.machine, ranks // resources.num_nodes) - _fixed(stage, model, ranks)
+    return max(0, room) // _of_token(stage, model, checkpointed=checkpointed)
+
+
+def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
+    """Bytes that a rank may fill: of its GPU, or its share of the host's memory; in RL what samplers leave of it."""
+    device = str(stage.resources.device)
+    if device == "cuda" and machine.gpu is not None:
+        room = budget(machine.gpu.memory) - CUDA_BYTES
+    else:
+        room = budget(machine.memory) // ranks_here - PROCESS_BYTES
+    return int((1 - float(stage.sampler.memory_fraction)) * room) if isinstance(stage, RLStage) else room
+
+
+def _states(stage: StageBase, model: Model, ranks: int) -> int:
+    """Bytes of all weights, gradients and states on one rank's device: of the policy, its critic and its reference."""
+    (shape, vocabulary), resources = model, stage.resources
+    parameters = num_parameters(shape, vocabulary)
+    of_stage = stage.optimizer if isinstance(stage, RLStage) else stage
+    assert isinstance(of_stage, OptimizerSection | SupervisedStage)
+    one = train_state(
+        parameters,
+        precision=of_stage.precision,
+        zero_stage=of_stage.zero_stage,
+        num_ranks=ranks,
+        muon=isinstance(stage, SupervisedStage) and stage.optimizer.name == "muon",
+        device=str(resources.device),
+        offload_optimizer=resources.offload_optimizer == "cpu",
+        offload_param=resources.offload_param == "cpu",
+        trained=_trained(stage, shape),
+    )
+    if not isinstance(stage, RLStage):
+        return one.total
+    reference = width_of(of_stage.precision) * parameters["total"] // ranks
+    return one.total * (1 + stage.algorithm.has_critic) + reference * (stage.algorithm.kl_coefficient > 0)
+
+
+def _trained(stage: StageBase, shape: Shape) -> int | None:
+    rank = stage.optimizer.lora_rank if isinstance(stage, RLStage) else 0
+    return lora_parameters(shape, rank) if rank else None
+
+
+def _fixed(stage: StageBase, model: Model, ranks: int) -> int:
+    """Bytes on one rank's device whatever its micro-batch is: states, and the head's blocks of logits."""
+    device, (shape, vocabulary) = str(stage.resources.device), model
+    head = head_memory(
+        shape,
+        vocabulary,
+        FULL_TOKENS[device],
+        precision=_precision(stage),
+        device=device,
+        scored=isinstance(stage, RLStage),
+    )
+    return _states(stage, model, ranks) + head
+
+
+def _of_token(stage: StageBase, model: Model, *, checkpointed: bool) -> int:
+    """Bytes that each token of a micro-batch takes."""
+    device, precision, (shape, _) = str(stage.resources.device), _precision(stage), model
+    kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
+    if not isinstance(stage, SupervisedStage):
+        return kept
+    return kept + document_mask(1, stage.sequence_length, precision=precision, device=device)
+
+
+def _precision(stage: StageBase) -> str:
+    return str(stage.optimizer.precision if isinstance(stage, RLStage) else getattr(stage, "precision", "fp32"))
+
+
+def _dividing(of_rank: int, sequence_length: int, limit: int) -> int:
+    """The largest whole number of rows, at most `limit` tokens, that divides a rank's share of a step."""
+    rows = max(1, of_rank // sequence_length)
+    most = min(rows, max(1, limit // sequence_length))
+    return next(r for r in range(most, 0, -1) if rows % r == 0) * sequence_length
+
+
+def _has_compiler(device: str, machine: Machine) -> bool:
+    return device == "cpu" or machine.gpu is None or machine.gpu.capability >= TRITON_CAPABILITY

@@ -1,0 +1,221 @@
+"""What is `auto` in the settings of samplers, in RL and in evaluation: pure functions of a machine, each with its rule.
+
+Samplers share GPUs with what trains or scores there, and nobody knows who starts first. So a sampler's memory is an
+amount, a share of the whole device, and never a share of what is free at the moment.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.config.dial import Shape, num_parameters
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_parts import SGLANG_ONLY
+from nanodag.config.section import Section
+from nanodag.host.machine import GIB, Machine
+from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens, token_bytes
+from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
+
+MAX_CPU_REPLICAS = 4
+MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more are hardly faster, and hold more cache
+PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
+SHARE_BESIDE_TRAINER = 0.4  # of a GPU: weights twice while they change, and the cache; the rest is the trainer's
+SHARE_IN_EVALUATION = 0.7  # of a GPU: the rest is for the model that scores likelihoods
+SHARE_OF_HOST = 0.25  # of a CPU's memory, for all replicas; pages that no sample touches are never taken
+SGLANG_STATIC = 0.9  # of its share; the rest is for its graphs and activations
+SGLANG_CAPABILITY = 8.0
+SGLANG_HEADS = (64, 128, 256)  # widths of a head that its attention kernels are built for
+VERIFY_EVERY = 20
+INSTALL = "`nanodag sampler install --cuda` makes SGLang's environment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What of a model decides memory. max_positions: in tokens."""
+
+    parameters: int
+    num_layers: int
+    num_kv_heads: int
+    head_width: int
+    max_positions: int
+
+    @classmethod
+    def of_shape(cls, shape: Shape, vocabulary: int, max_positions: int) -> "ModelSize":
+        """Of a model that a pretraining stage makes."""
+        return cls(
+            parameters=num_parameters(shape, vocabulary)["total"],
+            num_layers=shape.depth,
+            num_kv_heads=shape.num_kv_heads,
+            head_width=shape.head_width,
+            max_positions=max_positions,
+        )
+
+    def token_bytes(self, element_bytes: int) -> int:
+        """Bytes of one token in the cache."""
+        return token_bytes(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_width=self.head_width,
+            element_bytes=element_bytes,
+        )
+
+
+def has_sglang() -> bool:
+    """Whether SGLang for GPUs is installed here, or its interpreter named."""
+    return bool(os.environ.get(PYTHON_VARIABLE)) or is_installed(default_folder("cuda"), "cuda")
+
+
+def engine_of(machine: Machine, device: str, model: ModelSize | None, *, is_installed: bool) -> tuple[str, str]:
+    """The engine, and why: SGLang on GPUs where it is installed and runs, else the embedded one."""
+    if device != "cuda" or machine.gpu is None:
+        return "embedded", "on a CPU"
+    if machine.gpu.capability < SGLANG_CAPABILITY:
+        return "embedded", f"SGLang needs compute capability {SGLANG_CAPABILITY}, and this is {machine.gpu.capability}"
+    if model is not None and model.head_width not in SGLANG_HEADS:
+        return "embedded", f"SGLang has no attention kernels for heads of {model.head_width}"
+    if not is_installed:
+        return "embedded", f"SGLang is not installed; {INSTALL}"
+    return "sglang", "SGLang is installed"
+
+
+def replicas_of(*, device: str, gpus: int, tensor_parallel: int, is_exact: bool, threads: int) -> tuple[int, str]:
+    """How many samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
+
+    A sum that is split over threads has other bits, so a deterministic sampler has one thread, and several of them
+    share the cores; another one on a CPU has all threads.
+    """
+    if device == "cuda":
+        return max(1, gpus // tensor_parallel), "one for each GPU"
+    if is_exact:
+        return min(threads, MAX_CPU_REPLICAS), f"a thread each, {MAX_CPU_REPLICAS} at most"
+    return 1, "one with all threads"
+
+
+def room_for_cache(
+    machine: Machine, *, device: str, share: float, replicas: int, tensor_parallel: int, engine: str, weights: int
+) -> int:
+    """Bytes that one replica's cache may take. share: of each GPU that it runs on, or of the host's memory for all
+    replicas. weights: bytes that it holds beside the cache. 0 or less where they do not fit."""
+    if device != "cuda" or machine.gpu is None:
+        return int(share * machine.memory / replicas) - weights
+    usable = SGLANG_STATIC if engine == "sglang" else 1.0
+    return int(share * usable * machine.gpu.memory * tensor_parallel) - weights
+
+
+def derive_sampler(
+    name: str, stage: RLStage, machine: Machine, model: ModelSize | None, origins: dict[str, str], *, sglang: bool
+) -> RLStage:
+    """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand.
+    sglang: whether it is installed."""
+    config, device = stage.sampler, str(stage.resources.device)
+    fill = _Filler(config, f"{name}.sampler", origins)
+    engine, why = engine_of(machine, device, model, is_installed=sglang)
+    engine = fill("engine", engine, f"{machine}: {why}")
+    if engine == "embedded":  # what was set for SGLang means nothing to it
+        fields = type(config).model_fields
+        fill.updates |= {field: fields[field].get_default(call_default_factory=True) for field in SGLANG_ONLY}
+    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
+    is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
+    precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
+    gpus = int(stage.resources.num_ranks) // stage.resources.num_nodes
+    threads = int(stage.resources.threads)
+    replicas, why = replicas_of(
+        device=device, gpus=gpus, tensor_parallel=tensor_parallel, is_exact=is_exact, threads=threads
+    )
+    replicas = fill("replicas", replicas, why)
+    context = fill("context", *_context(stage, model))
+    share, why = (SHARE_BESIDE_TRAINER, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
+    share = fill("memory_fraction", share, f"{share} {why}, the rest is the trainer's")
+    element_bytes = ELEMENT_BYTES[cache_precision(precision, device)]
+    weights = 0
+    if model is not None:  # the embedded engine holds them twice while they change
+        weights = model.parameters * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
+    room = room_for_cache(
+        machine, device=device, share=share, replicas=replicas, tensor_parallel=tensor_parallel, engine=engine,
+        weights=weights,
+    )  # fmt: skip
+    rollout = stage.rollout
+    samples = max(rollout.over_sampling, rollout.prompts_per_step) * rollout.samples_per_prompt
+    wanted, why = min(samples, MAX_BATCH["cuda"] * replicas), f"{samples} samples a step"
+    if model is None:
+        fill("max_batch", max(replicas, wanted), why)
+        fill("cache_bytes", max(1, room // 2), f"half of {_gib(room)} a replica, whose weights are not known yet")
+    else:
+        slot = slot_tokens(context) * model.token_bytes(element_bytes)
+        fitting = max(1, room // slot) * replicas
+        if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
+            wanted, why = min(wanted, fitting), f"{why}, {fitting} fit"
+        max_batch = fill("max_batch", max(replicas, wanted), why)
+        if engine == "embedded" and max_batch > fitting:
+            origins[f"{name}.sampler.max_batch!"] = f"{fitting} fit in {_gib(room)} a replica"
+        each = -(-max_batch // replicas)
+        why = f"{each} samples of {context} tokens, at most {_gib(room)} a replica"
+        fill("cache_bytes", max(slot, min(each * slot, room)), why)
+    fill("start_timeout_s", 900.0 if engine == "sglang" else 120.0, f"engine {engine}")
+    stage_updates: dict[str, Any] = {"sampler": config.model_copy(update=fill.updates)}
+    if stage.weights.sync_check_every == "auto":
+        is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
+        origins[f"{name}.weights.sync_check_every"] = f"derived: engine {engine} on {device}" + (
+            ", whose weights cannot be verified yet" if is_blind else ""
+        )
+        stage_updates["weights"] = stage.weights.model_copy(
+            update={"sync_check_every": 0 if is_blind else VERIFY_EVERY}
+        )
+    return stage.model_copy(update=stage_updates)
+
+
+def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
+    """The longest response and room for a prompt, as far as the model and a trainer's micro-batch hold it."""
+    turns = 1 if stage.rollout.generate.is_one_turn else 2  # tools say something, too
+    context = slot_tokens(stage.rollout.max_new_tokens + turns * PROMPT_TOKENS)
+    limits = {"max_new_tokens and room for a prompt": context}
+    if model is not None:
+        limits["the model's positions"] = model.max_positions
+    if stage.optimizer.micro_batch_tokens != "auto":
+        limits["optimizer.micro_batch_tokens"] = int(stage.optimizer.micro_batch_tokens)
+    why = min(limits, key=lambda limit: limits[limit])
+    return limits[why], why
+
+
+def derive_evaluation(
+    name: str, stage: EvalStage, machine: Machine, model: ModelSize | None, origins: dict[str, str]
+) -> EvalStage:
+    """The evaluation with no `auto` among what concerns its samplers. The context is what each benchmark needs, so it
+    is no setting."""
+    config, device = stage.sampler, str(stage.resources.device)
+    fill = _Filler(config, f"{name}.sampler", origins)
+    gpus = stage.resources.gpus_per_node or machine.num_gpus
+    replicas, why = replicas_of(
+        device=device, gpus=gpus, tensor_parallel=1, is_exact=True, threads=int(stage.resources.threads)
+    )
+    replicas = fill("replicas", replicas, f"{machine}, {why}")
+    fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
+    share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
+    room = room_for_cache(
+        machine, device=device, share=share, replicas=replicas, tensor_parallel=1, engine="embedded",
+        weights=0 if model is None else model.parameters * ELEMENT_BYTES[stage.precision],
+    )  # fmt: skip
+    fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
+    return stage.model_copy(update={"sampler": config.model_copy(update=fill.updates)})
+
+
+class _Filler:
+    """Gives a section's settings that are `auto` a value, and notes why."""
+
+    def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
+        self.updates: dict[str, Any] = {}
+        self._section, self._name, self._origins = section, name, origins
+
+    def __call__(self, field: str, value: Any, why: str) -> Any:
+        """The setting: what is given, else the value."""
+        given = getattr(self._section, field)
+        if given != "auto":
+            return given
+        self.updates[field] = value
+        self._origins[f"{self._name}.{field}"] = f"derived: {why}"
+        return value
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

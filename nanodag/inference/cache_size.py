@@ -1,0 +1,21 @@
+"""What a sampler's keys and values take, whichever engine holds them. No torch."""
+
+SLOT_UNIT = 64
+"""Slots of the embedded engine are whole multiples of so many tokens: deterministic attention takes them at a time."""
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def token_bytes(*, num_layers: int, num_kv_heads: int, head_width: int, element_bytes: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * num_layers * num_kv_heads * head_width * element_bytes
+
+
+def slot_tokens(context: int) -> int:
+    """Tokens of a slot that holds a context: rounded up to SLOT_UNIT."""
+    return -(-context // SLOT_UNIT) * SLOT_UNIT
+
+
+def cache_precision(precision: str, device: str) -> str:
+    """The number format of the embedded engine's cache: the weights', but float32 on a CPU, whose compiled code adds up
+    in float32 and reads the cache as it adds."""
+    return "fp32" if device == "cpu" else precision

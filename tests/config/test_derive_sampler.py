@@ -1,0 +1,185 @@
+"""What samplers get on described machines: engine, replicas, determinism, batch, context, memory."""
+
+import pytest
+
+from nanodag.config import resolve
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler
+from nanodag.config.dial import shape_of
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.host.folders import PROJECT
+from nanodag.host.machine import GIB, machine_of
+from nanodag.model.architecture import Architecture, Rope
+from nanodag.sampler.sizes import plan_cache
+
+SHIPPED = PROJECT / "pipeline.yaml"
+DEPTH_24 = ModelSize.of_shape(shape_of(24), 32768, 4096)
+DEPTH_12 = ModelSize.of_shape(shape_of(12), 32768, 4096)
+QWEN = ModelSize(parameters=494_032_768, num_layers=24, num_kv_heads=2, head_width=64, max_positions=32768)
+
+
+def stage_on(machine, *, ranks=None, precision=None, **settings):
+    """An RL stage whose resources are resolved, as derive gives it."""
+    resources = {"num_ranks": ranks or machine.num_gpus or 1, "threads": machine.cores, "device": machine.device}
+    precision = precision or ("bf16" if machine.multiplies_bf16_fast(machine.device) else "fp32")
+    table = {"kind": "rl", "data": ["file:x"], "resources": resources, "precision": precision, **settings}
+    return RLStage.of(**table)
+
+
+def sampler_on(text, model=DEPTH_12, *, sglang=True, origins=None, **settings):
+    machine = machine_of(text)
+    stage = stage_on(machine, **settings)
+    return derive_sampler("rl", stage, machine, model, {} if origins is None else origins, sglang=sglang)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "replicas", "is_exact", "precision"),
+    [
+        ("8xH100", "sglang", 8, False, "bf16"),
+        ("4xH100", "sglang", 4, False, "bf16"),
+        ("1xH200", "sglang", 1, False, "bf16"),
+        ("2xB200", "sglang", 2, False, "bf16"),
+        ("1x24GB", "sglang", 1, False, "bf16"),
+        ("8xA100-40GB", "sglang", 8, False, "bf16"),
+        ("1xT4", "embedded", 1, False, "fp32"),
+        ("2xV100", "embedded", 2, False, "fp32"),
+        ("cpu:2:avx2:16GiB", "embedded", 2, True, "fp32"),
+        ("cpu:1:avx512_bf16:4GiB", "embedded", 1, True, "bf16"),
+        ("cpu:64:amx:256GiB", "embedded", 4, True, "bf16"),
+    ],
+)
+def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text, engine, replicas, is_exact, precision):
+    origins = {}
+    stage = sampler_on(text, origins=origins)
+    sampler = stage.sampler
+    found = (sampler.engine, sampler.replicas, sampler.deterministic, sampler.precision)
+    assert found == (engine, replicas, is_exact, precision)
+    assert stage.weights.sync_check_every == (0 if engine == "sglang" else 20)
+    assert sampler.start_timeout_s == (900 if engine == "sglang" else 120)
+    stage.check_resources()
+    left = {name for name, value in sampler.model_dump().items() if value == "auto"}
+    assert left == {"python"} and all(why.startswith("derived: ") for why in origins.values())
+
+
+def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_installs_the_other():
+    origins = {}
+    stage = sampler_on("8xH100", sglang=False, origins=origins, sampler={"options": {"schedule_policy": "fcfs"}})
+    assert (stage.sampler.engine, stage.sampler.replicas, stage.weights.sync_check_every) == ("embedded", 8, 20)
+    assert "nanodag sampler install --cuda" in origins["rl.sampler.engine"]
+    assert RLStage.model_validate(stage.model_dump()) == stage, "a record of it is read again"
+
+
+def test_sglang_is_not_chosen_for_heads_that_its_kernels_do_not_have():
+    small = ModelSize.of_shape(shape_of(3), 2048, 512)
+    assert small.head_width == 32
+    assert sampler_on("1xH100", small).sampler.engine == "embedded"
+
+
+def test_what_is_set_by_hand_is_kept():
+    given = {"engine": "embedded", "replicas": 3, "max_batch": 7, "context": 600, "cache_bytes": 10**9}
+    given |= {"precision": "fp32", "deterministic": False, "memory_fraction": 0.2, "start_timeout_s": 5.0}
+    found = sampler_on("8xH100", sampler=given).sampler.model_dump()
+    assert {name: found[name] for name in given} == given
+
+
+@pytest.mark.parametrize("sglang", [True, False])
+@pytest.mark.parametrize("model", [DEPTH_24, DEPTH_12, QWEN])
+@pytest.mark.parametrize("text", ["8xH100", "1xH200", "1x24GB", "1xA100-40GB"])
+def test_weights_and_cache_are_within_the_share_whoever_starts_first(text, model, sglang):
+    stage = sampler_on(text, model, sglang=sglang, prompts_per_step=64, samples_per_prompt=16)
+    sampler, memory = stage.sampler, machine_of(text).gpu.memory
+    weights = 2 * model.parameters * (1 if sampler.engine == "sglang" else 2)
+    assert weights + sampler.cache_bytes <= 0.4 * memory
+    each = -(-sampler.max_batch // sampler.replicas)
+    if sampler.engine == "embedded":
+        assert each * sampler.context * model.token_bytes(2) <= sampler.cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "expected"),
+    [
+        # Bytes of a token, by hand: 2 x 24 x 12 x 128 x 2, 2 x 12 x 6 x 128 x 2 and 2 x 24 x 2 x 64 x 2.
+        (DEPTH_24, "1x24GB", (1280, 147_456, 36)),
+        (DEPTH_24, "1xH100", (1280, 147_456, 163)),
+        (DEPTH_12, "1x24GB", (1280, 36_864, 200)),
+        (QWEN, "1x24GB", (1280, 12_288, 256)),
+    ],
+)
+def test_the_embedded_engine_decodes_as_many_samples_as_its_cache_holds(model, text, expected):
+    stage = sampler_on(text, model, sglang=False, prompts_per_step=32, samples_per_prompt=8)
+    assert (stage.sampler.context, model.token_bytes(2), stage.sampler.max_batch) == expected
+    slots, _ = plan_cache(_architecture(model), stage.sampler.max_batch, 1280, stage.sampler.cache_bytes, 2)
+    assert slots == expected[2]
+
+
+def test_a_batch_that_was_given_and_does_not_fit_is_said():
+    origins = {}
+    stage = sampler_on("1x24GB", DEPTH_24, sglang=False, origins=origins, sampler={"max_batch": 256})
+    assert stage.sampler.max_batch == 256
+    assert origins["rl.sampler.max_batch!"].startswith("36 fit in ")
+
+
+def test_of_a_model_whose_size_is_not_known_half_of_the_share_is_left_for_weights():
+    stage = sampler_on("1x24GB", None, sglang=False, over_sampling=64, max_new_tokens=1024)
+    share = 0.4 * machine_of("1x24GB").gpu.memory
+    assert (stage.sampler.max_batch, stage.sampler.context) == (256, 2048)
+    assert stage.sampler.cache_bytes == pytest.approx(share / 2, abs=2)
+
+
+def test_the_context_is_within_the_models_positions_and_the_trainers_micro_batch():
+    tiny = ModelSize.of_shape(shape_of(3), 2048, 512)
+    assert sampler_on("cpu:2:avx2:8GiB", tiny, max_new_tokens=16).sampler.context == 512
+    assert sampler_on("1xH100", micro_batch_tokens=1000).sampler.context == 1000
+    assert sampler_on("1xH100", max_new_tokens=1000).sampler.context == 2048  # in whole slots
+
+
+def test_the_cpus_replicas_share_a_quarter_of_the_memory():
+    sampler = sampler_on("cpu:2:avx2:32GiB", DEPTH_12, prompts_per_step=1000).sampler
+    assert 7.9 * GIB < 2 * (sampler.cache_bytes + 2 * 4 * DEPTH_12.parameters) <= 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "max_batch"),
+    [("8xH100", 8, 256), ("1x24GB", 1, 256), ("2x8xH100", 8, 256), ("cpu:2:avx2:8GiB", 2, 64)],
+)
+def test_an_evaluation_has_a_sampler_for_each_gpu(text, replicas, max_batch):
+    machine = machine_of(text)
+    resources = {"num_ranks": 1, "threads": machine.cores, "device": machine.device}
+    stage = EvalStage(kind="eval", benchmarks=({"name": "gsm8k"},), resources=resources, precision="bf16")
+    sampler = derive_evaluation("eval", stage, machine, DEPTH_24, {}).sampler
+    assert (sampler.replicas, sampler.max_batch) == (replicas, max_batch)
+
+
+@pytest.mark.parametrize(("model", "least"), [(DEPTH_24, 60), (DEPTH_12, 256), (QWEN, 256)])
+def test_an_evaluation_on_24_gb_has_room_for_gsm8ks_prompts_and_answers(model, least):
+    """The context is by need: 400 tokens of a prompt and 512 of an answer; with 2 GiB in fp32 it was 512 in all."""
+    machine = machine_of("1x24GB")
+    resources = {"num_ranks": 1, "threads": 8, "device": "cuda"}
+    stage = EvalStage(kind="eval", benchmarks=({"name": "gsm8k"},), resources=resources, precision="bf16")
+    sampler = derive_evaluation("eval", stage, machine, model, {}).sampler
+    slots, context = plan_cache(_architecture(model), sampler.max_batch, 912, sampler.cache_bytes, 2)
+    assert context == 912 and slots >= least
+    assert slots * 960 * model.token_bytes(2) + 2 * model.parameters <= 0.7 * machine.gpu.memory
+
+
+@pytest.mark.parametrize("preset", ["speedrun", "single-gpu", "gsm8k-rl", "small", "pocket"])
+def test_shipped_presets_leave_to_hardware_what_is_its_own(preset):
+    for text in ("8xH100", "1x24GB", "cpu:2:avx2:8GiB"):
+        machine = machine_of(text)
+        resolved = resolve(SHIPPED, preset, machine=machine)
+        sampler = resolved.pipeline.stages["rl"].sampler
+        assert sampler.deterministic == (machine.gpu is None)
+        for field in ("engine", "replicas", "precision", "deterministic", "cache_bytes", "memory_fraction"):
+            assert resolved.origins[f"rl.sampler.{field}"].startswith("derived: "), field
+        assert "rl.sampler.max_batch!" not in resolved.origins
+
+
+def _architecture(model):
+    rope = Rope(
+        theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=4096
+    )
+    return Architecture(
+        model_type="qwen3", vocab_size=32768, hidden_size=768, num_layers=model.num_layers, num_heads=12,
+        num_kv_heads=model.num_kv_heads, head_dim=model.head_width, intermediate_size=2048, norm_eps=1e-6, tied=False,
+        qk_norm=True, rope=rope, max_positions=model.max_positions,
+    )  # fmt: skip
