@@ -24,11 +24,12 @@ COLUMNS = ("memory", "seconds", "cpu_seconds")
 
 
 def predicted(plan: StagePlan, pipeline: Pipeline) -> dict[str, float]:
-    """Bytes of host memory, seconds, and CPU-seconds: of all cores that the stage has, while it runs."""
+    """Bytes of host memory, seconds, and CPU-seconds: of a core a rank at the start, then of all that the stage has."""
     resources = pipeline.stages[plan.name].resources
-    cores = int(resources.num_ranks) * int(resources.threads) if plan.device == "cpu" else 0
+    ranks = int(resources.num_ranks)
     seconds = plan.seconds if plan.seconds is not None else 0.0
-    return {"memory": plan.host_bytes, "seconds": seconds, "cpu_seconds": seconds * cores}
+    busy = plan.start_seconds * ranks + (seconds - plan.start_seconds) * ranks * int(resources.threads)
+    return {"memory": plan.host_bytes, "seconds": seconds, "cpu_seconds": busy if plan.device == "cpu" else 0.0}
 
 
 def measured(cost: Mapping[str, float]) -> dict[str, float]:

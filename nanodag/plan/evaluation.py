@@ -8,7 +8,15 @@ from nanodag.host.machine import Machine
 from nanodag.plan import processes
 from nanodag.plan.models import PlannedModel
 from nanodag.plan.sampling import Samplers, embedded_samplers
-from nanodag.plan.sizes import bytes_per_token, downloaded, in_memory, longest_prompt, mean_prompt, size_of
+from nanodag.plan.sizes import (
+    bytes_per_token,
+    downloaded,
+    held_out_share,
+    in_memory,
+    longest_prompt,
+    mean_prompt,
+    size_of,
+)
 from nanodag.plan.speeds import EVALUATION_START_S, decoding_seconds, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -93,6 +101,7 @@ def plan_evaluation(name: str, stage: EvalStage, model: PlannedModel | None, mac
         disk_bytes=int(4 * read) + processes.MB,
         kept_bytes=int(4 * read) + processes.MB,
         seconds=_seconds(stage, model, machine, samplers, scored=scored, prompts=prompts, written=written),
+        start_seconds=EVALUATION_START_S[device],
         share=shares_of(machine, device, str(stage.precision)).likelihood,
         is_beside=True,
     )
@@ -121,7 +130,8 @@ def _items(benchmark: BenchmarkConfig) -> int:
         return CORE_ITEMS
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     rows = found.rows if found is not None and found.rows is not None else UNKNOWN_ITEMS
-    rows = int(rows * benchmark.source.held_out) if benchmark.source is not None and benchmark.source.held_out else rows
+    if benchmark.source is not None and (share := held_out_share(benchmark.source)):
+        rows = int(rows * share)
     return min(rows, benchmark.limit) if benchmark.limit else rows
 
 

@@ -12,7 +12,7 @@ from nanodag.plan.speeds import BYTES_A_CORE_S, SHORT_START_S
 from nanodag.plan.stage_plan import Process, StagePlan
 
 DOWNLOAD_BYTES_S = 50e6
-REPORT_S = 10.0
+REPORT_S = 6.0
 KNOWN_WORDS = 150 * processes.MB
 """Of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
@@ -32,6 +32,7 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             processes=(Process(name="worker", host=held),),
             disk_bytes=200 * stage.vocabulary,
             kept_bytes=200 * stage.vocabulary,
+            start_seconds=SHORT_START_S,
             seconds=SHORT_START_S + stage.max_bytes / BYTES_A_CORE_S,
         )
     if isinstance(stage, ImportStage):
@@ -47,6 +48,7 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             processes=(Process(name="worker", host={"process": processes.IMPORT}),),
             disk_bytes=weights,
             kept_bytes=weights or 0,
+            start_seconds=SHORT_START_S,
             seconds=SHORT_START_S + (weights or 0) / DOWNLOAD_BYTES_S,
             notes=() if model is not None else ("its model is not known yet",),
         )
@@ -61,5 +63,6 @@ def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine:
             disk_bytes=5 * processes.MB,
             kept_bytes=5 * processes.MB,
             seconds=REPORT_S,
+            start_seconds=REPORT_S,
         )
     return StagePlan(name=name, kind=stage.kind, device=device, notes=("a kind of your own: nothing is known of it",))

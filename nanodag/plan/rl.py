@@ -101,6 +101,7 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
         disk_bytes=_disk(stage, model) + _rollouts(stage, sampled),
         kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, sampled),
         seconds=_seconds(stage, model, machine, samplers, trained=trained, sampled=sampled, length=prompt + answer),
+        start_seconds=START_S[device],
         share=shares_of(machine, device, str(stage.optimizer.precision), str(stage.sampler.engine)).trainer,
         notes=(f"responses are taken to have {answer:.0f} of {rollout.max_new_tokens} tokens",),
     )
@@ -134,10 +135,6 @@ def _void(stage: RLStage, model: PlannedModel, machine: Machine) -> Iterator[Fau
         why = f"samples at once, and the cache has room for {samplers.at_once}: {size(samplers.room)} a sampler, "
         why += f"{size(samplers.needed_bytes)} a sample of {context} tokens"
         yield Fault(setting="sampler.max_batch", found=str(wanted), why=why, mend=_smaller(samplers))
-    if context > model.max_positions:
-        why = f"tokens, and the model is declared for {model.max_positions}"
-        mend = (f"sampler.context={model.max_positions}",)
-        yield Fault(setting="sampler.context", found=str(context), why=why, mend=mend)
     room = min(context, model.max_positions) - rollout.max_new_tokens
     needed = max((longest_prompt(source.url, model.vocabulary) or 0 for source in stage.data), default=0)
     if room < needed:

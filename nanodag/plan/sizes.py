@@ -125,20 +125,40 @@ def bytes_per_token(vocabulary: int) -> float:
     return points[-1][1]
 
 
+def held_out_share(source: SourceConfig) -> float:
+    """Share of a source's rows that a hash keeps from training; 0 where none is, or a whole file."""
+    return float(source.held_out) if isinstance(source.held_out, int | float) else 0.0
+
+
 def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
-    """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is
-    not known."""
-    total = 0.0
-    for source in sources:
-        size = size_of(source.url)
-        if size is None or size.rows is None or source.weight is not None:
-            return None
-        rows = size.rows * (1 - source.held_out) * (source.epochs or 1.0)
-        is_text = source.adapter == "text" or not is_chat
-        per_row = size.row_bytes / bytes_per_token(vocabulary) + (1 if is_text else CHAT_TOKENS)
-        known = _generated(source.url)
-        total += rows * (per_row if known is None else known[1])
-    return int(total)
+    """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is not
+    known."""
+    if any(source.weight is not None for source in sources):
+        return None
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in sources]
+    shares = [(1 - held_out_share(source)) * (source.epochs or 1.0) for source in sources]
+    known = [tokens * share for tokens, share in zip(each, shares, strict=True) if tokens is not None]
+    return int(sum(known)) if len(known) == len(each) else None
+
+
+def held_out_tokens(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+    """Tokens that a mixture holds out: of conversations, where there are such beside text. None where that is not
+    known; 0 where nothing is held out."""
+    held_out = [source for source in sources if source.held_out]
+    held_out = [source for source in held_out if source.adapter != "text"] or held_out
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in held_out]
+    if any(tokens is None for tokens in each) or any(not held_out_share(source) for source in held_out):
+        return None
+    return int(sum((tokens or 0.0) * held_out_share(s) for tokens, s in zip(each, held_out, strict=True)))
+
+
+def _tokens_of_rows(source: SourceConfig, vocabulary: int, *, is_chat: bool) -> float | None:
+    """Tokens of all rows of a source, once."""
+    size, known = size_of(source.url), _generated(source.url)
+    if size is None or size.rows is None:
+        return None
+    template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
+    return size.rows * (known[1] if known is not None else size.row_bytes / bytes_per_token(vocabulary) + template)
 
 
 def in_memory(sources: Sequence[SourceConfig]) -> int:

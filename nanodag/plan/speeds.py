@@ -34,7 +34,7 @@ class Shares:
 
 NARROW = {"fp32": Shares(training=0.40, trainer=0.55, likelihood=0.35, decoding=0.50)}
 WIDE = {
-    "fp32": Shares(training=0.42, trainer=0.70, likelihood=0.35, decoding=0.80),
+    "fp32": Shares(training=0.50, trainer=0.70, likelihood=0.35, decoding=0.80),
     "bf16": Shares(training=0.32, trainer=0.45, likelihood=0.15, decoding=0.33),
 }
 CPU_SHARES = {

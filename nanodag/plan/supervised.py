@@ -11,7 +11,7 @@ from nanodag.host.machine import Machine
 from nanodag.plan import processes
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import PlannedModel
-from nanodag.plan.sizes import bytes_per_token, downloaded, in_memory, tokens_of_pass
+from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
 from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -53,6 +53,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | Non
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
         seconds=None if steps is None else _seconds(stage, model, machine, steps),
+        start_seconds=START_S[device],
         share=shares_of(machine, device, str(stage.precision)).training,
         notes=tuple(notes),
     )
@@ -91,9 +92,9 @@ def planned_tokens(stage: SupervisedStage, model: PlannedModel | None) -> int | 
 
 
 def _validated(stage: SupervisedStage) -> float:
-    """Tokens that must be read to hold out those of the validation, which are kept."""
-    held_out = [source.held_out for source in stage.data if source.held_out > 0]
-    return stage.validation_tokens / max(held_out) if held_out else 0.0
+    """Tokens that must be read to hold out those of the validation by a hash, which are kept."""
+    shares = [share for source in stage.data if (share := held_out_share(source))]
+    return stage.validation_tokens / max(shares) if shares else 0.0
 
 
 def _processes(stage: SupervisedStage, model: PlannedModel) -> tuple[Process, ...]:
@@ -162,8 +163,9 @@ def _seconds(stage: SupervisedStage, model: PlannedModel, machine: Machine, step
         return None
     tokens = steps * int(stage.batch_tokens)
     again = 4 / 3 if stage.activation_checkpointing else 1.0
-    evaluations = steps // stage.validation_every + 1 if any(s.held_out for s in stage.data) else 0
-    worked = tokens * again + evaluations * stage.validation_tokens / 3
+    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
+    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
+    worked = tokens * again + (steps // stage.validation_every + 1) * validated / 3
     share = shares_of(machine, device, precision).training
     computing = worked * model.training_flops(stage.sequence_length) / (share * peak)
     packing = tokens / (ranks * PACKED_TOKENS_S)
