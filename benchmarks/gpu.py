@@ -283,13 +283,20 @@ def _measured(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows for docs/GPU.md: `| part, case | numbers |`."""
+    """Rows for docs/GPU.md: what was measured, and its numbers."""
     lines = ["| what | measured |", "|---|---|"]
     for result in results:
-        numbers = {k: v for k, v in result.items() if k not in ("part", "case", "log", "case_s")}
+        numbers = _flat({k: v for k, v in result.items() if k not in ("part", "case", "log", "case_s")})
         shown = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in numbers.items())
         lines.append(f"| {result['part']}: {result['case']} | {shown} |")
     return lines
+
+
+def _flat(numbers: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in numbers.items():
+        found |= _flat(value, f"{before}{name} ") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -173,7 +173,7 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem", "held_out": 0.2}
     written = {"url": f"file:{prose}", "held_out": 0.1}
     tables: dict[str, dict[str, Any]] = {
-        "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 512},
+        "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 320},
         "pretrain": {"kind": "pretrain", "inputs": {"tokenizer": "tokenizer"}, "data": [written], "shape": shape}
         | {"zero_stage": 1}
         | steps,

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from benchmarks import orchestration, pocket, retry
+from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
 from nanodag.store import Store
@@ -58,3 +58,48 @@ def test_pipelines_of_benchmarks_resolve(tmp_path):
     assert len(resolve(tmp_path / "chain.yaml", "chain").pipeline.stages) == 4
     overrides = ["control.horizon_tokens=8192", "seed=1", "server.port=4310"]
     assert "eval_control" in resolve(pocket.with_control(tmp_path), "control", overrides).pipeline.stages
+
+
+GPU_PARTS = ["check", "stages", "pretrain-12", "pretrain-20", "sampler", "rl", "sync"]
+
+
+def test_the_gpu_benchmark_plans_every_part_for_a_gpu_and_for_a_toy():
+    assert list(gpu.PARTS) == GPU_PARTS
+    for part in GPU_PARTS:
+        for tiny in (False, True):
+            cases = gpu.cases_of(part, 79 << 30, tiny=tiny)
+            assert len({case.name for case in cases}) == len(cases) > 0
+            for case in cases:
+                assert callable(getattr(gpu_parts, case.measure)) and case.timeout_s <= gpu.PART_S < 480
+                assert case.options["device"] == ("cpu" if tiny else "cuda")
+    variants = [case.options for case in gpu.cases_of("pretrain-20", 79 << 30)]
+    assert {one["zero_stage"] for one in variants} == {0, 1, 2, 3} and all(one["depth"] == 20 for one in variants)
+    assert {one["compile"] for one in variants} == {one["checkpointing"] for one in variants} == {True, False}
+    assert [case.options["batch"] for case in gpu.cases_of("sampler", 79 << 30)] == [1, 1, 64, 64, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("depth", "gib", "tokens"), [(12, 79, 32_768), (20, 79, 32_768), (12, 23, 16_384), (20, 23, 4_096), (20, 1, 2_048)]
+)
+def test_a_micro_batch_of_the_gpu_benchmark_fits_its_gpu(depth, gib, tokens):
+    assert gpu.micro_batch_tokens(depth, gib << 30) == tokens
+
+
+def test_the_gpu_benchmark_says_at_once_what_is_lacking_and_how_to_bring_it(monkeypatch):
+    monkeypatch.setattr(gpu, "_is_here", lambda module: module not in ("deepspeed", "rustbpe"))
+    missing = gpu.lacking(["rl", "sampler", "stages"])
+    assert missing == {"rl": ["deepspeed"], "sampler": [], "stages": ["deepspeed", "rustbpe"]}
+    assert "pip wheel --no-deps -w wheels deepspeed==" in gpu.how_to_get(missing["rl"])
+    assert "cannot run here, lacking deepspeed" in gpu.planned({"rl": gpu.cases_of("rl", 79 << 30)}, missing)
+
+
+def test_versions_outside_of_the_tested_ranges_are_named():
+    found = {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.17.0", "deepspeed": "none"}
+    assert gpu.untested(found) == []
+    (sentence,) = gpu.untested(found | {"torch": "2.10.0"})
+    assert sentence.startswith("torch 2.10.0 is outside of what was tested")
+
+
+def test_results_of_the_gpu_benchmark_become_rows():
+    results = [{"part": "rl", "case": "ZeRO 3", "train_s": 1.25, "start": {"sum": 4.0}, "log": "x", "case_s": 9.0}]
+    assert gpu.rows(results)[2:] == ["| rl: ZeRO 3 | train s 1.25, start sum 4 |"]
