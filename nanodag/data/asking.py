@@ -33,7 +33,7 @@ _CALLED = {
 def check_effect(source: SourceConfig, read_as: Kind | Literal["row", "text"]) -> None:
     """Raise SourceError for a setting of a source that changes nothing of what it is read as."""
     for name in _WITHOUT_EFFECT[read_as]:
-        if (value := getattr(source, name)) != type(source).model_fields[name].get_default(call_default_factory=True):
+        if (value := getattr(source, name)) != type(source).model_fields[name].default:
             raise SourceError(f"{source.url}: {name} {value!r} means nothing to {_CALLED[read_as]}. Leave it out.")
 
 

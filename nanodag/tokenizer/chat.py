@@ -18,9 +18,8 @@ Messages = Sequence[Mapping[str, Any]]
 Rendered = tuple[np.ndarray, np.ndarray]
 Switches = Mapping[str, bool | int | float | str]
 NO_SWITCHES: Switches = {}
-# What transformers gives every template, or takes for something else than a switch.
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
-          "strftime_now", "range", "dict", "namespace")  # fmt: skip
+# What transformers itself gives a template, beside special tokens.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class ChatRenderer(ABC):
@@ -74,14 +73,15 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
 
     # Markers of generation are a tag of transformers' own.
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        looked_at = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        looked_at = meta.find_undeclared_variables(environment.parse(plain)) - environment.globals.keys() - _GIVEN
     except TemplateSyntaxError as error:
         raise SourceError(
             f"The chat template of {where} cannot be searched for the switches that template_options names: {error}. "
             "Leave template_options out."
         ) from error
-    taken = sorted(name for name in looked_at if name not in _GIVEN and not name.endswith("_token"))
+    taken = sorted(name for name in looked_at if not name.endswith("_token"))
     for name in switches:
         if name not in taken:
             raise SourceError(
@@ -199,7 +199,8 @@ class TemplateRenderer(ChatRenderer):
         for messages in conversations:
             self._check_parts(messages)
         render = self._marked if self._marks else self._compared
-        return list(map(render, conversations, switches or [NO_SWITCHES] * len(conversations)))
+        of_each = switches or [NO_SWITCHES] * len(conversations)
+        return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
         text = self._text(messages, switches, add_generation_prompt=True)

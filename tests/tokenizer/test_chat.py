@@ -264,7 +264,10 @@ def test_a_source_s_switches_reach_its_conversations_in_training_and_its_prompts
     assert ("ONE" in trained(loud), "TWO" in trained(loud), "ONE" in asked(loud)) == (True, True, True)
 
 
-@pytest.mark.parametrize("template", [THINKING, "{% generation %}{% endgeneration %}{{ bos_token }}" + THINKING])
+MARKED = "{%- generation %}{{ range(3) }}{% endgeneration %}{{ bos_token }}" + THINKING
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED])
 def test_a_switch_that_the_template_does_not_look_at_is_refused(folder, tmp_path, template):
     renderer = foreign(folder, tmp_path, template)
     said = r"template of .* has no switch 'enable_thinkin', .*; it has enable_thinking\. Did you mean 'enable_thinking'"
