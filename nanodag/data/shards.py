@@ -51,9 +51,8 @@ class Shard:
         target = folder / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}-{Path(remote).name}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            while not target.exists():
+            while not _is_used_now(target):
                 self._fetch(files, remote, target)
-            os.utime(target)
         except OSError as error:
             raise SourceError(
                 f"{self.url} cannot be fetched into {folder}: {type(error).__name__} {error}. Check the network and "
@@ -83,6 +82,9 @@ class Shard:
         with temporary.open("ab") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             if not _is_at(held.fileno(), temporary):  # who held the lock before has made it the target
+                return
+            if target.exists():  # and did so before it was opened here
+                temporary.unlink()
                 return
             make_room(target.parent, self.num_bytes)
             attempts = tenacity.Retrying(
@@ -157,6 +159,15 @@ def make_room(folder: Path, num_bytes: int) -> None:
         if path.suffix != ".tmp":  # somebody may be writing it
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _is_used_now(path: Path) -> bool:
+    """Whether the file is there; its time says that it was used just now."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

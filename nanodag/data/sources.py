@@ -107,7 +107,8 @@ class SlicedSource(Source):
         return [Block(high - low, num_bytes) for _, low, high, num_bytes in self._pieces]
 
     def read(self, number: int) -> Sequence[Row]:
-        self.blocks()
+        if self._pieces is None:
+            self.blocks()
         assert self._pieces is not None
         block, low, high, _ = self._pieces[number]
         return _Window(self._source.read(block), low, high)

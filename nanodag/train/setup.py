@@ -212,7 +212,10 @@ class _Data:
                 f"{self._job.name}.num_epochs: {self._config.num_epochs} passes over a mixture by weights have no "
                 "meaning, as it has no end. Set horizon_tokens, or leave out the weights."
             )
-        return int(self._engine.highest(TokenBatches(sources, **self._arguments).count()))
+        batches = TokenBatches(sources, **self._arguments)
+        count = batches.count()
+        batches.close()
+        return int(self._engine.highest(count))
 
     def validation(self, vocabulary: int) -> Validation | None:
         """The held-out part, None when the config asks for none: conversations, or documents where there are no others.
@@ -255,12 +258,17 @@ class _Data:
         recipe = {
             "sources": [[open_source(s.url, mirror).identity(), s.model_dump(exclude={"url"})] for s in sources],
             "adapters": {name: file_sha256(required_file(name.partition(":")[0], name)) for name in adapters},
-            "tokenizer": file_sha256(self._tokenizer_path / "tokenizer.json"),
+            "tokenizer": {path.name: file_sha256(path) for path in self._tokenizer_files()},
             "code_version": find_kind(config.kind).code_version,
             "num_rows": num_rows,
             **{name: own.get(name, "") for name in ("kind", "sequence_length", "too_long")},
         }
         return held_out_rows(self._job.held_out, recipe, make)
+
+    def _tokenizer_files(self) -> list[Path]:
+        """What decides how text and conversations become tokens."""
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        return [path for name in names if (path := self._tokenizer_path / name).exists()]
 
 
 def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:

@@ -227,7 +227,10 @@ def test_two_that_want_the_same_shard_fetch_it_once(large, counted, monkeypatch)
         thread.start()
     for thread in both:
         thread.join()
+    target = large[0].fetch()
+    large[0]._fetch(counted(), "/0.parquet", target)  # of one that looked just before the other was done
     assert counted.fetched == {"0": 1}
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_line_that_goes_dead_is_tried_again_and_then_named(large, counted, monkeypatch):
