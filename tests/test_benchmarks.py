@@ -6,6 +6,7 @@ import yaml
 from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
+from nanodag.host.machine import machine_of
 from nanodag.store import Store
 from tests.run_records import run_record, stage_record
 
@@ -91,6 +92,9 @@ def test_the_gpu_benchmark_says_at_once_what_is_lacking_and_how_to_bring_it(monk
     assert missing == {"rl": ["deepspeed"], "sampler": [], "stages": ["deepspeed", "rustbpe"]}
     assert "pip wheel --no-deps -w wheels deepspeed==" in gpu.how_to_get(missing["rl"])
     assert "cannot run here, lacking deepspeed" in gpu.planned({"rl": gpu.cases_of("rl", 79 << 30)}, missing)
+    assert gpu.no_gpu(machine_of("1xH100"), "2.13.0") == []
+    no_gpu, no_cuda = gpu.no_gpu(machine_of("cpu:2:avx2:8GiB"), "2.13.0+cpu")
+    assert "a GPU" in no_gpu and "built for CUDA; this is 2.13.0+cpu" in no_cuda
 
 
 def test_versions_outside_of_the_tested_ranges_are_named():
