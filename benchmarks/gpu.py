@@ -40,7 +40,8 @@ MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096, 2_048)
 ENGINE = {"deepspeed": "deepspeed", "hjson": "hjson", "psutil": "psutil", "msgpack": "msgpack", "einops": "einops"}
 ENGINE |= {"cpuinfo": "py-cpuinfo", "ninja": "ninja", "cronsim": "cronsim"}
 LIBRARY = {"torch": "torch", "transformers": "transformers", "numpy": "numpy", "yaml": "PyYAML"}
-LIBRARY |= {"pydantic": "pydantic", "safetensors": "safetensors", "tokenizers": "tokenizers"}
+LIBRARY |= {"packaging": "packaging", "pydantic": "pydantic", "safetensors": "safetensors", "tokenizers": "tokenizers"}
+NEED_TORCH = ("deepspeed", "torch", "transformers")
 RL = ENGINE | {"aiohttp": "aiohttp", "tenacity": "tenacity"}
 WORKERS = RL | {"httpx": "httpx", "starlette": "starlette", "uvicorn": "uvicorn", "zstandard": "zstandard"}
 WORKERS |= {"lm_eval": "lm_eval", "datasets": "datasets", "rustbpe": "rustbpe", "rich": "rich", "jinja2": "Jinja2"}
@@ -150,10 +151,14 @@ def how_to_get(names: Sequence[str]) -> str:
     """Commands that bring distributions to a machine without a network, at the versions of constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.partition("==")[0].lower().replace("_", "-"): line for line in lines}
-    wanted = " ".join(pins.get(name.lower().replace("_", "-"), name) for name in sorted(set(names)))
-    return (
-        f"  where there is a network:  pip wheel --no-deps -w wheels {wanted}\n"
-        "  here:                      pip install --no-index --no-deps wheels/*.whl"
+    wanted = [pins.get(name.lower().replace("_", "-"), name) for name in sorted(set(names))]
+    alone = [name for name in wanted if name.partition("==")[0] in NEED_TORCH]  # which is there, and large
+    lines = [f"pip wheel --no-deps -w wheels {' '.join(alone)}"] if alone else []
+    if others := [name for name in wanted if name not in alone]:
+        lines.append(f"pip wheel -c constraints.txt -w wheels {' '.join(others)}")
+    return "\n".join(
+        ["  where there is a network:", *(f"    {line}" for line in lines)]
+        + ["  here:", "    pip install --no-index --no-deps wheels/*.whl"]
     )
 
 
@@ -189,13 +194,13 @@ def main() -> None:
     machine = machine_of(options.on) if options.dry and options.on else detect()
     parts = options.parts or list(PARTS)
     found = versions()
-    for sentence in untested(found):
-        print(f"note: {sentence}")
     missing = lacking(parts)
     if names := sorted({name for part in missing.values() for name in part}):
         print(f"lacking: {', '.join(names)}\n{how_to_get(names)}")
     if lacks_library := sorted(set(names) & set(LIBRARY.values())):
         raise SystemExit(f"No part can be planned without {', '.join(lacks_library)}.")
+    for sentence in untested(found):
+        print(f"note: {sentence}")
     if not options.tiny and (reasons := no_gpu(machine, found["torch"])):
         print("\n".join(f"lacking: {reason}" for reason in reasons))
         if not options.dry:
