@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanodag.host.machine import Machine, detect, machine_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PART_S = 470.0
 CASE_S = 240.0
@@ -38,7 +40,8 @@ MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096, 2_048)
 ENGINE = {"deepspeed": "deepspeed", "hjson": "hjson", "psutil": "psutil", "msgpack": "msgpack", "einops": "einops"}
 ENGINE |= {"cpuinfo": "py-cpuinfo", "ninja": "ninja", "cronsim": "cronsim"}
 LIBRARY = {"torch": "torch", "transformers": "transformers", "numpy": "numpy", "yaml": "PyYAML"}
-LIBRARY |= {"pydantic": "pydantic", "safetensors": "safetensors", "tokenizers": "tokenizers"}
+LIBRARY |= {"packaging": "packaging", "pydantic": "pydantic", "safetensors": "safetensors", "tokenizers": "tokenizers"}
+NEED_TORCH = ("deepspeed", "torch", "transformers")
 RL = ENGINE | {"aiohttp": "aiohttp", "tenacity": "tenacity"}
 WORKERS = RL | {"httpx": "httpx", "starlette": "starlette", "uvicorn": "uvicorn", "zstandard": "zstandard"}
 WORKERS |= {"lm_eval": "lm_eval", "datasets": "datasets", "rustbpe": "rustbpe", "rich": "rich", "jinja2": "Jinja2"}
@@ -148,10 +151,14 @@ def how_to_get(names: Sequence[str]) -> str:
     """Commands that bring distributions to a machine without a network, at the versions of constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.partition("==")[0].lower().replace("_", "-"): line for line in lines}
-    wanted = " ".join(pins.get(name.lower().replace("_", "-"), name) for name in sorted(set(names)))
-    return (
-        f"  where there is a network:  pip wheel --no-deps -w wheels {wanted}\n"
-        "  here:                      pip install --no-index --no-deps wheels/*.whl"
+    wanted = [pins.get(name.lower().replace("_", "-"), name) for name in sorted(set(names))]
+    alone = [name for name in wanted if name.partition("==")[0] in NEED_TORCH]  # which is there, and large
+    lines = [f"pip wheel --no-deps -w wheels {' '.join(alone)}"] if alone else []
+    if others := [name for name in wanted if name not in alone]:
+        lines.append(f"pip wheel -c constraints.txt -w wheels {' '.join(others)}")
+    return "\n".join(
+        ["  where there is a network:", *(f"    {line}" for line in lines)]
+        + ["  here:", "    pip install --no-index --no-deps wheels/*.whl"]
     )
 
 
@@ -184,18 +191,18 @@ def untested(found: dict[str, str]) -> list[str]:
 
 def main() -> None:
     options = _options()
-    from nanodag.host.machine import detect, machine_of
-
     machine = machine_of(options.on) if options.dry and options.on else detect()
     parts = options.parts or list(PARTS)
     found = versions()
-    for sentence in untested(found):
-        print(f"note: {sentence}")
     missing = lacking(parts)
     if names := sorted({name for part in missing.values() for name in part}):
         print(f"lacking: {', '.join(names)}\n{how_to_get(names)}")
-    if machine.gpu is None and not options.tiny:
-        print(f"lacking: a GPU that nvidia-smi names; this is {machine}")
+    if lacks_library := sorted(set(names) & set(LIBRARY.values())):
+        raise SystemExit(f"No part can be planned without {', '.join(lacks_library)}.")
+    for sentence in untested(found):
+        print(f"note: {sentence}")
+    if not options.tiny and (reasons := no_gpu(machine, found["torch"])):
+        print("\n".join(f"lacking: {reason}" for reason in reasons))
         if not options.dry:
             raise SystemExit(1)
     memory = machine.gpu.memory if machine.gpu else 79 * GIB
@@ -222,6 +229,12 @@ def _options() -> argparse.Namespace:
     if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     return options
+
+
+def no_gpu(machine: Machine, torch_version: str) -> list[str]:
+    """Why nothing can be measured here."""
+    reasons = [] if machine.gpu else [f"a GPU that nvidia-smi names; this is {machine}"]
+    return reasons + ([f"a torch that is built for CUDA; this is {torch_version}"] if "+cpu" in torch_version else [])
 
 
 def planned(todo: dict[str, list[Case]], missing: dict[str, list[str]]) -> str:
@@ -263,7 +276,8 @@ def _measured(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     from nanodag.worker.launch import worker_environment
 
     threads = len(os.sched_getaffinity(0))
-    environment = worker_environment(threads, device=case.options["device"], gpus="" if case.part == "stages" else "0")
+    first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    environment = worker_environment(threads, device=case.options["device"], gpus=first_gpu)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", json.dumps(asdict(case)), str(folder)]
     began = time.monotonic()

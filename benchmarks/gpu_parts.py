@@ -7,6 +7,7 @@ are of wall time, after the device has finished; memory is what PyTorch's alloca
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -350,12 +351,15 @@ def sync(options: dict[str, Any], folder: Path) -> dict[str, Any]:
         def write(to: Path, **options: Any) -> None:
             write_like(path, to, iter(weights.items()), dtype=dtype, **options)
 
-        return {
+        found = {
             "write_s": device.seconds(lambda: write(new)),
             "read_s": device.seconds(lambda: loaded.append(sampler.load(new))),
             "take_over_s": device.seconds(lambda: sampler.update_weights(loaded[0], new, str(number))),
             "write_with_fingerprints_s": device.seconds(lambda: write(checked, on_tensor=prints.add)),
         }
+        for written in (new, checked):  # they lie in memory
+            shutil.rmtree(written)
+        return found
 
     rounds = [timed(number) for number in range(4)]
     medians = {name: statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}

@@ -6,6 +6,7 @@ import yaml
 from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
+from nanodag.host.machine import machine_of
 from nanodag.store import Store
 from tests.run_records import run_record, stage_record
 
@@ -89,8 +90,13 @@ def test_the_gpu_benchmark_says_at_once_what_is_lacking_and_how_to_bring_it(monk
     monkeypatch.setattr(gpu, "_is_here", lambda module: module not in ("deepspeed", "rustbpe"))
     missing = gpu.lacking(["rl", "sampler", "stages"])
     assert missing == {"rl": ["deepspeed"], "sampler": [], "stages": ["deepspeed", "rustbpe"]}
-    assert "pip wheel --no-deps -w wheels deepspeed==" in gpu.how_to_get(missing["rl"])
+    commands = gpu.how_to_get(missing["stages"]).splitlines()
+    assert commands[1].strip().startswith("pip wheel --no-deps -w wheels deepspeed==")
+    assert commands[2].strip().startswith("pip wheel -c constraints.txt -w wheels rustbpe==")
     assert "cannot run here, lacking deepspeed" in gpu.planned({"rl": gpu.cases_of("rl", 79 << 30)}, missing)
+    assert gpu.no_gpu(machine_of("1xH100"), "2.13.0") == []
+    no_gpu, no_cuda = gpu.no_gpu(machine_of("cpu:2:avx2:8GiB"), "2.13.0+cpu")
+    assert "a GPU" in no_gpu and "built for CUDA; this is 2.13.0+cpu" in no_cuda
 
 
 def test_versions_outside_of_the_tested_ranges_are_named():

@@ -16,6 +16,7 @@ from nanodag.rl.losses.policy_loss import PolicyLoss
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.shaping import with_overlong_penalty
+from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from tests.forks import run_script
 from tests.rl.models import rollout
@@ -112,6 +113,15 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
     _, gradient, metrics = loss_of(sampler=far, opsm_limit=0.1)
     assert gradient.tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 0])
     assert metrics["left_out_share"] == pytest.approx(1 / 3)
+
+
+def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has_no_largest():
+    total = DeviceSums()
+    for values, largest in (([1.0, 2.0], [3.0]), ([0.5, 0.25], []), ([0.0, 0.0], [-torch.inf])):
+        maximum = {"b": torch.tensor(*largest)} if largest else {}
+        total.add(DeviceSums({"a": torch.tensor(values[0]), "n": torch.tensor(values[1])}, maximum))
+    assert total.read() == Sums({"a": 1.5, "n": 2.25}, {"b": 3.0})
+    assert DeviceSums({"a": torch.tensor(1)}, {"b": torch.tensor(-torch.inf)}).read() == Sums({"a": 1.0}, {})
 
 
 @pytest.mark.parametrize(
