@@ -34,7 +34,6 @@ def make_stage(folder: Path, name: str, parts: tuple[str, ...], *, zero_stage: i
     """A stage of 6 steps, a checkpoint after every second."""
     (folder / name).mkdir()
     values: dict[str, Any] = {"num_steps": STEPS, "checkpoint_every": 2, "eval_every": 3, "updates_per_step": 2}
-    values |= {"eval_temperature": 1.0, "eval_samples": 2}  # drawn with seeds of their own
     values |= {"zero_stage": zero_stage, "resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
     for part in parts:
         values |= PARTS[part]
