@@ -30,7 +30,7 @@ SPEEDRUN = {
     "cpu:16:amx:64GiB": ("cpu", 1, 2, 8, "bf16", 4096, False),
     "cpu:64:avx512:256GiB": ("cpu", 1, 8, 8, "fp32", 2048, False),
 }
-# machine -> of pocket: ranks and threads of pretraining, of SFT and of RL
+# machine -> of pocket: ranks and threads of pretraining in steps of 8,192 tokens, of SFT in 2,048, and of RL
 POCKET = {
     "cpu:1:avx2:4GiB": ((1, 1), (1, 1), (1, 1)),
     "cpu:2:avx2:8GiB": ((2, 1), (1, 2), (1, 2)),
@@ -59,8 +59,8 @@ def test_a_machine_decides_how_speedrun_is_trained(machine):
 
 
 @pytest.mark.parametrize("machine", POCKET)
-def test_pocket_uses_all_cores_or_one_gpu(machine):
-    stages = stages_on(machine, "pocket")
+def test_a_small_model_uses_all_cores_or_one_gpu(machine):
+    stages = stages_on(machine, "pocket", "pretrain.batch_tokens=8192", "sft.batch_tokens=2048")
     found = [stages[name].resources for name in ("pretrain", "sft", "rl")]
     assert tuple((r.num_ranks, r.threads) for r in found) == POCKET[machine]
 
