@@ -2,7 +2,7 @@
 
 from typing import Any, TypeGuard, TypeVar
 
-from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, has_sglang
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.pretrain import PretrainStage
@@ -40,7 +40,7 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
             size = size_of(pipeline, name)
             stage = derive_evaluation(name, stage, machine, size, origins)
         if isinstance(stage, RLStage):
-            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=has_sglang())
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins)
             try:
                 stage.check_resources()
             except ValueError as error:
