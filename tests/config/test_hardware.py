@@ -225,7 +225,7 @@ def test_a_known_model_is_found_under_its_variants_and_no_other():
 
 def test_sglang_is_the_engine_where_the_machine_is_said_to_have_it():
     host = "8xH100:64:avx512_bf16:768GiB"
-    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}:sglang")]
+    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}+sglang")]
     assert engines == ["embedded", "sglang"]
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation import writing
+from nanodag.evaluation.evaluated_model import EvaluatedModel, TooLong
 from nanodag.evaluation.forms import shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.tokenizer.chat import load_renderer
@@ -328,12 +329,61 @@ def test_stop_strings_cut_the_text(model_folder):
     ]
 
 
-def test_prompts_longer_than_the_context_lose_their_beginning(model_folder, caplog):
-    checkpoint = checkpoint_of(model_folder)
+def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model_folder, caplog):
+    checkpoint = checkpoint_of(model_folder)  # 192 positions, 12 of them for the answer
     ids = checkpoint.tok_encode("the cat sat on the mat " * 30)
-    assert len(ids) > 192
-    assert checkpoint.complete([ids], [()]) == checkpoint.complete([ids[-180:]], [()])
-    assert "1 prompts of 1 exceed 180 tokens" in caplog.text
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    stops = {checkpoint.tokenizer.eos_token_id, checkpoint.tokenizer.bos_token_id}
+    said = checkpoint.tokenizer.decode(greedy(model, ids[:180], stops, 12), skip_special_tokens=True)
+    assert said
+    found = checkpoint.complete([ids, ids[:180], ids[:181]], [()] * 3)
+    assert found == ["", said, ""]
+    assert [isinstance(text, TooLong) for text in found] == [True, False, True]
+    assert checkpoint.tokens_read == 180
+    assert "2 of 3 prompts are longer than 180 tokens, what max_new_tokens 12 leaves" in caplog.text
+
+
+def test_items_whose_prompt_is_too_long_are_counted_and_wrong(run, model_folder):
+    lines = [{"question": "the cat " * count, "answer": ""} for count in (2, 100, 3)]
+    result = run(checkpoint_of(model_folder), "p", lines, form="problems", adapter="problem")
+    assert [record.get("too_long", False) for record in result.records] == [False, True, False]
+    assert (result.records[1]["output"], result.as_json()["too_long"]) == ("", 1)
+
+
+def test_choices_behind_a_context_that_lost_its_beginning_are_counted(run, model_folder):
+    lines = [{**row, "question": row["question"] * (1 if row["id"] != "1" else 60)} for row in ARC]
+    result = run(checkpoint_of(model_folder), "arc_easy", lines)
+    assert [record["id"] for record in result.records if record.get("too_long")] == [result.records[1]["id"]]
+    assert result.as_json()["too_long"] == 1
+
+
+def test_the_context_is_that_of_the_longest_prompt_and_the_answer_in_whole_slots(model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    contexts = []
+    for length in (10, 52, 53, 180, 10):
+        checkpoint.complete([[5] * length], [()])
+        contexts.append(checkpoint._sampler.context)
+    assert contexts == [64, 64, 128, 192, 192]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
+    alone = checkpoint_of(models[kind], replicas=2)
+    prompts = [alone.tok_encode(f"{word} {other}") for word in ("the cat", "a dog sat on") for other in "abcdefgh"]
+    stops = [("t",) if number % 3 == 0 else () for number in range(len(prompts))]
+    expected = alone.complete(prompts, stops)
+    assert alone._sampler.num_replicas == 1, "so little is not worth a second one"
+    monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
+    seen = []
+    both = checkpoint_of(models[kind], replicas=2, on_progress=lambda done, total: seen.append((done, total)))
+    try:
+        assert both.complete(prompts, stops) == expected
+        assert both._sampler.num_replicas == 2
+        assert seen == [(done, 16) for done in range(1, 17)]
+    finally:
+        servers = both._sampler._servers
+        both.close()
+    assert len(servers) == 2 and not any(server.is_alive for server in servers)
 
 
 def test_progress_reaches_the_end(run, model_folder):

@@ -17,7 +17,7 @@ from nanodag.store import Store
 from nanodag.sweep.begin import begin_sweep
 
 LAPTOP, SERVER, GPUS = "cpu:2:avx2:8GiB", "cpu:16:amx:64GiB", "8xH100"
-ASKING = ("config.this_machine", "run.record", "run.reproduce")
+ASKING = ("config.derive_sampler", "run.record", "run.reproduce")
 
 
 @pytest.fixture
