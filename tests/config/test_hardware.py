@@ -171,7 +171,7 @@ def test_gpus_of_a_stage_are_refused_on_a_machine_without():
         ("8xH100", ["pretrain.precision=fp32"], "pretrain.precision: fp32, which 8xH100 multiplies many times slower"),
         (
             "2x8xH100",
-            ["pretrain.resources.num_ranks=32"],
+            ["pretrain.resources.num_ranks=16", "pretrain.resources.nodes=1"],
             "pretrain.resources.num_ranks: 16 ranks a node, and 2x8xH100",
         ),
         ("cpu:2:avx2:8GiB", ["pretrain.resources.num_ranks=4"], "4 ranks of 1 thread take turns on 2 cores"),
