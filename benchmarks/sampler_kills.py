@@ -96,7 +96,7 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "checkpoint_every": 10,
         "micro_batch_tokens": 4096,
     }
-    stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {}, sglang=False)
+    stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {})
     job = Job(name="rl", run="bench", config=stage, inputs={"model": model}, workspace=workspace)
     write_job(job)
     return job

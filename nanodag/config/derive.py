@@ -56,7 +56,7 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if isinstance(stage, EvalStage):
             stage = derive_evaluation(name, stage, machine, size_of(pipeline, name), origins)
         if isinstance(stage, RLStage):
-            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=machine.sglang)
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins)
             stage = fit_rl(stage, model, found)
             _check_rl(name, stage, pipeline)
         stages[name] = stage

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.derive import derive
+from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
-from nanodag.config.this_machine import this_machine
 from nanodag.config.trust import check_trust
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
 from nanodag.config.cron import last_due, zone_of
-from nanodag.config.this_machine import this_machine
+from nanodag.config.derive_sampler import this_machine
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.composed import machine_for, open_composed

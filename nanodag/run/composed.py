@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.config.this_machine import this_machine
+from nanodag.config.derive_sampler import this_machine
 from nanodag.host.machine import Machine, machine_of
 from nanodag.run.python_path import take_python_path
 from nanodag.run.record import Run, StageResult, begun_record, check_gpus, waiting_stage

@@ -30,7 +30,7 @@ SPEEDRUN = {
     "cpu:16:amx:64GiB": ("cpu", 1, 2, 8, "bf16", 4096, False),
     "cpu:64:avx512:256GiB": ("cpu", 1, 8, 8, "fp32", 2048, False),
 }
-# machine -> of pocket: ranks and threads of pretraining, of SFT and of RL
+# machine -> of pocket: ranks and threads of pretraining in steps of 8,192 tokens, of SFT in 2,048, and of RL
 POCKET = {
     "cpu:1:avx2:4GiB": ((1, 1), (1, 1), (1, 1)),
     "cpu:2:avx2:8GiB": ((2, 1), (1, 2), (1, 2)),
@@ -59,8 +59,8 @@ def test_a_machine_decides_how_speedrun_is_trained(machine):
 
 
 @pytest.mark.parametrize("machine", POCKET)
-def test_pocket_uses_all_cores_or_one_gpu(machine):
-    stages = stages_on(machine, "pocket")
+def test_a_small_model_uses_all_cores_or_one_gpu(machine):
+    stages = stages_on(machine, "pocket", "pretrain.batch_tokens=8192", "sft.batch_tokens=2048")
     found = [stages[name].resources for name in ("pretrain", "sft", "rl")]
     assert tuple((r.num_ranks, r.threads) for r in found) == POCKET[machine]
 
@@ -171,7 +171,7 @@ def test_gpus_of_a_stage_are_refused_on_a_machine_without():
         ("8xH100", ["pretrain.precision=fp32"], "pretrain.precision: fp32, which 8xH100 multiplies many times slower"),
         (
             "2x8xH100",
-            ["pretrain.resources.num_ranks=32"],
+            ["pretrain.resources.num_ranks=16", "pretrain.resources.nodes=1"],
             "pretrain.resources.num_ranks: 16 ranks a node, and 2x8xH100",
         ),
         ("cpu:2:avx2:8GiB", ["pretrain.resources.num_ranks=4"], "4 ranks of 1 thread take turns on 2 cores"),
@@ -225,7 +225,7 @@ def test_a_known_model_is_found_under_its_variants_and_no_other():
 
 def test_sglang_is_the_engine_where_the_machine_is_said_to_have_it():
     host = "8xH100:64:avx512_bf16:768GiB"
-    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}:sglang")]
+    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}+sglang")]
     assert engines == ["embedded", "sglang"]
 
 

@@ -145,7 +145,10 @@ def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has
             {"reward": {"code": 1.0, "f1": 0.1}, "reward_timeout_s": 6.5},
             "6.5 is below 7, what the reward code takes",
         ),
-        ({"sync_mode": "retract", "max_staleness": 1}, "sampler.deterministic: false .found true"),
+        (
+            {"sync_mode": "retract", "max_staleness": 1, "sampler": {"deterministic": True}},
+            "sampler.deterministic: false .found true",
+        ),
         (
             {"sync_mode": "abort", "max_staleness": 2, "sampler": {"deterministic": False}, "over_sampling": 64}
             | {"partial_rollout_tokens": 8},
@@ -403,14 +406,15 @@ from tests.rl.models import rollout, save_tiny_model
 model = save_tiny_model(Path(sys.argv[1]))
 
 def train(rewards, **values):
-    trainer = Trainer(RLStage.of(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
+    values |= {"kind": "rl", "data": ["file:x"], "learning_rate": 1e-3, "micro_batch_tokens": 4096}
+    trainer = Trainer(RLStage.of(**values), model, device="cpu")
     rollouts = [[rollout("a", i, [1, 2], [3 + i], reward=r) for i, r in enumerate(three)] for three in rewards]
     replies = [trainer.train(step, one) for step, one in enumerate(rollouts, start=1)]
     print([(r["num_updates"], r["skipped_updates"]) for r in replies], replies[-1]["gradient_norm"] > 0)
     return {name: tensor.clone() for name, tensor in trainer.engine.weights()}, trainer.num_updates
 
 good, bad, better = (0.0, 1.0, 2.0), (0.0, float("inf"), 1.0), (2.0, 0.0, 0.0)
-values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3]), "micro_batch_tokens": 4096}
+values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3])}
 mended, count = train([good, bad, better], bad_gradient="skip", **values)
 wanted, other = train([good, better], **values)
 print(all((tensor == wanted[name]).all() for name, tensor in mended.items()), count == other == 2)
