@@ -188,7 +188,7 @@ def plan(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
 ) -> None:
-    """Say what a run would take, and what would not fit, without starting it.
+    """Say beforehand what a run takes, and what does not fit.
 
     Exit code 2 where something does not fit, or would be void.
 
