@@ -2,9 +2,8 @@
 
 `python -m nanodag.worker.tracker NAME WORKSPACE` opens the tracker's run of the stage, passes on each line's numbers
 with its step, and finishes the run when its stdin says so. A tracker that raises, hangs or ends therefore costs a stage
-one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json: the word that
-stands for the build in its id, so that a stage that is started again continues it, its URL, and the last step that was
-passed on.
+one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json: its id, under
+which a stage that is started again continues it, its URL, and the last step that was passed on.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -144,7 +143,7 @@ OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
 }
 
 
-def request_of(job: Mapping[str, Any], build: str) -> RunRequest:
+def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
     """What a job.json asks of its trackers. build: tells this build of the stage from others."""
     context, stage = job["context"], job["config"]
     settings = TrackingConfig.model_validate(context["tracking"])
@@ -168,14 +167,14 @@ def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
     """Pass a stage's metrics on to one tracker, until is_done, which waits a while each time, says that all are
     written. What was passed on before, by the process of an earlier try, is left out."""
     job = json.loads((workspace / "job.json").read_text())
-    path = workspace / FOLDER / f"{name}.json"
+    asked, path = request_of(job, build=secrets.token_hex(4)), workspace / FOLDER / f"{name}.json"
     if path.exists():
         state = json.loads(path.read_text())
     else:
-        state = {"build": secrets.token_hex(4), "url": "", "step": -1}
+        state = {"id": asked.id, "url": "", "step": -1}
         path.parent.mkdir(exist_ok=True)
         write_json(path, state)  # before the run is opened: whoever is killed in between continues it all the same
-    run, url = OPENED_BY[name](request_of(job, state["build"]))
+    run, url = OPENED_BY[name](replace(asked, id=state["id"]))
     write_json(path, state := state | {"url": url})
     if url:
         log.info("%s: %s", name, url)

@@ -34,9 +34,8 @@ time.sleep(600)
 
 
 @pytest.fixture
-def asked(tmp_path):
+def asked(tmp_path, ended):
     """An asker, its watchdog's pid, and the pids of the three processes of the worker."""
-    started = []
 
     def start(*arguments):
         pids_path = tmp_path / "pids"
@@ -44,16 +43,12 @@ def asked(tmp_path):
         asker = subprocess.Popen(
             [sys.executable, "-c", ASKER, str(pids_path), *command], stdout=subprocess.PIPE, text=True
         )
+        ended.append(asker)
         watchdog = int(asker.stdout.readline())
         wait_until(lambda: pids_path.exists() and len(pids_path.read_text().split()) == 3)
-        started.append(asker)
         return asker, watchdog, [int(pid) for pid in pids_path.read_text().split()]
 
-    yield start
-    for asker in started:
-        asker.kill()
-        asker.wait()
-        asker.stdout.close()
+    return start
 
 
 def test_a_killed_asker_leaves_no_orphan(asked):

@@ -20,22 +20,17 @@ time.sleep(600)
 
 
 @pytest.fixture
-def keep():
+def keep(ended):
     """Start a supervisor of some Python code in a group of its own, its output readable."""
-    started = []
 
     def start(*arguments):
         process = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        started.append(process)
+        ended.append(process)
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    return start
 
 
 def test_a_killed_command_is_started_again(keep):

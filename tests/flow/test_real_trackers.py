@@ -49,8 +49,8 @@ def track(name, workspace, *steps):
 def test_wandb_writes_two_tries_of_a_stage_under_one_id(packages, tmp_path, caplog):
     workspace = workspace_of(tmp_path, "offline")
     first, second = track("wandb", workspace, 1, 2), track("wandb", workspace, 3)
-    assert (first["build"], first["step"], second["step"]) == (second["build"], 2, 3) and not caplog.messages
-    run = f"r-base-{first['build']}"
+    assert (first["id"], first["step"], second["step"]) == (second["id"], 2, 3) and not caplog.messages
+    run = first["id"]
     files = sorted((tmp_path / "out" / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
     assert len(files) in (1, 2)  # one, when both tries began in the same second
     for word in (b"base/loss", b"nanodag", b"sequence_length"):
@@ -59,7 +59,7 @@ def test_wandb_writes_two_tries_of_a_stage_under_one_id(packages, tmp_path, capl
 
 def test_trackio_has_one_run_of_two_tries_with_its_steps(packages, tmp_path, caplog):
     workspace = workspace_of(tmp_path, "online")
-    run = f"r-base-{track('trackio', workspace, 1, 2)['build']}"
+    run = track("trackio", workspace, 1, 2)["id"]
     track("trackio", workspace, 3)
     code = "import trackio; [print('RUN', run.name, run.config['_Group']) for run in trackio.Api().runs('nanodag')]"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

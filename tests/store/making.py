@@ -1,8 +1,10 @@
 """Small artifacts for tests of the store, good and forged."""
 
+import hashlib
 import json
+from pathlib import PurePosixPath
 
-from nanodag.store.manifest import _seal
+import fsspec
 
 KEY = "a" * 40
 
@@ -23,7 +25,34 @@ def product_in(folder):
 def forge(store, artifact, change):
     """Have a manifest say something else, sealed as by somebody who means it."""
     path = f"{artifact.folder}/manifest.json"
-    raw = json.loads(store._backend.read_text(path))
+    raw = json.loads(read_file(store, path))
     raw.pop("seal")
     change(raw)
-    store._backend.write_text(path, json.dumps({**raw, "seal": _seal(raw)}))
+    seal = hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    write_file(store, path, json.dumps({**raw, "seal": seal}))
+
+
+def _place(store, path):
+    """The file system and the path there of a file of a store, local or not: past whatever nanodag does about it."""
+    return fsspec.url_to_fs(f"{store.url}/{path}")
+
+
+def read_file(store, path):
+    system, place = _place(store, path)
+    return system.cat_file(place).decode()
+
+
+def write_file(store, path, content):
+    """Put a file into a store, in the place of one that may be there. content: text or bytes."""
+    system, place = _place(store, path)
+    system.makedirs(PurePosixPath(place).parent.as_posix(), exist_ok=True)
+    if system.exists(place):
+        system.rm_file(place)  # one that was published may not be written
+    system.pipe_file(place, content.encode() if isinstance(content, str) else content)
+
+
+def names_in(store, folder):
+    """What lies in a folder of a store."""
+    system, place = _place(store, folder)
+    system.invalidate_cache()
+    return sorted(PurePosixPath(name).name for name in system.ls(place, detail=False)) if system.exists(place) else []

@@ -14,7 +14,7 @@ from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreEr
 from nanodag.store import Store, content_digest, stage_key
 from nanodag.store.keys import canonical_json
 from tests.run_records import run_record
-from tests.store.making import KEY, forge, product_in, publish
+from tests.store.making import KEY, forge, product_in, publish, read_file, write_file
 
 
 @pytest.fixture(params=["local", "fsspec folder", "memory"])
@@ -51,23 +51,21 @@ def test_a_second_attempt_counts_and_the_first_stays(store, product):
 def test_an_attempt_without_manifest_is_half_a_write_and_does_not_count(store, product):
     good = publish(store, product)
     # A writer that was killed before its last act, and one that was killed in it.
-    store._backend.write_text(f"artifacts/{KEY}/0002/files/weights", "abc")
-    store._backend.write_text(f"artifacts/{KEY}/0003/manifest.json", '{"format": 1, "key":')
+    write_file(store, f"artifacts/{KEY}/0002/files/weights", "abc")
+    write_file(store, f"artifacts/{KEY}/0003/manifest.json", '{"format": 1, "key":')
     assert store.lookup(KEY) == good
     assert publish(store, product).attempt[:4] == "0004"
 
 
 def test_a_file_cut_short_means_that_the_attempt_does_not_count(store, product):
     artifact = publish(store, product)
-    if not store.is_remote:
-        (store.local / artifact.folder / "files" / "weights").chmod(0o644)
-    store._backend.write_text(f"{artifact.folder}/files/weights", "abc")
+    write_file(store, f"{artifact.folder}/files/weights", "abc")
     assert store.lookup(KEY) is None
 
 
 def test_a_flipped_byte_is_named(store, product):
     artifact = publish(store, product)
-    store._backend.write_text(f"{artifact.folder}/files/weights", "abcdefgX")
+    write_file(store, f"{artifact.folder}/files/weights", "abcdefgX")
     with pytest.raises(CorruptArtifact, match=r"weights .* differ from their recorded sha256 9c56cc51b374"):
         store.materialize(artifact)
 
@@ -107,8 +105,8 @@ def test_a_manifest_that_is_none_does_not_count(store, product, change):
 
 def test_a_manifest_changed_without_its_seal_does_not_count(store, product):
     artifact = publish(store, product)
-    text = store._backend.read_text(f"{artifact.folder}/manifest.json").replace('"loss": 1.5', '"loss": 1.4')
-    store._backend.write_text(f"{artifact.folder}/manifest.json", text)
+    text = read_file(store, f"{artifact.folder}/manifest.json").replace('"loss": 1.5', '"loss": 1.4')
+    write_file(store, f"{artifact.folder}/manifest.json", text)
     with pytest.raises(CorruptArtifact, match="was changed after it was written"):
         store.attempt(KEY, artifact.attempt)
 

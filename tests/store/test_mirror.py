@@ -7,8 +7,9 @@ import pytest
 from nanodag.errors import StoreError
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Checkpoints, Store
+from nanodag.store.remote_backend import RemoteBackend
 from tests.run_records import run_record, stage_record
-from tests.store.making import KEY
+from tests.store.making import KEY, names_in, write_file
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def save(checkpoints, step):
 
 
 def copies(store):
-    return store._backend.names(f"checkpoints/{KEY}")
+    return names_in(store, f"checkpoints/{KEY}")
 
 
 def test_another_machine_goes_on_from_the_newest(store, tmp_path):
@@ -47,12 +48,12 @@ def test_a_damaged_or_half_copied_one_gives_way_to_the_one_before(store, tmp_pat
     save(here, 10)
     assert mirror.copy_newest() and not mirror.copy_newest()
     for step, text in ((20, '{"step": 20, "files": {"../../x": {}}}'), (30, "{")):
-        store._backend.write_text(f"checkpoints/{KEY}/step-{step:08d}/checkpoint.json", text)
-    store._backend.write_text(f"checkpoints/{KEY}/step-00000040/rank-0/state", "half")
+        write_file(store, f"checkpoints/{KEY}/step-{step:08d}/checkpoint.json", text)
+    write_file(store, f"checkpoints/{KEY}/step-00000040/rank-0/state", "half")
     with caplog.at_level(logging.WARNING):
         assert store.mirror(KEY, tmp_path / "b").restore() == 10
     assert "lies outside" in caplog.text and "no readable checkpoint.json" in caplog.text
-    store._backend.write_text(f"checkpoints/{KEY}/step-00000010/rank-0/state", "state of 11")
+    write_file(store, f"checkpoints/{KEY}/step-00000010/rank-0/state", "state of 11")
     assert store.mirror(KEY, tmp_path / "c").restore() is None
     assert Checkpoints(tmp_path / "c").newest_valid() is None
 
@@ -61,10 +62,10 @@ def test_a_store_that_is_away_does_not_end_the_stage(store, tmp_path, monkeypatc
     here = Checkpoints(tmp_path / "a")
     save(here, 10)
 
-    def away(source, path):
+    def away(backend, source, path):
         raise StoreError("the network is away")
 
-    monkeypatch.setattr(store._backend, "push", away)
+    monkeypatch.setattr(RemoteBackend, "push", away)
     with caplog.at_level(logging.WARNING):
         with store.mirror(KEY, here.path):
             pass

@@ -9,7 +9,7 @@ from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
 from nanodag.store.run_record import ArtifactReference, references_in
 from tests.run_records import built, run_record, stage_record
-from tests.store.making import product_in, publish
+from tests.store.making import product_in, publish, read_file, write_file
 
 SCORE = {
     **{"label": "l", "stage": "sft", "eval": "e", "benchmark": "sort", "run": "r", "metric": "m", "digest": "d"},
@@ -30,9 +30,9 @@ def key(letter):
 
 def rewrite(store, run, change):
     """Change a record's file as no nanodag does."""
-    raw = json.loads(store._backend.read_text(f"runs/{run}.json"))
+    raw = json.loads(read_file(store, f"runs/{run}.json"))
     change(raw)
-    store._backend.write_text(f"runs/{run}.json", json.dumps(raw))
+    write_file(store, f"runs/{run}.json", json.dumps(raw))
 
 
 def test_a_record_comes_back_as_it_was_written_also_a_nights_and_a_sweeps(store):
@@ -79,11 +79,7 @@ def test_a_damaged_record_is_named_with_its_field(store, change, said):
 @pytest.mark.parametrize("text", ['{"format": 1', "", "[1]", "\udcff{}"])
 def test_a_record_that_is_no_record_is_named_and_hides_no_other(store, text):
     store.write_run(run_record("good"))
-    store._backend.write_text("runs/bad.json", "")
-    if store.is_remote:
-        store._backend._fs.pipe_file(f"{store._backend._root}/runs/bad.json", text.encode(errors="surrogateescape"))
-    else:
-        (store.local / "runs" / "bad.json").write_bytes(text.encode(errors="surrogateescape"))
+    write_file(store, "runs/bad.json", text.encode(errors="surrogateescape"))
     assert store.runs() == ["good"] and list(store.unreadable_runs()) == ["bad"]
     with pytest.raises(StoreError, match=r"runs/bad\.json"):
         store.read_run("bad")
