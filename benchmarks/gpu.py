@@ -157,8 +157,12 @@ def how_to_get(names: Sequence[str]) -> str:
     if others := [name for name in wanted if name not in alone]:
         lines.append(f"pip wheel -c constraints.txt -w wheels {' '.join(others)}")
     return "\n".join(
-        ["  where there is a network:", *(f"    {line}" for line in lines)]
-        + ["  here:", "    pip install --no-index --no-deps wheels/*.whl"]
+        [
+            "  where there is a network:",
+            *(f"    {line}" for line in lines),
+            "  here:",
+            "    pip install --no-index --no-deps wheels/*.whl",
+        ]
     )
 
 

@@ -79,7 +79,6 @@ def _record(number: int, stages: dict[str, StageRecord], pipeline: dict[str, Any
         flow_run="",
         pid=1,
         pid_started=-1.0,
-        machine="cpu:2:avx2:8GiB",
     )
 
 
