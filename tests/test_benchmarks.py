@@ -4,9 +4,12 @@ import pytest
 import yaml
 
 from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
+from benchmarks import plan as plan_benchmark
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
+from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.plan.make import plan_of
 from nanodag.store import Store
 from tests.run_records import run_record, stage_record
 
@@ -109,3 +112,13 @@ def test_versions_outside_of_the_tested_ranges_are_named():
 def test_results_of_the_gpu_benchmark_become_rows():
     results = [{"part": "rl", "case": "ZeRO 3", "train_s": 1.25, "start": {"sum": 4.0}, "log": "x", "case_s": 9.0}]
     assert gpu.rows(results)[2:] == ["| rl: ZeRO 3 | train s 1.25, start sum 4 |"]
+def test_a_plan_is_held_against_what_the_runs_stages_took():
+    machine = machine_of("cpu:2:avx2:8GiB")
+    pipeline = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine).pipeline
+    plan = next(plan for plan in plan_of(pipeline, machine).stages if plan.name == "pretrain")
+    cost = {"peak_bytes": plan.host_bytes / 2, "seconds": plan.seconds, "cpu_seconds": 100.0}
+    record = run_record(
+        "r", stages={"pretrain": stage_record(made={"cost": cost}, key="0" * 40), "sft": stage_record()}
+    )
+    (row,) = plan_benchmark.compare(record, pipeline, machine)
+    assert row["stage"] == "pretrain" and row["errors"]["memory"] == 1.0 and row["errors"]["seconds"] == 0.0
