@@ -156,14 +156,8 @@ def how_to_get(names: Sequence[str]) -> str:
     lines = [f"pip wheel --no-deps -w wheels {' '.join(alone)}"] if alone else []
     if others := [name for name in wanted if name not in alone]:
         lines.append(f"pip wheel -c constraints.txt -w wheels {' '.join(others)}")
-    return "\n".join(
-        [
-            "  where there is a network:",
-            *(f"    {line}" for line in lines),
-            "  here:",
-            "    pip install --no-index --no-deps wheels/*.whl",
-        ]
-    )
+    brought = ["  where there is a network:", *(f"    {line}" for line in lines)]
+    return "\n".join([*brought, "  here:", "    pip install --no-index --no-deps wheels/*.whl"])
 
 
 def versions() -> dict[str, str]:

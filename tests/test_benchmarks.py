@@ -112,6 +112,8 @@ def test_versions_outside_of_the_tested_ranges_are_named():
 def test_results_of_the_gpu_benchmark_become_rows():
     results = [{"part": "rl", "case": "ZeRO 3", "train_s": 1.25, "start": {"sum": 4.0}, "log": "x", "case_s": 9.0}]
     assert gpu.rows(results)[2:] == ["| rl: ZeRO 3 | train s 1.25, start sum 4 |"]
+
+
 def test_a_plan_is_held_against_what_the_runs_stages_took():
     machine = machine_of("cpu:2:avx2:8GiB")
     pipeline = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine).pipeline
