@@ -119,6 +119,7 @@ def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool
     if not prompts:
         return []
     checkpoint.is_chat = chat
+    checkpoint.switch_template({})
     texts = [checkpoint.apply_chat_template([{"role": "user", "content": p}]) if chat else p for p in prompts]
     completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts], [()] * len(texts))
     return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]

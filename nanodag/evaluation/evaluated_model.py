@@ -27,6 +27,7 @@ from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
 from nanodag.model.headers import faults_of_config, matrix_parameters
+from nanodag.tokenizer.chat import Switches, check_switches
 
 if TYPE_CHECKING:
     from nanodag.evaluation.writing import Sampler
@@ -78,6 +79,7 @@ class EvaluatedModel(TemplateLM):
 
         self.folder = folder
         self.is_chat = False
+        self._switches: dict[str, Any] = {}
         self.tokens_read = 0
         self.tokens_written = 0
         self._device = device
@@ -158,12 +160,19 @@ class EvaluatedModel(TemplateLM):
         start = self.tokenizer.bos_token_id
         return ids if start is None or ids[:1] == [start] else [start, *ids]
 
+    def switch_template(self, switches: Switches) -> None:
+        """Set the chat template's switches for the benchmark under way. Raises SourceError for one that it has not."""
+        if switches and isinstance(self.tokenizer.chat_template, str):
+            check_switches(self.tokenizer.chat_template, switches, self.folder)
+        self._switches = dict(switches)
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt up to where the assistant speaks. Raises ConfigError for a tokenizer without a template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.folder} has no chat template; set chat: false for this eval stage.")
         text = self.tokenizer.apply_chat_template(
             chat_history,
+            **self._switches,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

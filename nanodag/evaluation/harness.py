@@ -70,6 +70,7 @@ def run_benchmark(
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
     task = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     checkpoint.is_chat = is_chat
+    checkpoint.switch_template({} if config.source is None else config.source.template_options)
     evaluated = evaluate(
         checkpoint,
         task,

@@ -11,11 +11,15 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.errors import ConfigError
+from nanodag.data.adapters import open_adapter
+from nanodag.data.asking import asking
+from nanodag.data.config import SourceConfig
+from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation import writing
 from nanodag.evaluation.evaluated_model import EvaluatedModel, TooLong
 from nanodag.evaluation.forms import shipped_forms
 from nanodag.evaluation.harness import run_benchmark
+from nanodag.rewards.reward_pool import RewardPool
 from nanodag.tokenizer.chat import load_renderer
 
 
@@ -26,6 +30,7 @@ class Scripted(LM):
         super().__init__()
         self.texts, self.logprobs = texts or {}, logprobs or {}
         self.is_chat = False
+        self.switches = {}
         self.asked = []
 
     def generate_until(self, requests):
@@ -39,8 +44,12 @@ class Scripted(LM):
     def loglikelihood_rolling(self, requests):
         return [-math.log(2) * 3 * len(request.args[0].encode()) for request in requests]
 
+    def switch_template(self, switches):
+        self.switches = switches
+
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        return "".join(f"<{m['role']}>{m['content']}" for m in chat_history) + "<assistant>"
+        switched = "".join(f"<{name} {value}>" for name, value in self.switches.items())
+        return "".join(f"<{m['role']}>{m['content']}" for m in chat_history) + "<assistant>" + switched
 
     @property
     def tokenizer_name(self):
@@ -51,15 +60,16 @@ class Scripted(LM):
 def run(tmp_path):
     """run(model, name, rows, chat=..., **benchmark) -> BenchmarkResult"""
 
-    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", **benchmark):
+    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", options=None, **benchmark):
         def source(label, wanted):
             path = tmp_path / f"{label}.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in wanted))
             return {"url": f"file:{path}", "adapter": adapter}
 
+        items = source("items", lines) | (options or {})
         if fewshot:
             benchmark["fewshot"] = source("fewshot", fewshot)
-        config = BenchmarkConfig(name=name, source=source("items", lines), **benchmark)
+        config = BenchmarkConfig(name=name, source=items, **benchmark)
         forms = tmp_path / "forms"
         forms.mkdir(exist_ok=True)
         return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms)
@@ -112,6 +122,50 @@ def test_problems_are_scored_by_their_own_verifier(run):
     assert scores_of(result, "exact_match") == [1, 1, 0, 0]
     first = result.records[0]
     assert (first["prompt"], first["target"], first["output"]) == ("Question: P0 :\nAnswer:", "1 2 3", "1 2 3")
+
+
+BOXED = {"instruction": "Asked: {question} In \\boxed{}, please.", "reward": "boxed_math"}
+FOREIGN = {"columns": {"question": "problem", "answer": "solution"}}
+
+
+def test_a_benchmark_asks_and_judges_as_the_same_source_does_in_rl(run):
+    lines = [{"problem": one["question"], "solution": one["answer"]} for one in GSM8K]
+    texts = {"Q1": "#### 24", "Q2": "\\boxed{1234}", "Q3": "\\boxed{5}", "Q4": "7", "Q5": "so \\boxed{8.0}"}
+    model = Scripted(texts)
+    switches = {"template_options": {"enable_thinking": False}}
+    result = run(model, "g", lines, form="problems", adapter="gsm8k", chat=True, options=BOXED | FOREIGN | switches)
+    assert model.asked[0] == "<user>Asked: Q1 ? In \\boxed{}, please.<assistant><enable_thinking False>"
+    assert scores_of(result, "exact_match") == [0, 1, 0, 0, 1]
+    # as RL has it
+    source = SourceConfig(url="file:x", adapter="gsm8k", **BOXED, **FOREIGN)
+    prompts = open_adapter(source.adapter, source.url, "prompt", {}, source.columns)
+    records = [asking(source, "prompt")(prompts(number, line)) for number, line in enumerate(lines)]
+    with RewardPool(timeout_s=60.0) as pool:  # `auto`
+        judged = pool.score([(record, texts[f"Q{number}"]) for number, record in enumerate(records, start=1)])
+    assert [one.value for one in judged] == scores_of(result, "exact_match")
+
+
+def test_columns_rename_the_rows_of_a_form_that_reads_them_as_they_are(run):
+    lines = [{"problem": one["question"], "solution": one["answer"]} for one in GSM8K]
+    assert scores_of(run(Scripted(GSM8K_TEXTS), "gsm8k", lines, options=FOREIGN), "exact_match") == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "said"),
+    [
+        ({"name": "gsm8k", "options": BOXED}, "instruction .* means nothing to rows as they are; .* `form: problems`"),
+        ({"name": "p", "form": "problems", "options": {"template_options": {"a": 1}}}, "put as plain text .*mean noth"),
+    ],
+)
+def test_options_that_a_benchmark_would_not_look_at_are_refused(run, benchmark, said):
+    with pytest.raises(ValueError, match=said):
+        run(Scripted(), lines=GSM8K, adapter="gsm8k", **benchmark)
+
+
+def test_a_switch_that_the_model_s_template_does_not_have_is_refused(model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    with pytest.raises(SourceError, match="has no switch 'enable_thinking', which template_options names; it has none"):
+        checkpoint.switch_template({"enable_thinking": False})
 
 
 MMLU = [
