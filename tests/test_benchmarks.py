@@ -4,8 +4,12 @@ import pytest
 import yaml
 
 from benchmarks import orchestration, pocket, retry
+from benchmarks import plan as plan_benchmark
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
+from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
+from nanodag.plan.make import plan_of
 from nanodag.store import Store
 from tests.run_records import run_record, stage_record
 
@@ -58,3 +62,15 @@ def test_pipelines_of_benchmarks_resolve(tmp_path):
     assert len(resolve(tmp_path / "chain.yaml", "chain").pipeline.stages) == 4
     overrides = ["control.horizon_tokens=8192", "seed=1", "server.port=4310"]
     assert "eval_control" in resolve(pocket.with_control(tmp_path), "control", overrides).pipeline.stages
+
+
+def test_a_plan_is_held_against_what_the_runs_stages_took():
+    machine = machine_of("cpu:2:avx2:8GiB")
+    pipeline = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine).pipeline
+    plan = next(plan for plan in plan_of(pipeline, machine).stages if plan.name == "pretrain")
+    cost = {"peak_bytes": plan.host_bytes / 2, "seconds": plan.seconds, "cpu_seconds": 100.0}
+    record = run_record(
+        "r", stages={"pretrain": stage_record(made={"cost": cost}, key="0" * 40), "sft": stage_record()}
+    )
+    (row,) = plan_benchmark.compare(record, pipeline, machine)
+    assert row["stage"] == "pretrain" and row["errors"]["memory"] == 1.0 and row["errors"]["seconds"] == 0.0

@@ -173,6 +173,36 @@ def config(
 
 
 @app.command()
+def plan(
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    file: File = "",
+    on: Annotated[
+        str,
+        typer.Option(
+            "--on", metavar="MACHINE", help="Another machine: 8xH100, 1x24GB, cpu:2:avx2:16GiB. Default: this one."
+        ),
+    ] = "",
+    price_per_hour: Annotated[
+        float, typer.Option("--price-per-hour", metavar="X", min=0, help="Of the whole machine, in any currency.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
+) -> None:
+    """Say what a run would take, and what would not fit, without starting it.
+
+    Exit code 2 where something does not fit, or would be void.
+
+    \b
+    nanodag plan --preset speedrun --on 8xH100 --price-per-hour 24
+    nanodag plan --preset small pretrain.micro_batch_tokens=8192 --json
+    """
+    from nanodag.cli.plan import show_plan
+
+    code = show_plan(overrides or [], preset=preset, file=file, on=on, price_per_hour=price_per_hour, as_json=as_json)
+    raise typer.Exit(code)
+
+
+@app.command()
 def status(
     run: Annotated[
         str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")

@@ -260,7 +260,7 @@ class _Build:
             "seconds": usage["seconds"],
             "earlier_seconds": usage["earlier_seconds"],
             "cpu_seconds": usage["cpu_s"],
-            "peak_bytes": max(usage["largest_process_bytes"], result.cost.get("peak_bytes", 0)),
+            "peak_bytes": usage["peak_bytes"],
             "num_attempts": usage["num_attempts"],
             "device": device,
             "start_s": round(result.start_s, 3),

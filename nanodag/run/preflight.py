@@ -2,7 +2,8 @@
 
 A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own
 modules too, never gets into the command's process. Only the user's kinds of stages do: their configs are read there.
-What passed is not looked at again while nothing of it has changed.
+What passed is not looked at again while nothing of it has changed. The plan is made each time: what does not fit this
+machine, or would be void, is refused too (nanodag.plan).
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from typing import Any
 from nanodag.config import Pipeline
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.host.machine import detect
+from nanodag.plan.make import check_plan
 from nanodag.store import write_json
 from nanodag.store.atomic import writing
 from nanodag.store.provenance import code_digest
@@ -27,10 +30,11 @@ MAX_FAULTS = 10
 
 
 def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stages: Collection[str] = ()) -> None:
-    """Raise ConfigError with a line for each thing that a stage would fail for.
+    """Raise ConfigError with a line for each thing that a stage would fail for, or that does not fit this machine.
 
     remembered: a folder for what has passed. stages: those that are to be run; all unless given.
     """
+    check_plan(pipeline, detect(remembered), stages=stages)
     asked = {
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],

@@ -107,7 +107,7 @@ def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> d
         "flops": plan.matrix_flops_per_token * progress.tokens,
         "mfu": flops / progress.seconds / plan.peak_flops if progress.seconds else None,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
-        "peak_bytes": usage[0].ru_maxrss * 1024 * stage.engine.world_size,
+        "peak_device_bytes": stage.engine.highest_device_bytes(),
         "num_ranks": stage.engine.world_size,
         "threads": config.resources.threads,
         "device": str(config.resources.device),

@@ -195,7 +195,7 @@ def begin_try(workspace: Path) -> float:
     if began < now and not any(line["began"] >= began for line in lines):
         written = [workspace / LOG_NAME, workspace / "metrics.jsonl"]
         last = max((path.stat().st_mtime for path in written if path.exists()), default=began)
-        lost = {"began": began, "seconds": round(max(0.0, last - began), 3), "cpu_s": 0.0, "largest_process_bytes": 0}
+        lost = {"began": began, "seconds": round(max(0.0, last - began), 3), "cpu_s": 0.0, "peak_bytes": 0}
         with (workspace / USAGE_NAME).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(lost | {"code": None}) + "\n")
     path.write_text(f"{now:.3f}")
@@ -204,14 +204,14 @@ def begin_try(workspace: Path) -> float:
 
 def usage_of(workspace: Path) -> dict[str, float]:
     """What all tries in a workspace took: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
-    `largest_process_bytes`, `num_attempts`."""
+    `peak_bytes` (of all processes on a node together), `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
     return {
         "seconds": round(sum(line["seconds"] for line in lines), 3),
         "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
         "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
-        "largest_process_bytes": max((line["largest_process_bytes"] for line in everywhere), default=0),
+        "peak_bytes": max((line["peak_bytes"] for line in everywhere), default=0),
         "num_attempts": len(lines),
     }
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from nanodag.host.parent import killed_with_parent
+from nanodag.worker.memory_peak import EVERY_S, MemoryPeak
 
 GRACE_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,15 +51,16 @@ def main() -> int:
     selector = selectors.DefaultSelector()
     selector.register(descriptor, selectors.EVENT_READ)
     selector.register(child_ended, selectors.EVENT_READ)
-    asker_ended = False
+    asker_ended, memory = False, MemoryPeak()
     while child.poll() is None and not asker_ended and not stop_asked:
-        for key, _ in selector.select(timeout=1.0):
+        for key, _ in selector.select(timeout=EVERY_S):
             with contextlib.suppress(BlockingIOError):
                 if os.read(key.fd, 64) == b"":
                     asker_ended = asker_ended or key.fd == descriptor
                     selector.unregister(key.fd)  # an end that has been seen would be seen for ever
+        memory.look()
     end_group(child)  # the command, or what it left behind
-    _write_usage(usage_path, began, child.returncode)
+    _write_usage(usage_path, began, child.returncode, memory.highest)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -68,14 +70,14 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _write_usage(path: Path, began: float, code: int) -> None:
+def _write_usage(path: Path, began: float, code: int, peak_bytes: int) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     unit = 1 if sys.platform == "darwin" else 1024
     line = {
         "began": round(began, 3),
         "seconds": round(time.time() - began, 3),
         "cpu_s": round(used.ru_utime + used.ru_stime, 3),
-        "largest_process_bytes": used.ru_maxrss * unit,
+        "peak_bytes": max(peak_bytes, used.ru_maxrss * unit),
         "code": code,
     }
     with path.open("a", encoding="utf-8") as stream:

@@ -13,6 +13,7 @@ import yaml
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
@@ -199,6 +200,16 @@ def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):
 def check(folder, *overrides):
     pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
     check_before_start(pipeline, file=folder / "pipeline.yaml", remembered=folder / "checked", stages=["rl"])
+
+
+def test_what_does_not_fit_this_machine_is_refused_before_anything_is_looked_at(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("nanodag.run.preflight.detect", lambda folder: machine_of("cpu:2:avx2:1GiB"))
+    monkeypatch.setattr("nanodag.run.preflight._look", lambda asked: pytest.fail("it looked"))
+    file = folder / "pipeline.yaml"
+    pipeline = resolve(file, "one", ["base.depth=24"]).pipeline
+    with pytest.raises(ConfigError, match=r"base.micro_batch_tokens: \d+ takes .* of memory, more than 1.0 GB"):
+        check_before_start(pipeline, file=file, remembered=folder / "checked", stages=["base"])
 
 
 def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder, monkeypatch):

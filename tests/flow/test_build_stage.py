@@ -184,12 +184,10 @@ def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
     os.utime(tmp_path / "worker.log", (1030.0, 1030.0))  # the last that was heard of it; no line of usage was left
     assert begin_try(tmp_path) == 30.0
     with (tmp_path / "usage.jsonl").open("a") as stream:  # the second one left its line, as it began after `began`
-        stream.write(
-            json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "largest_process_bytes": 9}) + "\n"
-        )
+        stream.write(json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "peak_bytes": 9}) + "\n")
     assert begin_try(tmp_path) == 35.0
     assert usage_of(tmp_path) == {
-        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_s": 4.0, "largest_process_bytes": 9, "num_attempts": 2}
+        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_s": 4.0, "peak_bytes": 9, "num_attempts": 2}
     }
 
 

@@ -1,0 +1,99 @@
+"""`nanodag plan`: what a run would take, as a table or as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from nanodag.cli.live_table import make_console
+from nanodag.config import resolve
+from nanodag.errors.words import counted, duration, size
+from nanodag.host.machine import detect, machine_of
+from nanodag.plan.make import Plan, plan_of
+from nanodag.plan.memory import device_room, host_room
+from nanodag.run.record import pipeline_file
+
+MIN_WIDTH = 118
+
+
+def show_plan(
+    overrides: Sequence[str], *, preset: str, file: str, on: str, price_per_hour: float, as_json: bool
+) -> int:
+    """Print the plan of a pipeline; returns the command's exit code, 2 where it has faults. on: a machine's text, empty
+    for this one. price_per_hour: of the whole machine."""
+    machine = machine_of(on) if on else detect()
+    pipeline = resolve(pipeline_file(file), preset, overrides, machine=machine).pipeline
+    plan = plan_of(pipeline, machine, price_per_hour=price_per_hour)
+    if as_json:
+        sys.stdout.write(json.dumps(plan.as_json(), indent=1) + "\n")
+    else:
+        _print(plan)
+    return 2 if plan.faults else 0
+
+
+def _print(plan: Plan) -> None:
+    console = make_console()
+    console.width = max(console.width, MIN_WIDTH)
+    machine, gpu = plan.machine, plan.machine.gpu
+    rooms = [f"{size(host_room(machine))} of memory"]
+    rooms += [f"{size(device_room(machine))} a GPU"] if gpu is not None else []
+    console.print(f"Preset [bold]{plan.preset}[/] on {machine}; room: {', '.join(rooms)}", highlight=False)
+    console.print(_table(plan))
+    for stage in plan.stages:
+        for note in stage.notes:
+            console.print(f"  {stage.name}: {note}", style="dim", markup=False, highlight=False)
+    console.print(_shares(plan), style="dim", markup=False, highlight=False)
+    for fault in plan.faults:
+        console.print(f"  {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if plan.faults:
+        console.print(f"{counted(len(plan.faults), 'fault')}: nanodag run would refuse it.", style="red")
+
+
+def _table(plan: Plan) -> Table:
+    has_gpu, has_price = plan.machine.gpu is not None, plan.price_per_hour > 0
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    total = duration(plan.seconds) if plan.seconds is not None else ""
+    columns = [("stage", "total"), ("model", ""), ("tokens", ""), ("steps", ""), ("FLOPs", "")]
+    columns += [("a GPU", "")] if has_gpu else []
+    columns += [("memory", ""), ("at once", ""), ("prompt", ""), ("read", ""), ("from hub", "")]
+    columns += [("disk", size(plan.disk_bytes)), ("time", total)]
+    columns += [("price", _price(plan.price_of(plan.seconds)))] if has_price else []
+    for name, footer in columns:
+        table.add_column(name, footer=footer, justify="left" if name == "stage" else "right", no_wrap=True)
+    for stage in plan.stages:
+        cells = [stage.name, *map(_short, (stage.parameters, stage.tokens, stage.steps, stage.flops))]
+        cells += [size(stage.device_bytes) if stage.device_bytes else ""] if has_gpu else []
+        cells += [size(stage.host_bytes) if stage.host_bytes else ""]
+        cells += [_short(stage.at_once), _short(stage.longest_prompt)]
+        cells += [size(num) if num else "" for num in (stage.read_bytes, stage.download_bytes, stage.disk_bytes)]
+        cells += [duration(stage.seconds) if stage.seconds is not None else ""]
+        cells += [_price(plan.price_of(stage.seconds))] if has_price else []
+        table.add_row(*cells, style="red" if stage.faults else "")
+    return table
+
+
+def _shares(plan: Plan) -> str:
+    """Which share of the peak each stage is taken to reach."""
+    reached: dict[float, list[str]] = {}
+    for stage in plan.stages:
+        if stage.share is not None:
+            reached.setdefault(stage.share, []).append(stage.name)
+    shares = "; ".join(f"{share:.0%} in {', '.join(names)}" for share, names in sorted(reached.items(), reverse=True))
+    return f"  Times are at a share of the matmul peak: {shares or 'none'}."
+
+
+def _short(number: float | None) -> str:
+    """`1.7M`, `2.8e+13`, `300`; empty for what is not known."""
+    if number is None:
+        return ""
+    if number >= 1e12:
+        return f"{number:.1e}".replace("e+", "e")
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= unit:
+            return f"{number / (1e3 if name == 'k' else unit):.3g}{name}"
+    return f"{number:,.0f}"
+
+
+def _price(price: float | None) -> str:
+    return "" if price is None else f"{price:,.2f}"

@@ -1,0 +1,156 @@
+"""The plan of a whole pipeline on a machine."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from nanodag.config import Pipeline, order_of
+from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.stage_base import StageBase
+from nanodag.config.supervised import SupervisedStage
+from nanodag.errors import ConfigError
+from nanodag.errors.words import counted, size
+from nanodag.host.machine import Machine
+from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
+from nanodag.plan.memory import device_room, host_room, memory_faults
+from nanodag.plan.models import PlannedModel, model_of
+from nanodag.plan.others import plan_other
+from nanodag.plan.rl import faults_of_rl, plan_rl
+from nanodag.plan.stage_plan import Fault, StagePlan
+from nanodag.plan.supervised import faults_of_supervised, plan_supervised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A pipeline's stages, in their order. price_per_hour: of the whole machine, 0 where none was said."""
+
+    preset: str
+    machine: Machine
+    stages: Sequence[StagePlan]
+    price_per_hour: float = 0.0
+
+    @property
+    def faults(self) -> list[str]:
+        """Of all stages, a line each."""
+        return [fault.text(stage.name) for stage in self.stages for fault in stage.faults]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all stages one after the other; None where one of them is not known."""
+        each = [stage.seconds for stage in self.stages]
+        return None if None in each else sum(seconds for seconds in each if seconds is not None)
+
+    @property
+    def disk_bytes(self) -> int:
+        """At the most at any time, as far as stages are known: checkpoints go when their stage has ended."""
+        kept = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0))
+        return max(
+            (before + (stage.disk_bytes or 0) for before, stage in zip(kept, self.stages, strict=False)), default=0
+        )
+
+    def price_of(self, seconds: float | None) -> float | None:
+        """Of the machine for so long."""
+        return None if seconds is None else seconds / 3600 * self.price_per_hour
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        machine = self.machine
+        return {
+            "preset": self.preset,
+            "machine": str(machine),
+            "device_room": device_room(machine),
+            "host_room": host_room(machine),
+            "stages": [{**stage.as_json(), "price": self.price_of(stage.seconds)} for stage in self.stages],
+            "seconds": self.seconds,
+            "price": self.price_of(self.seconds),
+            "disk_bytes": self.disk_bytes,
+            "faults": self.faults,
+        }
+
+
+def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (), price_per_hour: float = 0.0) -> Plan:
+    """The plan of a resolved pipeline. stages: those that are to be run; all unless given."""
+    plans = [
+        _planned(pipeline, name, pipeline.stages[name], machine)
+        for name in order_of(pipeline)
+        if not stages or name in stages
+    ]
+    return Plan(
+        preset=pipeline.preset, machine=machine, stages=_with_disk(plans, machine), price_per_hour=price_per_hour
+    )
+
+
+def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
+    """Raise ConfigError with a line for each thing that would not fit the machine, or be void, but for the settings
+    that the pipeline names as `unchecked`."""
+    faults = plan_of(pipeline, machine, stages=stages).faults
+    if faults:
+        lines = [f"Preset {pipeline.preset!r} does not fit {machine}:", *faults]
+        raise ConfigError("\n  ".join([*lines, "If a number is meant, say so with unchecked=[NAME]."]))
+
+
+def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
+    model = model_of(pipeline, name)
+    plan, faults = _by_kind(name, stage, model, machine)
+    if stage.resources.work_pool != "none":
+        return replace(
+            plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
+        )
+    found = [*_gpus(plan, machine), *faults]
+    return replace(plan, faults=[fault for fault in found if f"{name}.{fault.setting}" not in pipeline.unchecked])
+
+
+def _by_kind(
+    name: str, stage: StageBase, model: PlannedModel | None, machine: Machine
+) -> tuple[StagePlan, Sequence[Fault]]:
+    if isinstance(stage, SupervisedStage):
+        plan = plan_supervised(name, stage, model, machine)
+        return plan, faults_of_supervised(plan, stage, model, machine)
+    if isinstance(stage, RLStage):
+        plan = plan_rl(name, stage, model, machine)
+        return plan, faults_of_rl(plan, stage, model, machine)
+    if isinstance(stage, EvalStage):
+        plan = plan_evaluation(name, stage, model, machine)
+        return plan, [
+            *_of_memory(plan, machine, "batch_size", stage.batch_size),
+            *faults_of_evaluation(stage, model),
+        ]
+    plan = plan_other(name, stage, model, machine)
+    if isinstance(stage, TokenizerStage):
+        return plan, _of_memory(plan, machine, "max_bytes", stage.max_bytes)
+    return plan, _of_memory(plan, machine, "resources", plan.device)
+
+
+def _of_memory(plan: StagePlan, machine: Machine, setting: str, found: object) -> Sequence[Fault]:
+    return memory_faults(plan, machine, setting=setting, found=found, candidates=(), rebuilt=lambda stage: plan)
+
+
+def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
+    """More GPUs than there are, or one where there is none."""
+    if plan.device == "cuda" and machine.gpu is None:
+        mend = ("resources.device=cpu",)
+        return [Fault(setting="resources.device", found="cuda", why="and the machine has no GPU", mend=mend)]
+    if plan.num_gpus > machine.num_gpus:
+        why = f"are wanted, and a node has {machine.num_gpus}"
+        mend = (f"resources.num_ranks={machine.num_gpus * machine.nodes}",)
+        return [Fault(setting="resources.num_ranks", found=counted(plan.num_gpus, "GPU"), why=why, mend=mend)]
+    return []
+
+
+def _with_disk(plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
+    """The plans, and the fault of the first stage at which the disk is full."""
+    kept, is_full, out = 0, False, []
+    for plan in plans:
+        used = kept + (plan.disk_bytes or 0)
+        if used > machine.disk and not is_full:
+            is_full = True
+            why = f"of disk are used with what the stages before it leave, and {size(machine.disk)} are free where the "
+            why += "store lies; lower keep_checkpoints, or take another store.url"
+            fault = Fault(setting="keep_checkpoints", found=size(used), why=why)
+            plan = replace(plan, faults=(*plan.faults, fault))
+        kept += plan.kept_bytes
+        out.append(plan)
+    return out

@@ -1,0 +1,81 @@
+"""What samplers hold and how many samples they decode at once: of RL, whichever engine, and of evaluation."""
+
+from dataclasses import dataclass
+
+from nanodag.config.derive_sampler import SGLANG_STATIC
+from nanodag.config.footprint import CUDA_BYTES, cache_token_bytes, embedded_sampler, sampler_weights, width_of
+from nanodag.host.machine import Machine
+from nanodag.inference.cache_size import cache_precision, slot_tokens
+from nanodag.plan import processes
+from nanodag.plan.models import PlannedModel
+from nanodag.plan.stage_plan import Process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samplers:
+    """at_once: samples that all of them decode together. needed_bytes: of cache, for one sample of the context; room:
+    what one sampler has for it. process: one of them; None where the model is not known."""
+
+    at_once: int
+    needed_bytes: int
+    room: int
+    process: Process
+
+
+def embedded_samplers(
+    model: PlannedModel,
+    *,
+    precision: str,
+    device: str,
+    replicas: int,
+    max_batch: int,
+    context: int,
+    cache_bytes: int,
+) -> Samplers:
+    """max_batch: of all replicas together. cache_bytes: of one."""
+    width = width_of(cache_precision(precision, device))
+    tokens = slot_tokens(context)
+    needed = tokens * cache_token_bytes(model.shape, width)
+    slots = min(-(-max_batch // replicas), cache_bytes // needed)
+    held = embedded_sampler(
+        model.shape, model.vocabulary, model.parameters, precision=precision, slots=slots, context=tokens
+    )
+    held["cache"] = slots * needed
+    if device == "cuda":
+        host = {"process": processes.CUDA}
+        process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
+    else:
+        process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
+    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
+
+
+def sglang_samplers(
+    model: PlannedModel,
+    machine: Machine,
+    *,
+    precision: str,
+    device: str,
+    replicas: int,
+    tensor_parallel: int,
+    max_batch: int,
+    context: int,
+    memory_fraction: float,
+    cache_bytes: int,
+) -> Samplers:
+    """SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which its
+    share of the GPU, on a CPU of the host's memory, leaves room."""
+    whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
+    share = int(memory_fraction * whole)
+    weights = sampler_weights(model.parameters, precision) // tensor_parallel
+    room = cache_bytes // tensor_parallel
+    needed = context * cache_token_bytes(model.shape, width_of(precision)) // tensor_parallel
+    slots = max(0, min(-(-max_batch // replicas), room // needed))
+    held = {"weights": weights, "cache": room, "graphs and activations": share - int(SGLANG_STATIC * share)}
+    if device == "cuda":
+        host = {"process": processes.CUDA}
+        process = Process(
+            name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=tensor_parallel
+        )
+    else:
+        process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
+    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)

@@ -1,0 +1,113 @@
+"""What a plan says of a stage: its size, its processes and their memory, its time, and its faults."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SAID = (
+    *("name", "kind", "device", "parameters", "tokens", "steps", "flops", "read_bytes", "download_bytes", "at_once"),
+    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "start_seconds", "share", "is_beside", "num_gpus"),
+    *("device_bytes", "host_bytes"),
+)
+"""What of a plan is a number or a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What would not work, or be void. setting: its dotted name without the stage. found: its value. why: in a clause.
+    mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
+
+    setting: str
+    found: str
+    why: str
+    mend: tuple[str, ...] = ()
+
+    def text(self, stage: str) -> str:
+        """One line, as `pretrain.micro_batch_tokens: 32768 ...; set pretrain.micro_batch_tokens=8192`."""
+        settings = " ".join(f"{stage}.{setting}" for setting in self.mend)
+        return f"{stage}.{self.setting}: {self.found} {self.why}{f'; set {settings}' if settings else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """Processes of one kind, side by side on a node.
+
+    count: how many. device: bytes that each takes of its GPU, by what holds them; empty where it has none. host: the
+    same of host memory. gpus: how many a process has.
+    """
+
+    name: str
+    count: int = 1
+    device: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+    gpus: int = 0
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of one process on its GPU."""
+        return sum(self.device.values())
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of one process in host memory."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage. What is None is not known beforehand.
+
+    parameters: of its model. tokens: trained, or read and written by an evaluation. steps: of the optimizer, in RL
+    rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. download_bytes: of that,
+    from the hub as it is packed there. processes: what runs on a node at once. at_once: samples decoded together.
+    longest_prompt: tokens that fit beside the longest answer. disk_bytes: artifact and checkpoints at their most.
+    kept_bytes: the artifact, which stays. seconds: at the shares of nanodag.plan.speeds; start_seconds: of that, before
+    the first step. share: of the peak, for its main work. is_beside: it runs beside the next stage. num_gpus: of a
+    node, that it holds and its processes share. notes: what was assumed.
+    """
+
+    name: str
+    kind: str
+    device: str
+    parameters: int | None = None
+    tokens: int | None = None
+    steps: int | None = None
+    flops: float | None = None
+    read_bytes: int | None = None
+    download_bytes: int | None = None
+    processes: Sequence[Process] = ()
+    at_once: int | None = None
+    longest_prompt: int | None = None
+    disk_bytes: int | None = None
+    kept_bytes: int = 0
+    seconds: float | None = None
+    start_seconds: float = 0.0
+    share: float | None = None
+    is_beside: bool = False
+    num_gpus: int = 0
+    notes: Sequence[str] = ()
+    faults: Sequence[Fault] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """On the fullest GPU: processes that share one add up. 0 without a GPU."""
+        gpus = max(1, self.num_gpus)
+        return sum(p.on_device * math.ceil(p.count * max(1, p.gpus) / gpus) for p in self.processes if p.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """In a node's memory, all processes together."""
+        return sum(process.count * process.on_host for process in self.processes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            **{name: getattr(self, name) for name in SAID},
+            "processes": [
+                {"name": p.name, "count": p.count, "gpus": p.gpus, "device": dict(p.device), "host": dict(p.host)}
+                for p in self.processes
+            ],
+            "notes": list(self.notes),
+            "faults": [fault.text(self.name) for fault in self.faults],
+        }

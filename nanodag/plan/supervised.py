@@ -1,0 +1,183 @@
+"""Plans pretraining, midtraining and SFT."""
+
+import math
+from collections.abc import Iterator
+
+from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
+from nanodag.config.stage_base import StageBase
+from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.host.machine import Machine
+from nanodag.plan import processes
+from nanodag.plan.memory import Candidate, memory_faults
+from nanodag.plan.models import PlannedModel
+from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
+from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
+from nanodag.plan.stage_plan import Fault, Process, StagePlan
+
+COMPILED_SHARE = 0.65
+"""Of a layer's activations, that a compiled one keeps."""
+
+
+def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | None, machine: Machine) -> StagePlan:
+    """The plan of one stage of the supervised loop. model: None where its size is not known."""
+    device, notes = str(stage.resources.device), []
+    tokens = planned_tokens(stage, model)
+    batch = int(stage.batch_tokens)
+    steps = None if tokens is None else math.ceil(tokens / batch)
+    if stage.max_steps:
+        steps = min(steps, stage.max_steps) if steps is not None else stage.max_steps
+    if steps is None:
+        notes.append("tokens of its data are not known beforehand")
+    if stage.patience:
+        notes.append(f"may end sooner (patience {stage.patience})")
+    tokens = None if steps is None else steps * batch
+    if model is None:
+        return StagePlan(
+            name=name, kind=stage.kind, device=device, tokens=tokens, steps=steps, notes=("its model is not known yet",)
+        )
+    flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
+    read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
+    plan = StagePlan(
+        name=name,
+        kind=stage.kind,
+        device=device,
+        parameters=model.total,
+        tokens=tokens,
+        steps=steps,
+        flops=flops,
+        read_bytes=read,
+        download_bytes=None if read is None else downloaded(stage.data, read),
+        processes=_processes(stage, model),
+        num_gpus=int(stage.resources.num_ranks) // stage.resources.num_nodes if device == "cuda" else 0,
+        disk_bytes=_disk(stage, model),
+        kept_bytes=artifact_bytes(model, str(stage.precision)),
+        seconds=None if steps is None else _seconds(stage, model, machine, steps),
+        start_seconds=START_S[device],
+        share=shares_of(machine, device, str(stage.precision)).training,
+        notes=tuple(notes),
+    )
+    return plan
+
+
+def faults_of_supervised(
+    plan: StagePlan, stage: SupervisedStage, model: PlannedModel | None, machine: Machine
+) -> list[Fault]:
+    """What of the stage does not fit the machine."""
+    if model is None:
+        return []
+
+    def rebuilt(changed: StageBase) -> StagePlan:
+        assert isinstance(changed, SupervisedStage)
+        return plan_supervised(plan.name, changed, model, machine)
+
+    return memory_faults(
+        plan,
+        machine,
+        setting="micro_batch_tokens",
+        found=stage.micro_batch_tokens,
+        candidates=_candidates(stage),
+        rebuilt=rebuilt,
+    )
+
+
+def planned_tokens(stage: SupervisedStage, model: PlannedModel | None) -> int | None:
+    """Tokens of the whole training: its horizon, or passes over its data where their size is known."""
+    if stage.horizon_tokens not in ("auto", 0):
+        return int(stage.horizon_tokens)
+    if not isinstance(stage, ChatStage) or model is None:
+        return None
+    one_pass = tokens_of_pass(stage.data, model.vocabulary, is_chat=True)
+    return None if one_pass is None else int(one_pass * stage.num_epochs)
+
+
+def _validated(stage: SupervisedStage) -> float:
+    """Tokens that must be read to hold out those of the validation by a hash, which are kept."""
+    shares = [share for source in stage.data if (share := held_out_share(source))]
+    return stage.validation_tokens / max(shares) if shares else 0.0
+
+
+def _processes(stage: SupervisedStage, model: PlannedModel) -> tuple[Process, ...]:
+    resources, precision, device = stage.resources, str(stage.precision), str(stage.resources.device)
+    micro, ranks = int(stage.micro_batch_tokens), int(resources.num_ranks)
+    state = train_state(
+        model.parameters,
+        precision=precision,
+        zero_stage=stage.zero_stage,
+        num_ranks=ranks,
+        muon=stage.optimizer.name == "muon",
+        device=device,
+        offload_optimizer=resources.offload_optimizer == "cpu",
+        offload_param=resources.offload_param == "cpu",
+    )
+    shape, checkpointing = model.shape, bool(stage.activation_checkpointing)
+    kept = activations(shape, micro, precision=precision, checkpointing=checkpointing)
+    compiled = COMPILED_SHARE if stage.compile and not checkpointing else 1.0
+    held = {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "buffers": state.buffers,
+        "activations": int(compiled * kept)
+        + working(shape, micro, precision)
+        + document_mask(micro, stage.sequence_length, precision=precision, device=device),
+        "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
+    }
+    if stage.patience:
+        held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
+    base = {"process": processes.TRAINER + (processes.COMPILER if stage.compile else 0), "data": _data(stage)}
+    here = ranks // resources.num_nodes
+    launcher = (Process(name="launcher", host={"process": processes.LAUNCHER}),) if ranks > 1 else ()
+    if device == "cuda":
+        host = {"process": processes.CUDA, "data": base["data"], "model": 4 * model.total, "offloaded": state.host}
+        return (
+            Process(name="rank", count=here, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1),
+            *launcher,
+        )
+    host = {**held, "offloaded": state.host, **base}
+    return (Process(name="rank", count=here, host=host), *launcher)
+
+
+def _data(stage: SupervisedStage) -> int:
+    """Of files that are read as a whole, and of the packer's buffer."""
+    return int(processes.PARSED * in_memory(stage.data)) + 20 * processes.MB
+
+
+def _disk(stage: SupervisedStage, model: PlannedModel) -> int:
+    """Checkpoints with master weights and moments in float32, one more while it is written, and the artifact."""
+    moments = model.parameters["matrices"] if stage.optimizer.name == "muon" else 0
+    checkpoint = 4 * (3 * model.total - moments) + (4 * model.total if stage.patience else 0)
+    return (stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, str(stage.precision))
+
+
+def artifact_bytes(model: PlannedModel, precision: str) -> int:
+    """Of a model as it is published, with its tokenizer."""
+    return (2 if precision == "bf16" else 4) * model.total + 100 * model.vocabulary
+
+
+def _seconds(stage: SupervisedStage, model: PlannedModel, machine: Machine, steps: int) -> float | None:
+    resources, device, precision = stage.resources, str(stage.resources.device), str(stage.precision)
+    ranks = int(resources.num_ranks)
+    peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))
+    if not peak:
+        return None
+    tokens = steps * int(stage.batch_tokens)
+    again = 4 / 3 if stage.activation_checkpointing else 1.0
+    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
+    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
+    worked = tokens * again + (steps // stage.validation_every + 1) * validated / 3
+    share = shares_of(machine, device, precision).training
+    computing = worked * model.training_flops(stage.sequence_length) / (share * peak)
+    packing = tokens / (ranks * PACKED_TOKENS_S)
+    return START_S[device] + max(computing, packing)
+
+
+def _candidates(stage: SupervisedStage) -> Iterator[Candidate]:
+    """Smaller micro-batches that divide a step, from the largest on; then the same with checkpointing, then ZeRO 3."""
+    resources, length = stage.resources, stage.sequence_length
+    rows = max(1, int(stage.batch_tokens) // (int(resources.num_ranks) * length))
+    smaller = [r * length for r in range(rows, 0, -1) if rows % r == 0 and r * length <= int(stage.micro_batch_tokens)]
+    for changes in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, "zero_stage": 3}):
+        for micro in smaller:
+            updates = {"micro_batch_tokens": micro, **changes}
+            said = {name: str(value).lower() for name, value in updates.items() if getattr(stage, name) != value}
+            yield tuple(f"{name}={value}" for name, value in said.items()), stage.model_copy(update=updates)

@@ -1,0 +1,190 @@
+"""Plans of single stages: sums worked out by hand, and each fault with the change that mends it."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from nanodag.cli.plan import show_plan
+from nanodag.config import resolve
+from nanodag.errors import ConfigError
+from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
+from nanodag.plan.make import check_plan, plan_of
+from nanodag.plan.sizes import bytes_per_token, size_of
+from nanodag.plan.speeds import decoding_seconds, peak_of
+from nanodag.plan.stage_plan import Process, StagePlan
+
+FILE = PROJECT / "pipeline.yaml"
+CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
+
+
+def resolved(preset, machine, *overrides):
+    return resolve(FILE, preset, overrides, machine=machine_of(machine)).pipeline
+
+
+def planned(preset, machine, *overrides):
+    return plan_of(resolved(preset, machine, *overrides), machine_of(machine))
+
+
+def stage_of(plan, name):
+    return next(stage for stage in plan.stages if stage.name == name)
+
+
+def test_pretraining_of_pocket_in_numbers():
+    stage = stage_of(planned("pocket", CPU), "pretrain")
+    matrices = 3 * (4 * 192 * 192 + 3 * 192 * 512)
+    assert stage.parameters == matrices + 2048 * 192 + 3 * (2 * 192 + 2 * 32) + 192
+    assert (stage.tokens, stage.steps) == (2457600, 300)
+    assert stage.flops == 2457600 * (6 * (matrices + 2048 * 192) + 6 * 3 * 192 * 256)
+    assert stage.device_bytes == 0 and 0.5e9 < stage.host_bytes < 4e9
+
+
+def test_price_is_that_of_the_machine_for_so_long():
+    plan = plan_of(resolved("speedrun", EIGHT), machine_of(EIGHT), price_per_hour=24.0)
+    assert plan.price_of(3600.0) == 24.0
+    assert plan.as_json()["price"] == pytest.approx(24 * plan.seconds / 3600)
+
+
+def test_processes_that_share_a_gpu_add_up_and_others_do_not():
+    rank, sampler = Process(name="rank", count=8, device={"a": 10}, gpus=1), Process(name="s", device={"b": 5}, gpus=1)
+    stage = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank, sampler), num_gpus=8)
+    assert stage.device_bytes == 15
+    crowded = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank,), num_gpus=4)
+    assert crowded.device_bytes == 20
+
+
+FAULTS = [
+    (GPU, "single-gpu", ("pretrain.micro_batch_tokens=524288",), "pretrain.micro_batch_tokens"),
+    ("1x12GB", "single-gpu", ("pretrain.micro_batch_tokens=262144",), "pretrain.micro_batch_tokens"),
+    (GPU, "gsm8k-rl", ("rl.optimizer.micro_batch_tokens=131072",), "rl.optimizer.micro_batch_tokens"),
+    (GPU, "gsm8k-rl", ("rl.sampler.max_batch=256", "rl.sampler.cache_bytes=100000000"), "rl.sampler.max_batch"),
+    (GPU, "gsm8k-rl", ("rl.sampler.context=1040",), "rl.sampler.context"),
+    (CPU, "small", ("eval_sft.max_new_tokens=1000",), "eval_sft.max_new_tokens"),
+    (CPU, "small", ("eval_sft.sampler.cache_bytes=1000",), "eval_sft.sampler.cache_bytes"),
+    ("cpu:2:avx2:4GiB", "pocket", ("pretrain.batch_tokens=65536", "pretrain.micro_batch_tokens=32768"), "pretrain.mic"),
+]
+
+
+@pytest.mark.parametrize("machine, preset, overrides, named", FAULTS)
+def test_a_fault_names_the_setting_and_a_change_that_mends_it(machine, preset, overrides, named):
+    fault = next(fault for fault in planned(preset, machine, *overrides).faults if fault.startswith(named))
+    mends = fault.rpartition("; set ")[2].split()
+    assert mends and all("=" in mend for mend in mends)
+    changed = [text for text in overrides if text.partition("=")[0] not in {m.partition("=")[0] for m in mends}]
+    after = planned(preset, machine, *changed, *mends).faults
+    assert not [fault for fault in after if fault.startswith(named)]
+
+
+def test_more_gpus_than_there_are_is_a_fault():
+    faults = planned("speedrun", EIGHT, "pretrain.num_ranks=16").faults
+    assert any("16 GPUs are wanted, and a node has 8" in fault for fault in faults)
+
+
+def test_a_disk_that_is_too_small_is_a_fault_of_the_stage_at_which_it_is_full():
+    machine = replace(machine_of(CPU), disk=60_000_000)
+    faults = plan_of(resolved("pocket", CPU), machine).faults
+    assert len(faults) == 1 and faults[0].startswith("midtrain.keep_checkpoints")
+
+
+def test_what_does_not_fit_is_refused_with_every_line():
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        check_plan(resolved("speedrun", CPU), machine_of(CPU))
+    assert "pretrain.micro_batch_tokens" in str(caught.value)
+
+
+def test_a_number_that_is_meant_is_let_through():
+    asked = ["pretrain.micro_batch_tokens=524288", "unchecked=[pretrain.micro_batch_tokens]"]
+    assert planned("single-gpu", GPU, *asked[:1]).faults and not planned("single-gpu", GPU, *asked).faults
+
+
+def test_only_the_stages_that_are_to_be_run_are_looked_at():
+    check_plan(resolved("speedrun", CPU), machine_of(CPU), stages=["tokenizer"])
+
+
+def test_a_stage_of_a_work_pool_is_not_held_against_this_machine():
+    pool = ("pretrain.work_pool=gpus", "pretrain.device=cuda", "server.database=postgresql+asyncpg://u@h/d")
+    plan = planned("single-gpu", GPU, *pool, "pretrain.micro_batch_tokens=524288")
+    assert not stage_of(plan, "pretrain").faults and "work pool" in stage_of(plan, "pretrain").notes[-1]
+
+
+def test_the_check_of_the_largest_preset_takes_well_under_a_second():
+    pipeline, machine = resolved("speedrun", EIGHT), machine_of(EIGHT)
+    began = time.process_time()
+    check_plan(pipeline, machine)
+    assert time.process_time() - began < 0.3
+
+
+def test_json_has_every_stage_with_what_each_process_holds(capsys):
+    code = show_plan([], preset="gsm8k-rl", file=str(FILE), on="1xH200", price_per_hour=0.0, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and [stage["name"] for stage in found["stages"]][:2] == ["base", "eval_base"]
+    trainer, sampler = found["stages"][2]["processes"][:2]
+    assert trainer["device"]["weights"] > 0 and sampler["device"]["cache"] > 0
+
+
+def test_a_plan_with_faults_is_shown_and_ends_with_code_2(capsys):
+    code = show_plan([], preset="speedrun", file=str(FILE), on=CPU, price_per_hour=0.0, as_json=False)
+    assert code == 2 and "would refuse it" in capsys.readouterr().out
+
+
+def test_a_model_that_nobody_knows_is_said_to_be_unknown():
+    plan = planned("gsm8k-rl", GPU, "base.model=hub:someone/unheard-of")
+    assert stage_of(plan, "rl").notes == ("its model is not known yet",) and plan.seconds is None
+
+
+def test_a_folders_model_is_read_from_its_config(tmp_path):
+    config = {
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        **{"intermediate_size": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 10000.0},
+        **{"max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    plan = planned("gsm8k-rl", GPU, f"base.model=file:{tmp_path}", "rl.sampler.context=1536")
+    assert (
+        stage_of(plan, "rl").parameters == 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 32) + 64
+    )
+
+
+@pytest.mark.parametrize(
+    "url, rows",
+    [
+        ("hub:openai/gsm8k/main:train", 7473),
+        ("hub:openai/gsm8k/main:train[100:300]", 200),
+        ("python:nanodag.data.lists:sort?size=600", 600),
+        ("python:someone.elses:rows", None),
+    ],
+)
+def test_rows_of_known_sources(url, rows):
+    size = size_of(url)
+    assert (size.rows if size is not None else None) == rows
+
+
+def test_a_larger_vocabulary_has_more_bytes_a_token():
+    assert bytes_per_token(2048) == 2.8 < bytes_per_token(8192) < bytes_per_token(32768) < bytes_per_token(200_000)
+
+
+def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth():
+    machine = machine_of("1xH100")
+    seconds = decoding_seconds(
+        machine=machine,
+        device="cuda",
+        precision="bf16",
+        engine="sglang",
+        samplers=1,
+        threads=1,
+        tokens=100,
+        weight_bytes=3350e9 / 100,
+        cache_bytes=0,
+        flops_per_token=0,
+        at_once=1,
+    )
+    assert seconds == pytest.approx(100 * 0.01 / 0.5)
+
+
+def test_a_cpu_has_the_peak_of_its_cores():
+    assert peak_of(machine_of("cpu:4:avx2:8GiB"), "cpu", "fp32", ranks=2, threads=1) == 2 * 73e9
+    assert peak_of(machine_of("cpu:4:avx2:8GiB"), "cpu", "fp32", ranks=8, threads=1) == 4 * 73e9

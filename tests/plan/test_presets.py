@@ -1,0 +1,44 @@
+"""Every shipped preset fits the machines that it is made for, and what does not fit is said."""
+
+import pytest
+import yaml
+
+from nanodag.config import resolve
+from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
+from nanodag.plan.make import plan_of
+
+FILE = PROJECT / "pipeline.yaml"
+MADE_FOR = {
+    "pocket": ("cpu:2:avx2:8GiB", "1x24GB", "1xH200"),
+    "small": ("cpu:2:avx2:8GiB", "1x24GB", "1xH200"),
+    "single-gpu": ("1x24GB", "1xH200"),
+    "speedrun": ("8xH100",),
+    "gsm8k-rl": ("1x24GB", "1xH200", "8xH100"),
+}
+PAIRS = [(preset, machine) for preset, machines in MADE_FOR.items() for machine in machines]
+
+
+def planned(preset, machine, *overrides):
+    machine = machine_of(machine)
+    return plan_of(resolve(FILE, preset, overrides, machine=machine).pipeline, machine)
+
+
+@pytest.mark.parametrize("preset, machine", PAIRS)
+def test_a_preset_fits_the_machines_that_it_is_made_for(preset, machine):
+    plan = planned(preset, machine)
+    assert plan.faults == []
+    assert plan.seconds is not None and all(stage.processes for stage in plan.stages)
+
+
+def test_every_preset_is_made_for_a_machine():
+    assert set(yaml.safe_load(FILE.read_text())["presets"]) == set(MADE_FOR)
+
+
+def test_the_speedrun_does_not_fit_a_laptop():
+    faults = planned("speedrun", "cpu:2:avx2:8GiB").faults
+    assert any(fault.startswith("pretrain.micro_batch_tokens") for fault in faults)
+
+
+def test_a_card_of_8_gb_is_too_small_for_gsm8k_rl_and_the_plan_says_so():
+    assert any(fault.startswith("rl.") for fault in planned("gsm8k-rl", "1x8GB").faults)
