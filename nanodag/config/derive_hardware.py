@@ -279,7 +279,7 @@ def _states(stage: StageBase, model: Model, ranks: int) -> int:
     if not isinstance(stage, RLStage):
         return one.total
     reference = width_of(of_stage.precision) * parameters["total"] // ranks
-    return one.total * (1 + stage.algorithm.has_critic) + reference * (stage.algorithm.kl_coefficient > 0)
+    return one.total * (1 + stage.algorithm.has_critic) + reference * stage.algorithm.has_reference
 
 
 def _trained(stage: StageBase, shape: Shape) -> int | None:

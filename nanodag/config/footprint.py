@@ -170,7 +170,7 @@ def cache_token_bytes(shape: Shape, width: int = FLOAT) -> int:
     return 2 * shape.depth * shape.num_kv_heads * shape.head_width * width
 
 
-def sampler_weights(shape: Shape, parameters: Mapping[str, int], precision: Precision | str) -> int:
+def sampler_weights(parameters: Mapping[str, int], precision: Precision | str) -> int:
     """Bytes of the weights that a sampler multiplies by: a tied matrix once."""
     return width_of(precision) * parameters["total"]
 
@@ -196,7 +196,7 @@ def embedded_sampler(
 ) -> dict[str, int]:
     """Bytes of an embedded sampler by what holds them. While it takes new weights it holds the old ones too."""
     return {
-        "weights": 2 * sampler_weights(shape, parameters, precision),
+        "weights": 2 * sampler_weights(parameters, precision),
         "cache": slots * context * cache_token_bytes(shape),
         "logits and buffers": embedded_buffers(shape, vocabulary, slots, context),
     }

@@ -8,6 +8,7 @@ from typing import Any
 from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
@@ -83,11 +84,12 @@ def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (
 
 
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
-    """Raise ConfigError with a line for each thing that would not fit the machine, or be void."""
+    """Raise ConfigError with a line for each thing that would not fit the machine, or be void, but for the settings
+    that the pipeline names as `unchecked`."""
     faults = plan_of(pipeline, machine, stages=stages).faults
     if faults:
-        head = f"Preset {pipeline.preset!r} does not fit {machine}"
-        raise ConfigError(f"{head}: {faults[0]}." if len(faults) == 1 else "\n  ".join([f"{head}:", *faults]))
+        lines = [f"Preset {pipeline.preset!r} does not fit {machine}:", *faults]
+        raise ConfigError("\n  ".join([*lines, "If a number is meant, say so with unchecked=[NAME]."]))
 
 
 def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
@@ -97,7 +99,8 @@ def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) 
         return replace(
             plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
         )
-    return replace(plan, faults=(*_gpus(plan, machine), *faults))
+    found = [*_gpus(plan, machine), *faults]
+    return replace(plan, faults=[fault for fault in found if f"{name}.{fault.setting}" not in pipeline.unchecked])
 
 
 def _by_kind(
@@ -111,15 +114,18 @@ def _by_kind(
         return plan, faults_of_rl(plan, stage, model, machine)
     if isinstance(stage, EvalStage):
         plan = plan_evaluation(name, stage, model, machine)
-        return plan, [*_of_memory(plan, machine), *faults_of_evaluation(stage, model)]
+        return plan, [
+            *_of_memory(plan, machine, "batch_size", stage.batch_size),
+            *faults_of_evaluation(stage, model),
+        ]
     plan = plan_other(name, stage, model, machine)
-    return plan, _of_memory(plan, machine)
+    if isinstance(stage, TokenizerStage):
+        return plan, _of_memory(plan, machine, "max_bytes", stage.max_bytes)
+    return plan, _of_memory(plan, machine, "resources", plan.device)
 
 
-def _of_memory(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
-    return memory_faults(
-        plan, machine, setting="resources", found=plan.device, candidates=(), rebuilt=lambda stage: plan
-    )
+def _of_memory(plan: StagePlan, machine: Machine, setting: str, found: object) -> Sequence[Fault]:
+    return memory_faults(plan, machine, setting=setting, found=found, candidates=(), rebuilt=lambda stage: plan)
 
 
 def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:

@@ -1,7 +1,7 @@
 """What a process of each kind takes of host memory before its first tensor, shared pages counted by their share.
 
 Measured on a CPU after the imports: trainer 205 MB, sampler 177, evaluation 197 (and 130 of lm-eval), controller 56. A
-compiled layer costs 250 MB more, of torch's compiler. With CUDA a process maps more; 4 GiB is not measured.
+compiled layer costs 250 MB more, of torch's compiler. With CUDA a process maps more; 3 GiB is not measured.
 """
 
 MB = 1_000_000
@@ -16,7 +16,7 @@ REPORT = 330 * MB
 IMPORT = 60 * MB
 LAUNCHER = 150 * MB
 """torchrun's own, where a stage has several ranks; the watchdog's is lost beside it."""
-CUDA = 4 << 30
+CUDA = 3 << 30
 """Of a process that uses a GPU, beside what it holds."""
 PARSED = 3.0
 """Bytes in memory for each byte of a JSON file, which is read as a whole."""

@@ -66,7 +66,7 @@ def sglang_samplers(
     share of the GPU, on a CPU of the host's memory, leaves room."""
     whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
     share = int(memory_fraction * whole)
-    weights = sampler_weights(model.shape, model.parameters, precision) // tensor_parallel
+    weights = sampler_weights(model.parameters, precision) // tensor_parallel
     room = cache_bytes // tensor_parallel
     needed = context * cache_token_bytes(model.shape, width_of(precision)) // tensor_parallel
     slots = max(0, min(-(-max_batch // replicas), room // needed))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
-from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.host.machine import Machine
@@ -182,8 +181,3 @@ def _candidates(stage: SupervisedStage) -> Iterator[Candidate]:
             updates = {"micro_batch_tokens": micro, **changes}
             said = {name: str(value).lower() for name, value in updates.items() if getattr(stage, name) != value}
             yield tuple(f"{name}={value}" for name, value in said.items()), stage.model_copy(update=updates)
-
-
-def is_from_scratch(stage: StageBase) -> bool:
-    """Whether it makes a model out of nothing."""
-    return isinstance(stage, PretrainStage) and not stage.continues

@@ -94,6 +94,11 @@ def test_what_does_not_fit_is_refused_with_every_line():
     assert "pretrain.micro_batch_tokens" in str(caught.value)
 
 
+def test_a_number_that_is_meant_is_let_through():
+    asked = ["pretrain.micro_batch_tokens=524288", "unchecked=[pretrain.micro_batch_tokens]"]
+    assert planned("single-gpu", GPU, *asked[:1]).faults and not planned("single-gpu", GPU, *asked).faults
+
+
 def test_only_the_stages_that_are_to_be_run_are_looked_at():
     check_plan(resolved("speedrun", CPU), machine_of(CPU), stages=["tokenizer"])
 
