@@ -129,7 +129,7 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
         checkpoint_every=1000,
         tracking=[],
     )
-    config = derive_sampler("rl", config, detect(), None, {}, sglang=False)
+    config = derive_sampler("rl", config, detect(), None, {})
     job = Job(name="rl", run="benchmark", config=config, inputs={"model": folder / "model"}, workspace=workspace)
     environment = worker_environment(threads) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     with (workspace / "worker.log").open("wb") as log:

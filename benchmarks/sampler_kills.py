@@ -97,7 +97,7 @@ def make_job(folder: Path, model: Path, num_steps: int) -> Job:
         "micro_batch_tokens": 4096,
         "tracking": [],
     }
-    stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {}, sglang=False)
+    stage = derive_sampler("rl", RLStage.of(**config), detect(), None, {})
     job = Job(name="rl", run="bench", config=stage, inputs={"model": model}, workspace=workspace)
     write_job(job)
     return job

@@ -40,7 +40,7 @@ def nightly_eval(
 
     Args:
         name: the night's name, which begins with nightly-; by time when empty
-        preset: whose `nightly` section says what is evaluated; auto chooses by hardware
+        preset: whose `nightly` section says what is evaluated; auto takes the file's default
         overrides: dotted.name=value, as in nightly.stages=[sft,rl]
         file: the pipeline file; empty for the one that is served
         by_schedule: it is the night that the schedule was last due, and is left alone when another run took it

@@ -32,7 +32,7 @@ def speedrun(
 
     Args:
         name: the run's name; the name of a run that was stopped or failed resumes that run
-        preset: a preset of the pipeline file; auto chooses by hardware
+        preset: a preset of the pipeline file; auto takes the file's default
         overrides: dotted.name=value, as in rl.learning_rate=2e-6
         file: the pipeline file; empty for the one that nanodag comes with
         begin_at: only this stage of a run that there is already, and what follows it; its preset and file are the run's

@@ -35,7 +35,7 @@ def sweep(
         points: lists of dotted.name=value; with a grid, every combination of both
         stage: what is compared; empty for the last stage that a point sets an option of
         at_once: how many stages that train may be under way together
-        preset: a preset of the pipeline file; auto chooses by hardware
+        preset: a preset of the pipeline file; auto takes the file's default
         overrides: dotted.name=value, for all points
         file: the pipeline file; empty for the one that is served
     """

@@ -46,7 +46,7 @@ def rerun(
     pipeline = resolved.pipeline
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
-    check_gpus(name, resolved, recorded.stages)
+    check_gpus(name, resolved, recorded.stages, None)
     check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")

@@ -14,7 +14,7 @@ from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
 from nanodag.config import Pipeline, Resolved, resolve
 from nanodag.config.kind import PAGE
-from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
@@ -56,11 +56,12 @@ def run_pipeline(
     name = name or f"{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
-    check_gpus(name, resolved, list(pipeline.stages))
+    check_gpus(name, resolved, list(pipeline.stages), store.find_run(name))
     check_before_start(pipeline, file=path, remembered=store.local / "checked")
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
+    print_placement(console, resolved)
     print_warnings(console, resolved)
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
         print_others(console, path, resolved)
@@ -80,11 +81,26 @@ def run_pipeline(
     return follow(console, store, running, name, flow_run, detach=detach, began=began)
 
 
+def print_placement(console: Console, resolved: Resolved) -> None:
+    """What each stage that trains takes of the machine."""
+    taken: dict[str, list[str]] = {}
+    for name, stage in resolved.pipeline.stages.items():
+        resources = stage.resources
+        if not find_kind(stage.kind).trains or resources.work_pool != "none":
+            continue
+        ranks, threads = int(resources.num_ranks), counted(int(resources.threads), "thread")
+        what = counted(ranks, "GPU") if resources.device == "cuda" else f"{counted(ranks, 'rank')} of {threads}"
+        taken.setdefault(what, []).append(name)
+    if taken:
+        text = "; ".join(f"{', '.join(names)} on {what}" for what, names in taken.items())
+        console.print(f"Machine {resolved.machine.short}: {text}", style="dim", markup=False, highlight=False)
+
+
 def print_others(console: Console, path: Path, resolved: Resolved) -> None:
     """On a machine with GPUs: what else the file has. The default stays a run of minutes unless one asks for more."""
     presets = read_document(path)["presets"]
     others = [f"{name} ({body.get('description', '')})" for name, body in presets.items()]
-    console.print(f"This machine is {resolved.machine.short}. Of presets there are:", style="dim", markup=False)
+    console.print("No preset was named, so this is the file's default. There are:", style="dim", markup=False)
     for text in others:
         console.print(f"  {text}", style="dim", markup=False, highlight=False)
 

@@ -12,6 +12,7 @@ from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
 from nanodag.config import Resolved, resolve
 from nanodag.config.derive import facts
+from nanodag.config.hardware_rules import reason_of
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.reference import setting
@@ -75,6 +76,8 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
         lines.append(f"  value     {_plain(details.value)}    # {details.origin}")
     if note := resolved.origins.get(f"{details.name}!"):
         lines.append(f"            {note}")
+    if reason := reason_of(details.origin):
+        lines.append(f"  why       {reason}")
     for line in lines:
         console.print(line, markup=False, highlight=False)
 

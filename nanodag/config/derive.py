@@ -3,7 +3,6 @@
 from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.derive_hardware import (
-    RULES,
     Derived,
     Model,
     device_of,
@@ -12,8 +11,9 @@ from nanodag.config.derive_hardware import (
     precision_of,
     spread,
 )
-from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, has_sglang
+from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
@@ -56,7 +56,7 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if isinstance(stage, EvalStage):
             stage = derive_evaluation(name, stage, machine, size_of(pipeline, name), origins)
         if isinstance(stage, RLStage):
-            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins, sglang=has_sglang())
+            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins)
             stage = fit_rl(stage, model, found)
             _check_rl(name, stage, pipeline)
         stages[name] = stage

@@ -1,11 +1,10 @@
 """What a machine decides about a stage that trains: device, ranks, threads, precision, micro-batch and what goes with
-them. Pure functions of the pipeline and a Machine; RULES says each with its reason.
+them. Pure functions of the pipeline and a Machine; nanodag.config.hardware_rules says each with its reason.
 
 Numbers are coarse on purpose. A micro-batch is part of a stage's key, so machines of one kind must not differ in it:
 memory counts in steps of half an octave, and micro-batches divide a step.
 """
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
@@ -19,23 +18,26 @@ from nanodag.config.footprint import (
     width_of,
     working,
 )
+from nanodag.config.hardware_rules import (
+    FULL_TOKENS,
+    LEAST_FLOPS_A_RANK,
+    LEAST_TOKENS,
+    MAX_CPU_RANKS,
+    PROCESS_BYTES,
+    RL_CORES_A_RANK,
+    RL_TOKENS,
+    RL_TOKENS_UNKNOWN,
+    RULES,
+    TRITON_CAPABILITY,
+)
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import OptimizerSection
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
-from nanodag.host.machine import GIB, Machine
+from nanodag.host.machine import Machine
 
-LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
-MAX_CPU_RANKS = 16
-FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
-LEAST_TOKENS = 8192  # of a micro-batch on a GPU
-RL_TOKENS = {"cpu": 4096, "cuda": 16384}
-RL_TOKENS_UNKNOWN = 9216
-RL_CORES_A_RANK = 4
-PROCESS_BYTES = GIB
-TRITON_CAPABILITY = 7.0
 ENDLESS = 1 << 60
 
 Model = tuple[Shape, int]
@@ -43,125 +45,6 @@ Model = tuple[Shape, int]
 
 _S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage."""
-
-    setting: str
-    rule: str
-    reason: str
-
-
-RULES = {
-    "device": Rule(
-        setting="device",
-        rule="GPUs where the machine has some",
-        reason="One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once.",
-    ),
-    "device_stage": Rule(
-        setting="resources.device",
-        rule="the pipeline's `device`",
-        reason="A stage may be sent elsewhere on its own.",
-    ),
-    "device_cpu": Rule(
-        setting="resources.device",
-        rule="a stage of this kind multiplies no matrices",
-        reason="A tokenizer, an import or a report would hold a GPU that another stage waits for.",
-    ),
-    "nodes": Rule(
-        setting="resources.nodes",
-        rule="the machine's nodes, for stages that train",
-        reason="This machine counts as one node; more are described by a text, or set with `cluster.hostfile`.",
-    ),
-    "ranks_cuda": Rule(
-        setting="resources.num_ranks",
-        rule="all GPUs, as long as a step has 10 TFLOP for each",
-        reason="Less is done in 20 ms; then starting kernels and exchanging gradients take longer than computing.",
-    ),
-    "ranks_cpu": Rule(
-        setting="resources.num_ranks",
-        rule="one a core, as long as a step has 20 GFLOP for each",
-        reason=(
-            "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads "
-            "20,000, one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is "
-            f"reasoned: at most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a "
-            "quarter of the cores idle."
-        ),
-    ),
-    "ranks_none": Rule(
-        setting="resources.num_ranks",
-        rule="one process, as the kind has no ranks",
-        reason="Only stages that train are spread.",
-    ),
-    "ranks_one": Rule(
-        setting="resources.num_ranks",
-        rule="one rank with all threads, for a model of unknown size",
-        reason="Each rank on a CPU would hold the whole model, and nobody knows how large that is.",
-    ),
-    "ranks_rl_cpu": Rule(
-        setting="resources.num_ranks",
-        rule=f"one for every {RL_CORES_A_RANK} cores",
-        reason="RL's rows are long, so threads pay, and samplers of one thread each want cores too.",
-    ),
-    "ranks_given": Rule(
-        setting="resources.num_ranks",
-        rule="nodes x gpus_per_node",
-        reason="`gpus_per_node` was given.",
-    ),
-    "threads": Rule(
-        setting="resources.threads",
-        rule="the cores, shared out to the ranks of a node",
-        reason="More threads than cores take turns.",
-    ),
-    "precision": Rule(
-        setting="precision",
-        rule="bf16 where the device multiplies it fast, else fp32",
-        reason=(
-            "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate "
-            "it: AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."
-        ),
-    ),
-    "micro": Rule(
-        setting="micro_batch_tokens",
-        rule="the most that divides a step and fits, at most {limit:,}",
-        reason=(
-            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and on a CPU {FULL_TOKENS['cpu']:,} are as fast as more; "
-            "larger ones only take memory."
-        ),
-    ),
-    "checkpointing": Rule(
-        setting="activation_checkpointing",
-        rule=f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
-        reason="It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that.",
-    ),
-    "compile": Rule(
-        setting="compile",
-        rule="wherever there is a compiler for the device",
-        reason="Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7.",
-    ),
-    "compile_rl": Rule(
-        setting="optimizer.compile",
-        rule="on GPUs, and on CPUs in bf16",
-        reason="On a CPU it helps bf16 by a quarter, and fp32 hardly (measured).",
-    ),
-    "offload": Rule(
-        setting="resources.offload_optimizer",
-        rule="cpu where AdamW's states would take over half of the GPU's share",
-        reason="They are read once a step over PCIe, which costs less than micro-batches that are too small.",
-    ),
-    "micro_rl": Rule(
-        setting="optimizer.micro_batch_tokens",
-        rule="the most that fits beside the samplers, at most {limit:,}, and a whole rollout",
-        reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
-    ),
-    "micro_rl_unknown": Rule(
-        setting="optimizer.micro_batch_tokens",
-        rule=f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
-        reason="What slime's scripts give one GPU for small models.",
-    ),
-}
 
 
 class Derived:
@@ -309,7 +192,7 @@ def fit_supervised(stage: _Supervised, model: Model | None, found: Derived) -> _
     if stage.micro_batch_tokens == "auto":
         room = _tokens(stage, model, found, checkpointed=bool(stage.activation_checkpointing))
         updates["micro_batch_tokens"] = _dividing(of_rank, stage.sequence_length, min(limit, room))
-        found.note("micro_batch_tokens", "micro", limit=limit)
+        found.note("micro_batch_tokens", "micro", limit=f"{limit:,}")
     if stage.compile == "auto":
         updates["compile"] = _has_compiler(device, found.machine)
         found.note("compile", "compile")
@@ -335,7 +218,7 @@ def fit_rl(stage: RLStage, model: Model | None, found: Derived) -> RLStage:
         is_unknown = device == "cuda" and _memory_is_unknown(model, found)
         most = RL_TOKENS_UNKNOWN if is_unknown else 1 << (max(room, 1).bit_length() - 1)
         updates["micro_batch_tokens"] = max(most, context)
-        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=limit)
+        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=f"{limit:,}")
     if optimizer.compile == "auto":
         is_fast = device == "cuda" or optimizer.precision == "bf16"
         updates["compile"] = is_fast and _has_compiler(device, found.machine)
@@ -396,7 +279,7 @@ def _states(stage: StageBase, model: Model, ranks: int) -> int:
     if not isinstance(stage, RLStage):
         return one.total
     reference = width_of(of_stage.precision) * parameters["total"] // ranks
-    return one.total * (1 + stage.algorithm.has_critic) + reference * (stage.algorithm.kl_coefficient > 0)
+    return one.total * (1 + stage.algorithm.has_critic) + reference * stage.algorithm.has_reference
 
 
 def _trained(stage: StageBase, shape: Shape) -> int | None:

@@ -5,7 +5,7 @@ amount, a share of the whole device, and never a share of what is free at the mo
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanodag.config.dial import Shape, num_parameters
@@ -13,7 +13,7 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
-from nanodag.host.machine import GIB, Machine
+from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens, token_bytes
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
@@ -61,12 +61,16 @@ class ModelSize:
         )
 
 
-def has_sglang() -> bool:
-    """Whether SGLang for GPUs is installed here, or its interpreter named."""
-    return bool(os.environ.get(PYTHON_VARIABLE)) or is_installed(default_folder("cuda"), "cuda")
+def this_machine() -> Machine:
+    """This one, with SGLang where its environment for GPUs is finished, or its interpreter named."""
+    machine = detect()
+    if machine.gpu is None:
+        return machine
+    is_here = bool(os.environ.get(PYTHON_VARIABLE)) or is_installed(default_folder("cuda"), "cuda")
+    return replace(machine, sglang=is_here)
 
 
-def engine_of(machine: Machine, device: str, model: ModelSize | None, *, is_installed: bool) -> tuple[str, str]:
+def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[str, str]:
     """The engine, and why: SGLang on GPUs where it is installed and runs, else the embedded one."""
     if device != "cuda" or machine.gpu is None:
         return "embedded", "on a CPU"
@@ -74,7 +78,7 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None, *, is_inst
         return "embedded", f"SGLang needs compute capability {SGLANG_CAPABILITY}, and this is {machine.gpu.capability}"
     if model is not None and model.head_width not in SGLANG_HEADS:
         return "embedded", f"SGLang has no attention kernels for heads of {model.head_width}"
-    if not is_installed:
+    if not machine.sglang:
         return "embedded", f"SGLang is not installed; {INSTALL}"
     return "sglang", "SGLang is installed"
 
@@ -104,13 +108,13 @@ def room_for_cache(
 
 
 def derive_sampler(
-    name: str, stage: RLStage, machine: Machine, model: ModelSize | None, origins: dict[str, str], *, sglang: bool
+    name: str, stage: RLStage, machine: Machine, model: ModelSize | None, origins: dict[str, str]
 ) -> RLStage:
-    """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand.
-    sglang: whether it is installed."""
+    """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    engine, why = engine_of(machine, device, model, is_installed=sglang)
+    is_here = machine.sglang or config.python != "auto"
+    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":  # what was set for SGLang means nothing to it
         fields = type(config).model_fields

@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "eps": (0.0, 0.1),
     "weight_decay": (0.0, 10.0),
     "temperature": (1e-3, 10.0),
+    "eval_temperature": (0.0, 10.0),
     **dict.fromkeys(("clip_high", "kl_coefficient", "entropy_coefficient", "overlong_penalty"), (0.0, 100.0)),
     **dict.fromkeys(("sapo_positive", "sapo_negative", "dual_clip", "correction_cap"), (0.0, 1000.0)),
     **dict.fromkeys(("value_clip", "coefficient", "opsm_limit"), (0.0, 1000.0)),
@@ -31,7 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("threads", "reward_processes", "tensor_parallel", "sequence_parallel"), (1, 1024)),
     **dict.fromkeys(("nodes", "gpus_per_node"), (0, 10_000)),
     "num_ranks": (1, 100_000),
-    **dict.fromkeys(("max_batch", "samples_per_prompt", "batch_size", "num_fewshot"), (0, 1e6)),
+    **dict.fromkeys(("max_batch", "samples_per_prompt", "eval_samples", "batch_size", "num_fewshot"), (0, 1e6)),
     **dict.fromkeys(("width", "num_heads", "num_kv_heads", "head_width", "mlp_width"), (1, 1e6)),
     **dict.fromkeys(("sequence_length", "max_positions", "context", "max_new_tokens"), (1, 1e8)),
     **dict.fromkeys(("num_epochs", "epochs", "epochs_per_step", "tokens_per_parameter"), (0, 1e6)),
@@ -40,7 +41,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 SECONDS = (0.01, YEAR_S)  # of whatever is called *_s
 OTHERS = (-1e15, 1e15)
-_FREE = ("options", "router_options")  # of functions and programs, which check their own
+_FREE = ("options", "router_options", "template_options")  # of functions and programs, which check their own
 
 
 def check_ranges(pipeline: Pipeline, file: Path, preset: str) -> None:

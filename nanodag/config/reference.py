@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nanodag import registry
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
@@ -174,6 +175,17 @@ def reference() -> str:
             "|-|-|-|-|",
         ]
         lines += [_row(*_entry_cells(kind, name, entry)) for name, entry in registry.entries_of(kind).items()]
+    lines += [
+        "",
+        "## What `auto` of training follows from",
+        "",
+        "[Machines](pipeline-file.md#machines) says more.",
+        "",
+    ]
+    lines += ["| setting | rule | why |", "|-|-|-|"]
+    lines += [
+        _row(f"`{rule.setting}`", rule.rule.format(limit=f"{rule.limit:,}"), rule.reason) for rule in RULES.values()
+    ]
     return "\n".join(lines) + "\n"
 
 

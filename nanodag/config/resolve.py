@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.derive import derive
+from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
 from nanodag.config.kinds import find_kind, vouch_for
@@ -21,7 +22,7 @@ from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest, said
 from nanodag.host.folders import PROJECT
-from nanodag.host.machine import Machine, detect
+from nanodag.host.machine import Machine
 from nanodag.own_code.vouched import check_owner
 
 KeyPath = tuple[str, ...]
@@ -54,7 +55,7 @@ def resolve(
 
     Raises ConfigError naming the field, the value found, what is allowed and the nearest right name.
     """
-    machine = machine or detect()
+    machine = machine or this_machine()
     document = read_document(file)
     check_owner(file)
     presets = document["presets"]

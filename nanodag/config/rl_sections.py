@@ -132,7 +132,9 @@ class AlgorithmSection(StageSection):
     kl_kind: KLConfig = KLConfig(name="low_var")
     """The estimator of the KL to the reference model."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference model; 0 for none, and no reference model."""
+    """Weight of the KL to the reference model; 0 for none, and no reference model unless kl_metric is true."""
+    kl_metric: bool = False
+    """Whether the KL is computed and logged at kl_coefficient 0 too. Each rank then holds a reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
@@ -161,12 +163,14 @@ class AlgorithmSection(StageSection):
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
         if self.kl_in == "reward" and not self.kl_coefficient:
             raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
-        if self.reference_every and not self.kl_coefficient:
-            raise ValueError("reference_every refreshes nothing while kl_coefficient is 0; raise it, or leave it out")
+        if self.reference_every and not self.has_reference:
+            raise ValueError(
+                "reference_every refreshes nothing while kl_coefficient is 0; raise it, set kl_metric, or leave it out"
+            )
         if self.kl_in == "reward" and self.kl_unbiased:
             raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
         if not self.kl_coefficient:
-            refuse_unused(self, ["kl_kind", "kl_unbiased"], "kl_coefficient 0")
+            refuse_unused(self, ["kl_unbiased", *["kl_kind"] * (not self.kl_metric)], "kl_coefficient 0")
         for label in ("policy_loss", "correction"):  # what a function of the user's own takes is seen when it is loaded
             chosen: EntryConfig = getattr(self, label)
             if (traits := chosen.traits) is not None:
@@ -179,6 +183,11 @@ class AlgorithmSection(StageSection):
         if not self.has_critic and self.critic != CriticConfig():
             raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
         return self
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether each rank holds a reference model."""
+        return self.kl_coefficient > 0 or self.kl_metric
 
     @property
     def has_critic(self) -> bool:
@@ -282,6 +291,19 @@ class EvaluationSection(StageSection):
     """Steps between evaluations on held-out prompts."""
     eval_prompts: int = Field(128, ge=0)
     """Held-out prompts of an evaluation; 0 for none."""
+    eval_temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
+    eval_samples: int = Field(1, ge=1)
+    """Answers to each held-out prompt."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "EvaluationSection":
+        if self.eval_samples > 1 and not self.eval_temperature:
+            raise ValueError(
+                f"eval_samples {self.eval_samples} would all be the same answer at eval_temperature 0; raise the "
+                "latter, or set eval_samples to 1"
+            )
+        return self
 
 
 def refuse_unused(section: Section, names: Collection[str], why: str) -> None:

@@ -57,9 +57,9 @@ def _prompt(question: str, answer: str, reward: str, **metadata: Any) -> dict[st
 
 
 @entry("text", "document")
-def text(row: Mapping[str, Any], column: str = "text") -> dict[str, Any]:
-    """The column as it is."""
-    return {"text": row[column]}
+def text(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Column `text` as it is."""
+    return {"text": row["text"]}
 
 
 @entry("messages", "conversation")

@@ -66,19 +66,27 @@ def check_adapter(name: str, url: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def open_adapter(name: str, url: str, kind: Kind, options: Mapping[str, Any]) -> Callable[[int, dict], dict]:
+def open_adapter(
+    name: str, url: str, kind: Kind, options: Mapping[str, Any], columns: Mapping[str, str] | None = None
+) -> Callable[[int, dict], dict]:
     """The function (index, row) -> record of that kind, checked record by record.
 
-    A prompt without an id of its own gets `<url>#<index>`. Raises SourceError where the adapter cannot make this kind;
-    the returned function raises SourceError naming url, row and columns when a row is not what the adapter expects.
+    columns: as SourceConfig's. A prompt without an id of its own gets `<url>#<index>`. Raises SourceError where the
+    adapter cannot make this kind; the returned function raises SourceError naming url, row and columns when a row is
+    not what the adapter expects, or has been given a name that the adapter does not read.
     """
     resolved = adapter_name(name, url, kind)
     adapt = _imported(resolved) if ":" in resolved else _entry(resolved, url, kind)
     wanted = {"kind": kind, **options} if ":" in resolved else _only_taken(adapt, options)
+    unread = set() if ":" in resolved else set(columns or ())  # what a user's own function reads is its affair
 
     def record_of(index: int, row: dict) -> dict:
         try:
-            record = adapt(row, **wanted)
+            given = renamed(row, columns) if columns else row
+            given = _Watched(given) if unread else given
+            record = adapt(given, **wanted)
+            if isinstance(given, _Watched):
+                _check_read(unread, given)
             if kind == "prompt":
                 record.setdefault("prompt_id", f"{url}#{index}")
             check_record(record, kind)
@@ -92,6 +100,49 @@ def open_adapter(name: str, url: str, kind: Kind, options: Mapping[str, Any]) ->
         return record
 
     return record_of
+
+
+def renamed(row: dict, columns: Mapping[str, str]) -> dict:
+    """The row, with columns under the names that an adapter or a form reads as well. Raises KeyError for a column that
+    is not there."""
+    return {**row, **{name: _inner(row, path) for name, path in columns.items()}}
+
+
+def _inner(row: Mapping[str, Any], path: str) -> Any:
+    if path in row or "." not in path:
+        return row[path]
+    first, _, rest = path.partition(".")
+    if not isinstance(row.get(first), Mapping):
+        raise KeyError(path)
+    return _inner(row[first], rest)
+
+
+class _Watched(dict):
+    """A row that notes which columns it was asked for."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+def _check_read(unread: set[str], row: _Watched) -> None:
+    """Take the columns that the adapter asked for out of `unread`. Raises ValueError when some are left."""
+    unread -= row.read
+    if unread:
+        name = sorted(unread)[0]
+        raise ValueError(f"`columns` names {name!r}, which it does not read; it reads {listed(sorted(row.read))}")
 
 
 def _names() -> list[str]:

@@ -5,9 +5,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nanodag import registry
 from nanodag.data.adapters import check_adapter
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
+
+QUESTION = "{question}"
 
 
 class SourceConfig(BaseModel):
@@ -24,6 +27,17 @@ class SourceConfig(BaseModel):
     URL."""
     options: dict[str, bool | int | float | str] = {}
     """Options of the adapter, such as `tools: true` for gsm8k."""
+    columns: dict[str, str] = {}
+    """Other names of columns: what the adapter reads, and what the data set calls it, as in `{answer: label}`. A dot
+    goes into a column that holds a table, as in `{answer: reward_model.ground_truth}`."""
+    instruction: str = QUESTION
+    """What the user says, with `{question}` where the question stands, as in `"{question}\\nAnswer in one word."`. It
+    does not count for held_out."""
+    reward: str = "auto"
+    """The verifier of these prompts, in RL and in benchmarks of form `problems`: a reward by name; `auto` for the
+    adapter's."""
+    template_options: dict[str, bool | int | float | str] = {}
+    """Switches of the model's chat template, such as `enable_thinking: false`."""
     weight: float | None = Field(None, gt=0)
     """Share of the mixture's text, relative to the other weights; the source repeats for ever. All sources of a mixture
     have one, or none."""
@@ -38,6 +52,23 @@ class SourceConfig(BaseModel):
     @classmethod
     def _bare_url(cls, value: Any) -> Any:
         return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("instruction")
+    @classmethod
+    def _has_a_question(cls, value: str) -> str:
+        if value.count(QUESTION) != 1:
+            raise ValueError(f"{value!r:.80} must hold {QUESTION} once, where the question stands")
+        return value
+
+    @field_validator("reward")
+    @classmethod
+    def _is_shipped(cls, value: str) -> str:
+        if value != "auto" and value not in registry.names("reward"):
+            raise ValueError(
+                f"there is no reward {value!r:.80} that data may ask for; choose auto or one of "
+                f"{', '.join(registry.names('reward'))}, or name it as the stage's `reward`"
+            )
+        return value
 
     @field_validator("url")
     @classmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.data.adapters import kind_of, open_adapter
+from nanodag.data.asking import asking
 from nanodag.data.canonical import Wanted, held_out_score, record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.shuffle import RowOrder
@@ -175,9 +176,9 @@ class _Stream:
         self.config = config
         self.order = order
         self._part = part
-        self._adapt = open_adapter(
-            config.adapter, config.url, kind_of(config.adapter, config.url, kind), config.options
-        )
+        made = kind_of(config.adapter, config.url, kind)
+        self._adapt = open_adapter(config.adapter, config.url, made, config.options, config.columns)
+        self._ask = asking(config, made)
         self._kept_in_pass = True  # after a resume in the middle of a pass it is not known, so no complaint at its end
 
     def next_record(self, *, endless: bool) -> tuple[int, int, dict[str, Any]] | None:
@@ -196,7 +197,7 @@ class _Stream:
         if not self._wanted(record):
             return None
         self._kept_in_pass = True
-        return epoch, index, record
+        return epoch, index, self._ask(record)
 
     def _wanted(self, record: dict[str, Any]) -> bool:
         if self._part == "all":

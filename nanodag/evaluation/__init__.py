@@ -2,10 +2,12 @@
 
 Writes into output/ (the same bytes for the same job):
 
-    results.json                 {"benchmarks": {name: {"metric", "value", "stderr", "low", "high", "num_items", ...}},
+    results.json                 {"benchmarks": {name: {"metric", "value", "stderr", "low", "high", "num_items",
+                                  "too_long", ...}},
                                   "samples": [{"prompt", "completion"}]}
     samples/<benchmark>.jsonl    one item a line: id, scores by metric, prompt, output or logprobs, target; `weight`
-                                 where items do not count alike. What nanodag.evaluation.paired compares.
+                                 where items do not count alike, `too_long` where the prompt had no room. What
+                                 nanodag.evaluation.paired compares.
 
 harness              one lm-eval run a benchmark, its records
 forms                which YAML form a config names
@@ -13,7 +15,7 @@ items                a benchmark's items out of our sources
 continuation         the same made out of held-out text
 evaluated_model      the model as lm-eval sees it
 scoring              log-probabilities
-checkpoint_sampler   texts by the embedded sampler
+writing              texts by embedded samplers
 answers              how answers are scored
 core                 CORE: 22 in-context tasks as one number
 intervals            mean, standard error, 95 % interval

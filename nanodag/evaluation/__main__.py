@@ -1,4 +1,4 @@
-"""Worker of an eval stage: `python -m nanodag.evaluation job.json`. One process, on one device."""
+"""Worker of an eval stage: `python -m nanodag.evaluation job.json`. One process, and samplers that it starts."""
 
 import os
 
@@ -42,17 +42,27 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     benchmarks, and in requests of the benchmark that is under way.
     """
     config = job.config
-    folder = job.inputs["model"]
     progress = _Progress(metrics_log, len(config.benchmarks))
     checkpoint = EvaluatedModel(
-        folder,
+        job.inputs["model"],
         precision=config.precision,
         device=config.resources.device,
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
+        replicas=int(config.sampler.replicas),
+        sampler_batch=int(config.sampler.max_batch),
+        cache_bytes=int(config.sampler.cache_bytes),
         bos=config.bos,
         on_progress=progress,
     )
+    try:
+        return _fill(job, checkpoint, progress)
+    finally:
+        checkpoint.close()
+
+
+def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[dict[str, Any], dict[str, Any]]:
+    config = job.config
     forms, samples_folder, finished_folder = job.workspace / "forms", job.output / "samples", job.workspace / "finished"
     for needed in (forms, samples_folder, finished_folder):
         needed.mkdir(parents=True, exist_ok=True)
@@ -69,7 +79,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
         cost["seconds_by_benchmark"][benchmark.name] = done["seconds"]
         progress.end(number, done["result"])
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
-    cost["flops"] = 2 * matrix_parameters(folder) * cost["forward_tokens"]
+    cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
     write_json(job.output / "results.json", {"benchmarks": results, "samples": samples})
     return {name: result["value"] for name, result in results.items()}, cost
 
@@ -85,6 +95,8 @@ def _run_one(
         config, mirror = job.config, str(job.mirror or "")
         result = run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
     log.info("%s", summary(result))
+    if num_over := sum(bool(record.get("too_long")) for record in result.records):
+        log.warning("%s: the prompts of %s were too long.", result.name, counted(num_over, "item"))
     lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
     text = "".join(line + "\n" for line in lines)
     write_bytes(samples_folder / f"{benchmark.name}.jsonl", text.encode("utf-8", "surrogatepass"))
@@ -107,6 +119,7 @@ def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool
     if not prompts:
         return []
     checkpoint.is_chat = chat
+    checkpoint.switch_template({})
     texts = [checkpoint.apply_chat_template([{"role": "user", "content": p}]) if chat else p for p in prompts]
     completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts], [()] * len(texts))
     return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]

@@ -84,15 +84,16 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
     scores: dict[str, Score] = {}
     for task in TASKS:
         data = read_items(files[task.file], config.limit)
-        is_right = score_task(checkpoint, task, data)
-        scores[task.label] = score_of([float(right) for right in is_right])
+        judged = score_task(checkpoint, task, data)
+        scores[task.label] = score_of([float(one.is_right) for one in judged])
         records += [
             {
                 "id": f"{task.label}:{number}",
                 "weight": 1 / len(data),
-                "scores": {"core": centred(float(right), task.baseline), task.label: float(right)},
+                "scores": {"core": centred(float(one.is_right), task.baseline), task.label: float(one.is_right)},
+                **({"too_long": True} if one.is_too_long else {}),
             }
-            for number, right in enumerate(is_right)
+            for number, one in enumerate(judged)
         ]
     return BenchmarkResult(
         name=config.name,
@@ -132,35 +133,48 @@ def read_items(path: Path, limit: int) -> list[Item]:
     return items[:limit] if limit else items
 
 
-def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[bool]:
+@dataclass(frozen=True)
+class Judged:
+    """is_too_long: a prompt of the item lost its beginning, as nanochat has it."""
+
+    is_right: bool
+    is_too_long: bool
+
+
+def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[Judged]:
     """Whether each item is answered rightly."""
-    is_right: list[bool] = []
+    judged: list[Judged] = []
     for start in range(0, len(data), CHUNK_ITEMS):
         numbers = range(start, min(start + CHUNK_ITEMS, len(data)))
         groups = [_questions(checkpoint, task, data, number) for number in numbers]
-        flat = checkpoint.score([question for group in groups for question in group])
+        flat = checkpoint.score([question for group, _ in groups for question in group])
         scored = iter(flat)
-        for number, group in zip(numbers, groups, strict=True):
+        for number, (group, is_too_long) in zip(numbers, groups, strict=True):
             answers = [answer for _ in group for answer in next(scored)]
             lengths = [len(answer) for question in group for answer in question.answers]
-            is_right.append(_judge(task, data[number], answers, lengths))
-    return is_right
+            judged.append(Judged(_judge(task, data[number], answers, lengths), is_too_long))
+    return judged
 
 
-def _questions(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item], number: int) -> list[Question]:
-    """What is scored for one item: one question with all choices, or one for each context, or one answer."""
+def _questions(
+    checkpoint: EvaluatedModel, task: Task, data: Sequence[Item], number: int
+) -> tuple[list[Question], bool]:
+    """What is scored for one item: one question with all choices, or one for each context, or one answer; and whether
+    a prompt is too long."""
     tokens = [tuple(checkpoint.document(prompt)) for prompt in prompts_of(task, data, number)]
+    wanted = tokens[1:] if task.kind == "language_modeling" else tokens
+    is_too_long = max(map(len, wanted)) > checkpoint.max_positions
     if task.kind == "schema":
         shared = _common([ids[::-1] for ids in tokens])
         split = [(ids[: len(ids) - shared], ids[len(ids) - shared :]) for ids in tokens]
     else:
         shared = _common(tokens)
-        wanted = tokens[1:] if task.kind == "language_modeling" else tokens
         split = [(ids[:shared], ids[shared:]) for ids in wanted]
-        if max(map(len, wanted)) <= checkpoint.max_positions:
-            return [Question(split[0][0], tuple(answer for _, answer in split))]
+        if not is_too_long:
+            return [Question(split[0][0], tuple(answer for _, answer in split))], False
     # Prompts that are too long lose their beginnings, each as much as it must, so they share no context any more.
-    return [Question(context[-(checkpoint.max_positions - len(answer)) :], (answer,)) for context, answer in split]
+    room = checkpoint.max_positions
+    return [Question(context[-(room - len(answer)) :], (answer,)) for context, answer in split], is_too_long
 
 
 def prompts_of(task: Task, data: Sequence[Item], number: int) -> list[str]:

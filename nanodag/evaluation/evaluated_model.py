@@ -1,4 +1,4 @@
-"""A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with the embedded sampler.
+"""A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with embedded samplers.
 
 Either is loaded when a benchmark first needs it; the model classes of transformers, which take seconds to import, are
 not. Plain text becomes the tokens that lm-eval's own HFLM makes of it: with the start-of-document token where the
@@ -8,6 +8,7 @@ tokenizer puts it there itself, unless the config says otherwise. A chat prompt 
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,18 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
+from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
-from nanodag.model.headers import faults_of_config
+from nanodag.model.headers import faults_of_config, matrix_parameters
+from nanodag.tokenizer.chat import Switches, check_switches
 
 if TYPE_CHECKING:
-    from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
+    from nanodag.evaluation.writing import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +39,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[int, int], None]
 
 
+class TooLong(str):
+    """The empty answer to a prompt that leaves max_new_tokens no room in the model's positions: it is not asked."""
+
+    __slots__ = ()
+
+
+class CutScore(tuple[float, bool]):
+    """The score of an answer behind a context that was too long and lost its beginning, as in lm-eval's HFLM."""
+
+    __slots__ = ()
+
+
 class EvaluatedModel(TemplateLM):
     """A Hugging Face folder for lm-eval.
 
     is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. bos: as EvalStage's.
+    batch_size: questions scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
     on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
@@ -50,6 +68,9 @@ class EvaluatedModel(TemplateLM):
         device: str,
         batch_size: int,
         max_new_tokens: int,
+        replicas: int = 1,
+        sampler_batch: int = 64,
+        cache_bytes: int = 2 << 30,
         bos: str = "auto",
         on_progress: Progress = lambda done, total: None,
     ) -> None:
@@ -58,12 +79,15 @@ class EvaluatedModel(TemplateLM):
 
         self.folder = folder
         self.is_chat = False
+        self._switches: dict[str, Any] = {}
         self.tokens_read = 0
         self.tokens_written = 0
         self._device = device
         self._precision = precision
         self._batch_size = batch_size
         self._max_new_tokens = max_new_tokens
+        self._replicas, self._sampler_batch, self._cache_bytes = replicas, sampler_batch, cache_bytes
+        self._sampler: Sampler | None = None
         self._on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
@@ -73,18 +97,40 @@ class EvaluatedModel(TemplateLM):
             raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
 
     @cached_property
-    def model(self) -> Decoder:
-        """The model, for log-probabilities."""
-        return load(self.folder).to(self._device, DTYPES[self._precision])
+    def models(self) -> list[Decoder]:
+        """The model, for log-probabilities: once on each GPU that this process may use, or on the CPU."""
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if self._device == "cuda" else []
+        model = load(self.folder).to(DTYPES[self._precision])
+        return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 
-    @cached_property
-    def generator(self) -> "CheckpointSampler":
-        """The embedded sampler."""
-        from nanodag.evaluation.checkpoint_sampler import CheckpointSampler
+    def _sampler_for(self, context: int, num_tokens: int) -> "Sampler":
+        """Samplers with room for so many tokens of prompt and answer, and as many of them as num_tokens keep busy:
+        those of the last benchmark where they will do."""
+        from nanodag.evaluation.writing import SamplerSettings, replicas_for, start_sampler
 
-        return CheckpointSampler(
-            self.folder, precision=self._precision, device=self._device, max_batch=self._batch_size
+        settings = SamplerSettings(
+            folder=self.folder,
+            precision=self._precision,
+            device=self._device,
+            replicas=self._replicas,
+            max_batch=self._sampler_batch,
+            cache_bytes=self._cache_bytes,
         )
+        flops = 2.0 * matrix_parameters(self.folder) * num_tokens
+        last = self._sampler
+        if last is not None and context <= last.context and replicas_for(settings, flops) <= last.num_replicas:
+            return last
+        self.close()
+        if self._device == "cuda":  # what scoring has left is another process's to take, too
+            torch.cuda.empty_cache()
+        self._sampler = start_sampler(settings, context=context, flops=flops)
+        return self._sampler
+
+    def close(self) -> None:
+        """End the samplers."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
 
     @property
     def eot_token_id(self) -> int:
@@ -114,12 +160,19 @@ class EvaluatedModel(TemplateLM):
         start = self.tokenizer.bos_token_id
         return ids if start is None or ids[:1] == [start] else [start, *ids]
 
+    def switch_template(self, switches: Switches) -> None:
+        """Set the chat template's switches for the benchmark under way. Raises SourceError for one that it has not."""
+        if switches and isinstance(self.tokenizer.chat_template, str):
+            check_switches(self.tokenizer.chat_template, switches, self.folder)
+        self._switches = dict(switches)
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt up to where the assistant speaks. Raises ConfigError for a tokenizer without a template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.folder} has no chat template; set chat: false for this eval stage.")
         text = self.tokenizer.apply_chat_template(
             chat_history,
+            **self._switches,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -144,8 +197,13 @@ class EvaluatedModel(TemplateLM):
             for question, scores in zip(questions, scored, strict=True)
             for answer, score in zip(question.answers, scores, strict=True)
         }
-        picked = [answer_scores[tuple(context), tuple(answer)] for _, context, answer in requests]
-        return [(score.logprob, score.is_greedy) for score in picked]
+        is_cut = {question.context: not question.fits(self.max_positions) for question in questions}
+        found: list[tuple[float, bool]] = []
+        for _, context, answer in requests:
+            score = answer_scores[tuple(context), tuple(answer)]
+            pair = (score.logprob, score.is_greedy)
+            found.append(CutScore(pair) if is_cut[tuple(context)] else pair)
+        return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """The log-probability of whole texts, each from the start-of-document token; a text longer than the model's
@@ -166,7 +224,8 @@ class EvaluatedModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Greedy texts, each cut before the first of its `until` strings. Raises ConfigError for sampling settings."""
+        """Greedy texts, each cut before the first of its `until` strings; TooLong for a prompt without room. Raises
+        ConfigError for sampling settings."""
         prompts, stops = [], []
         for request in requests:
             context, settings = request.args
@@ -177,24 +236,30 @@ class EvaluatedModel(TemplateLM):
         return self.complete(prompts, stops)
 
     def complete(self, prompts: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[str]:
-        """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn."""
-        context = self.generator.context
-        limit = min(self._max_new_tokens, context - 1)
-        if too_long := sum(len(prompt) > context - limit for prompt in prompts):
+        """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn; TooLong
+        for a prompt that leaves max_new_tokens no room in the model's positions."""
+        most, limit = self.max_positions - self._max_new_tokens, self._max_new_tokens
+        asked = [number for number, prompt in enumerate(prompts) if len(prompt) <= most]
+        if num_over := len(prompts) - len(asked):
             log.warning(
-                "%d prompts of %d exceed %d tokens: their beginning goes", too_long, len(prompts), context - limit
-            )
-        prompts = [prompt[-(context - limit) :] for prompt in prompts]
-        written = self.generator.greedy(
-            prompts,
-            max_new_tokens=limit,
-            stop_ids=self._stop_ids,
-            stops=stops,
-            on_done=lambda done: self._on_progress(done, len(prompts)),
-        )
-        self.tokens_read += sum(map(len, prompts))
-        self.tokens_written += sum(map(len, written))
-        return [_before(self._decode(ids), stop) for ids, stop in zip(written, stops, strict=True)]
+                "%d of %s are longer than %d tokens, what max_new_tokens %d leaves of the model's %d; they are not "
+                "asked, and count as wrong and as too_long.",
+                num_over, counted(len(prompts), "prompt"), most, limit, self.max_positions,
+            )  # fmt: skip
+        texts: list[str] = [TooLong()] * len(prompts)
+        if not asked:
+            return texts
+        requests = [_greedy_request(prompts[number], limit, self._stop_ids, stops[number]) for number in asked]
+        num_read = sum(len(prompts[number]) for number in asked)
+        context = min(slot_tokens(max(len(prompts[number]) for number in asked) + limit), self.max_positions)
+        sampler = self._sampler_for(context, num_read + limit * len(asked))
+        written = sampler.greedy(requests, lambda done: self._on_progress(done, len(asked)))
+        self.tokens_read += num_read
+        for number, ids in zip(asked, written, strict=True):
+            ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+            self.tokens_written += len(ids)
+            texts[number] = _before(self._decode(ids), stops[number])
+        return texts
 
     @cached_property
     def _stop_ids(self) -> list[int]:
@@ -211,12 +276,21 @@ class EvaluatedModel(TemplateLM):
         """Scores of every answer of every question, in order."""
         self.tokens_read += sum(question.num_tokens for question in questions)
         return score_questions(
-            self.model,
+            self.models,
             questions,
             batch_size=self._batch_size,
             max_positions=self.max_positions,
             on_batch=lambda done: self._on_progress(done, len(questions)),
         )
+
+
+def _greedy_request(
+    prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], stops: Sequence[str]
+) -> Request:
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=0.0, stop_token_ids=tuple(stop_ids), stop=tuple(stops) or None
+    )
+    return Request(input_ids=prompt, params=params, return_logprob=False)
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -14,8 +14,24 @@ _LM_EVAL = Path(getattr(importlib.util.find_spec("lm_eval"), "origin", None) or 
 def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     """The YAML file that a benchmark is put in, and whether its prompts are a chat's.
 
-    Raises ConfigError listing what is shipped.
+    Raises ConfigError listing what is shipped, and for `template_options` where no chat template is used, or of worked
+    examples, which are rendered with the question.
     """
+    path, is_chat = _file_of(config, chat=chat)
+    if config.source is not None and config.source.template_options and not is_chat:
+        raise ConfigError(
+            f"Benchmark {config.name!r} is put as plain text (form {path.stem}, chat: {str(chat).lower()}), so its "
+            "source's template_options mean nothing; leave them out."
+        )
+    if config.fewshot is not None and config.fewshot.template_options:
+        raise ConfigError(
+            f"Benchmark {config.name!r}: template_options of `fewshot` mean nothing, those of `source` count; leave "
+            "them out."
+        )
+    return path, is_chat
+
+
+def _file_of(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     named = config.name if config.form == "auto" else config.form
     if named.startswith("lm_eval:"):
         path = _LM_EVAL / "tasks" / named.removeprefix("lm_eval:")

@@ -20,7 +20,7 @@ from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel, TooLong
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.intervals import Score, score_of
 
@@ -31,7 +31,9 @@ MAX_RECORDED_CHARACTERS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkResult:
-    """metric: the main one, the first of the form's list. scores: by metric. records: one an item."""
+    """metric: the main one, the first of the form's list. scores: by metric. records: one an item, with `too_long`
+    where its prompt had no room: a written answer is then wrong, a likelihood that of a context without its beginning.
+    """
 
     name: str
     form: str
@@ -50,6 +52,7 @@ class BenchmarkResult:
             "form": self.form,
             "chat": self.is_chat,
             "num_fewshot": self.num_fewshot,
+            "too_long": sum(bool(record.get("too_long")) for record in self.records),
             **self.scores[self.metric].as_json(),
             "metrics": {name: score.as_json() for name, score in self.scores.items()},
         }
@@ -67,6 +70,7 @@ def run_benchmark(
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
     task = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     checkpoint.is_chat = is_chat
+    checkpoint.switch_template({} if config.source is None else config.source.template_options)
     evaluated = evaluate(
         checkpoint,
         task,
@@ -143,6 +147,8 @@ def _record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
         else:
             scores[name] = float(value)
     record["scores"] = scores
+    if any(isinstance(response[0], TooLong | CutScore) for response in sample["resps"]):
+        record["too_long"] = True
     prompts = [arguments[0] for arguments in sample["arguments"]]
     if isinstance(sample["resps"][0][0], str):  # a text
         record |= {"prompt": prompts[0], "target": _plain(sample["target"]), "output": sample["resps"][0][0]}

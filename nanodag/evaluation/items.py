@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanodag.data.adapters import open_adapter
+from nanodag.data.asking import asking, check_effect, with_names
 from nanodag.data.canonical import Kind, held_out_score, message_text
 from nanodag.data.config import SourceConfig
 from nanodag.data.sources import Row, open_source
@@ -71,11 +72,12 @@ def held_out_records(
             f"{source.url}: held_out_by: content splits problems by their answers too, so training and benchmark would "
             "be split differently. Set held_out_by: prompt on both."
         )
-    record_of = open_adapter(source.adapter, source.url, kind, source.options)
+    record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
+    ask = asking(source, kind)
     for index, row in open_source(source.url, mirror).rows():
         record = record_of(index, row)
         if not source.held_out or held_out_score(record, source.held_out_by) < source.held_out:
-            yield index, row, record
+            yield index, row, ask(record)
 
 
 def _splits(read: Callable[[SourceConfig, Path | None], Iterator[tuple[Row, Item]]], options: Mapping[str, Any]) -> Any:
@@ -98,8 +100,9 @@ def _splits(read: Callable[[SourceConfig, Path | None], Iterator[tuple[Row, Item
 def _rows(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, Item]]:
     if source.held_out:
         raise SourceError(f"{source.url}: held_out means nothing to a benchmark that reads rows as they are; remove it")
+    check_effect(source, "row")
     for _, row in open_source(source.url, mirror).rows():
-        yield row, row
+        yield row, with_names(row, source)
 
 
 def _documents(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, Item]]:

@@ -7,8 +7,10 @@ own answer only, and their positions go on from the context's. Four choices of 5
 tokens instead of 136. One-token answers cost nothing beyond the context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -34,6 +36,10 @@ class Question:
         """Tokens that go through the model: an answer's last token is predicted, never read."""
         return len(self.context) + sum(len(answer) - 1 for answer in self.answers)
 
+    def fits(self, max_positions: int) -> bool:
+        """Whether the context leaves its longest answer room."""
+        return len(self.context) + max(map(len, self.answers)) - 1 <= max_positions
+
 
 @dataclass(frozen=True)
 class AnswerScore:
@@ -44,7 +50,7 @@ class AnswerScore:
 
 
 def score_questions(
-    model: Decoder,
+    models: Sequence[Decoder],
     questions: Sequence[Question],
     *,
     batch_size: int,
@@ -53,6 +59,7 @@ def score_questions(
 ) -> list[list[AnswerScore]]:
     """Scores of every answer of every question, in the order given.
 
+    models: of the same weights, each on a device of its own; whichever is free takes the next batch.
     batch_size: rows at once, fewer where they are long. max_positions: a context that leaves its longest answer no
     room loses tokens at its front. on_batch gets the number of questions done.
 
@@ -62,15 +69,39 @@ def score_questions(
     # Longest first: an out-of-memory comes at once, and rows of one batch are of about one length.
     order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
     scores: list[list[AnswerScore]] = [[] for _ in questions]
+    batches: list[list[int]] = []
     start = 0
     while start < len(order):
         num_rows = min(batch_size, max(1, MAX_BATCH_TOKENS // fitted[order[start]].num_tokens))
-        chosen = order[start : start + num_rows]
-        for index, row_scores in zip(chosen, _score_batch(model, [fitted[i] for i in chosen]), strict=True):
+        batches.append(order[start : start + num_rows])
+        start += num_rows
+    num_done = 0
+    for chosen, found in zip(batches, _each_batch(models, [[fitted[i] for i in b] for b in batches]), strict=True):
+        for index, row_scores in zip(chosen, found, strict=True):
             scores[index] = row_scores
-        start += len(chosen)
-        on_batch(start)
+        num_done += len(chosen)
+        on_batch(num_done)
     return scores
+
+
+def _each_batch(models: Sequence[Decoder], batches: Sequence[Sequence[Question]]) -> Iterator[list[list[AnswerScore]]]:
+    """The scores of each batch, in order. A thread a model: it waits for its device most of the time."""
+    if len(models) == 1:
+        yield from (_score_batch(models[0], batch) for batch in batches)
+        return
+    free: SimpleQueue[Decoder] = SimpleQueue()
+    for model in models:
+        free.put(model)
+
+    def score(batch: Sequence[Question]) -> list[list[AnswerScore]]:
+        model = free.get()
+        try:
+            return _score_batch(model, batch)
+        finally:
+            free.put(model)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        yield from pool.map(score, batches)
 
 
 def _fit(question: Question, max_positions: int) -> Question:

@@ -1,7 +1,8 @@
 """One description of the hardware that a run has: of this machine, or of another one by a text. No torch.
 
-`8xH100`, `1x24GB`, `2x8xH100` (two nodes), `cpu:2:avx2:16GiB` (cores, instruction set, memory). What is `auto` in a
-pipeline follows from it alone (nanodag.config.derive), so a run's record keeps it as such a text.
+`8xH100`, `1x24GB`, `2x8xH100` (two nodes), `cpu:2:avx2:16GiB` (cores, instruction set, memory); `+sglang` behind it
+where SGLang is installed. What is `auto` in a pipeline follows from it alone (nanodag.config.derive), so a run's record
+keeps it as such a text.
 """
 
 import functools
@@ -9,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag.errors import ConfigError
@@ -25,6 +26,7 @@ FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
 CORES_PER_GPU = 8
 MEMORY_PER_GPU = 96 * GIB
 ASSUMED_DISK = 1 << 40
+SGLANG_MARK = "+sglang"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ class Machine:
     """One node's hardware, and how many such nodes there are.
 
     cores: usable, by affinity and quota. instruction_set: one of INSTRUCTION_SETS. memory: bytes of host memory that
-    may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model.
+    may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model. sglang: whether SGLang
+    for GPUs is installed, which decides settings as hardware does.
     """
 
     cores: int
@@ -71,6 +74,7 @@ class Machine:
     gpu: Gpu | None = None
     num_gpus: int = 0
     nodes: int = 1
+    sglang: bool = False
 
     @property
     def device(self) -> str:
@@ -90,20 +94,23 @@ class Machine:
 
     def __str__(self) -> str:
         """The text that `machine_of` reads as this machine, but for its disk."""
-        host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB"
+        host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB{SGLANG_MARK if self.sglang else ''}"
         if self.gpu is None:
             return f"cpu:{host}" if self.nodes == 1 else f"{self.nodes}xcpu:{host}"
         gpu = self.gpu
         is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
         name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{gpu.memory / GIB:.4g}GiB@{gpu.capability}"
         name = name.replace(" ", "_")
-        return f"{f'{self.nodes}x' if self.nodes > 1 else ''}{self.num_gpus}x{name}:{host}"
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.num_gpus}x{name}:{host}"
 
 
 def machine_of(text: str) -> Machine:
     """The machine that a text describes: `cpu:CORES:INSTRUCTIONS:MEMORY` or `COUNTxGPU`, with the host's
     `:CORES:INSTRUCTIONS:MEMORY` behind it where it is known, and `NODESx` before it. GPU: a name of GPUS, or the memory
-    of any: `24GB`. Raises ConfigError, naming the part."""
+    of any: `24GB`. `+sglang` may stand at the end. Raises ConfigError, naming the part."""
+    if text.endswith(SGLANG_MARK):
+        return replace(machine_of(text.removesuffix(SGLANG_MARK)), sglang=True)
     match = re.fullmatch(r"(?:(?P<nodes>\d{1,4})x)?(?:(?P<count>\d{1,3})x(?P<gpu>[^:]+)|cpu)(?::(?P<host>.+))?", text)
     if match is None or (not match["gpu"] and not match["host"]):
         raise _wrong(text, "is of neither form")

@@ -4,20 +4,17 @@ Letters: B rows, T tokens a row, H query heads, G key-value heads (each serves H
 
 An `Attend` is made once a batch and used by every layer. Which one, by what the machine does well:
 - CUDA in bfloat16: flash attention over variable lengths, the row boundaries being just more document boundaries;
-- CPU in bfloat16, short rows: flash attention forward in bfloat16, backward in float32. PyTorch's backward in bfloat16
-  takes 3 times as long at 128 tokens, 1.6 times at 256 (heads 32 wide), and is less exact; at 1,024 it is faster;
+- CPU: our own code over variable lengths (nanodag.model.cpu_attention), for heads that are a multiple of 16 wide;
 - elsewhere: scaled_dot_product_attention under a mask.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-SHORT_ROW = 256  # tokens
+from nanodag.model.cpu_attention import CpuAttention, can_attend, pieces_of_documents
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, T, H, D), key and value (B, T, G, D) -> (B, T, H, D), dtype of the query."""
@@ -27,8 +24,8 @@ def document_attention(document_ids: Tensor, dtype: torch.dtype) -> Attend:
     """The Attend of a packed batch. document_ids: (B, T) integers, one number a document within a row; padding -1."""
     if document_ids.device.type == "cuda" and dtype == torch.bfloat16:
         return _variable_length(document_ids)
-    if document_ids.device.type == "cpu" and dtype == torch.bfloat16 and document_ids.shape[1] <= SHORT_ROW:
-        return _wide_backward(visible(document_ids))
+    if document_ids.device.type == "cpu":
+        return _on_cpu(document_ids)
     return _masked(visible(document_ids))
 
 
@@ -53,37 +50,16 @@ def _masked(mask: Tensor) -> Attend:
     return attend
 
 
-def _wide_backward(mask: Tensor) -> Attend:
-    bias = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, float("-inf"))[:, None]
+def _on_cpu(document_ids: Tensor) -> Attend:
+    pieces = pieces_of_documents(document_ids)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeats = query.shape[2] // key.shape[2]
-        if repeats > 1:
-            key, value = (t.repeat_interleave(repeats, dim=2) for t in (key, value))
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        return _WideBackward.apply(query, key, value, bias).transpose(1, 2)
+        if not can_attend(query):
+            return _masked(visible(document_ids))(query, key, value)
+        tokens = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        return CpuAttention.apply(*tokens, pieces).view(query.shape)
 
     return attend
-
-
-class _WideBackward(torch.autograd.Function):
-    """Attention in bfloat16 whose gradients are computed in float32; all tensors (B, H, T, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, logsumexp = flash(query, key, value, attn_mask=bias)
-        ctx.save_for_backward(query, key, value, out, logsumexp, bias)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp, bias = ctx.saved_tensors
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        wide = (t.float() for t in (d_out, query, key, value, out))
-        gradients = flash(*wide, logsumexp, 0.0, False, attn_mask=bias.float())
-        return *(g.to(query.dtype) for g in gradients), None
 
 
 def _variable_length(document_ids: Tensor) -> Attend:

@@ -2,7 +2,7 @@
 
 Letters: N tokens, H hidden width, V vocabulary. The plain way, `log_softmax(hidden @ weight.T)`, holds several (N, V)
 tensors in float32; with a vocabulary of 150,000 that is most of the memory of a step. Here the tokens are taken in
-blocks of at most `block_bytes` of logits, and inside a block in chunks that stay in the CPU's cache.
+blocks of at most `block_bytes` of logits; on a CPU our own code walks over a block once (nanodag.model.cpu_head).
 
 Two ways, by what is known when:
 - `cross_entropy_sum`: the gradient is known in the forward pass up to one factor, so it is computed there, block by
@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from nanodag.model import cpu_head
+
 BLOCK_BYTES = 256 << 20
-CHUNK_ELEMENTS = 1 << 18  # 1 MiB in float32: stays in a CPU core's second-level cache (measured: best of 2^16 to 2^22)
+CHUNK_ELEMENTS = 1 << 18  # on a CPU in float64
 IGNORED = -100
 # Tokens that carry loss are taken in multiples of this. A CPU's matmul library compiles a kernel for each new shape and
 # keeps it (5 MB for a bfloat16 head): a different number of tokens in every batch took 90 MB more at every step.
@@ -82,6 +84,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         logits = hidden.new_empty(0)
         for block in blocks:
             logits = hidden[block] @ weight.T
+            if cpu_head.can_score(logits):
+                found = cpu_head.score(logits, targets[block], temperature, with_entropy=entropy)
+                selected[block], logsumexp[block], entropies[block] = found
+                continue
             for chunk in _chunks(block, weight):
                 scores = _scores(logits, block, chunk, temperature)
                 selected[chunk] = scores.gather(1, targets[chunk, None]).squeeze(1)
@@ -100,6 +106,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
             logits = hidden[block] @ weight.T if kept is None else kept
+            if cpu_head.can_score(logits):
+                d_logits = cpu_head.score_back(
+                    logits,
+                    targets[block],
+                    ctx.temperature,
+                    logsumexp=logsumexp[block],
+                    entropies=entropies[block],
+                    d_logprobs=d_logprobs[block],
+                    d_entropies=d_entropies[block] if entropy_counts else None,
+                )
+                gradients.add(block, d_logits)
+                continue
             d_logits = torch.empty_like(logits)
             for chunk in _chunks(block, weight):
                 scores = _scores(logits, block, chunk, ctx.temperature)
@@ -130,6 +148,12 @@ class _CrossEntropySum(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in _blocks(used.shape[0], weight, block_bytes):
             logits = used[block] @ weight.T
+            if cpu_head.can_score(logits):
+                losses = cpu_head.losses(logits, labels[block], with_gradient=needs_gradient)
+                total += (losses if is_real is None else losses * is_real[block, 0]).sum()
+                if needs_gradient:
+                    gradients.add(block, logits)
+                continue
             for chunk in _chunks(block, weight):
                 scores = _scores(logits, block, chunk, 1.0)
                 selected = scores.gather(1, labels[chunk, None])

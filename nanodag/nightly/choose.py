@@ -14,6 +14,7 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.kind import MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
@@ -118,7 +119,9 @@ def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipe
         stages[subject.input_name] = ImportStage(kind="import", model=model)
         for name, (_, config) in subject.evals.items():
             # The run may have been another machine's.
-            here = {"inputs": {"model": subject.input_name}, "resources": Resources()}
+            here: dict[str, Any] = {"inputs": {"model": subject.input_name}, "resources": Resources()}
+            if isinstance(config, EvalStage):
+                here["sampler"] = EvalSamplerConfig()
             stages[name] = config.model_copy(update=here)
     raw = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
     made = pipeline.model_dump(mode="json") | {

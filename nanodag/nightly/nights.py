@@ -10,8 +10,8 @@ from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
 from nanodag.config.cron import last_due, zone_of
+from nanodag.config.derive_sampler import this_machine
 from nanodag.errors import ConfigError, StoreBusy
-from nanodag.host.machine import detect
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.composed import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
@@ -85,7 +85,7 @@ def begin_night(
 def check_choice(store: Store, settings: Pipeline, file: Path) -> None:
     """Raise for what a night of these settings would fail for as the store is now: as choose and check_before_start."""
     choice = choose(store, settings)
-    _check(store, night_pipeline(settings, choice, detect()), file, stages_of(choice))
+    _check(store, night_pipeline(settings, choice, this_machine()), file, stages_of(choice))
 
 
 def check_night(night: Night) -> None:

@@ -11,6 +11,7 @@ from nanodag.config.kind import SCORES, Kind
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
 
@@ -202,11 +203,16 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
 
 
 def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
-    """What the reader of scores must know: what is stale, and that RL learned nothing. stale: stage -> why."""
+    """What the reader of scores must know: what is stale, that RL learned nothing, and items whose prompts were too
+    long. stale: stage -> why."""
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
         if issubclass(stage.kind.config, RLStage):
             warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+        for name, score in stage.results["benchmarks"].items() if stage.kind.makes == SCORES else ():
+            if score.get("too_long"):
+                many = f"{score['too_long']} of {counted(score['num_items'], 'item')}"
+                warnings.append(f"{stage.name} {name}: the prompts of {many} were too long for the model.")
     return warnings
 
 

@@ -101,10 +101,10 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
     """Reward, length, how far the policy moved, and speed; what was not recorded is left out."""
     shares = {"clipped_share": "tokens clipped", "zero_spread_share": "groups all alike", "truncated_share": "cut off"}
     speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
-    reward = {"reward": "rollouts", "eval_reward": "held out, greedy"}
+    reward = {"reward": "rollouts", "eval_reward": "held out"}
     return _panels(
         stage,
-        ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out, greedy",)}),
+        ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
         ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
         ("Entropy (nats a token)", {"entropy": "entropy"}, {"smooth": ("entropy",)}),
         ("Shares", shares, {"from_zero": True}),

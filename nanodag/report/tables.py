@@ -80,9 +80,10 @@ def short_scores_table(columns: Sequence[Column]) -> Table:
 def _score_cell(score: Mapping[str, Any]) -> Cell:
     metric = score["metric"]
     value = words.value(score["value"], metric)
+    too_long = f", {score['too_long']} too long" if score.get("too_long") else ""
     return Cell(
         text=f"{value} ± {words.value(score['stderr'], metric)}",
-        detail=words.interval(score["low"], score["high"], metric),
+        detail=words.interval(score["low"], score["high"], metric) + too_long,
     )
 
 

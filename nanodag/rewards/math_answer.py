@@ -29,6 +29,12 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     return right_or_wrong(verify(gold, _parsed(parse, given), timeout_seconds=None))
 
 
+@entry("reward", "boxed_math")
+def boxed_math(prompt: Mapping[str, Any], completion: str) -> Reward:
+    """As `math`, and 0 without a `\\boxed{}`: for prompts that ask for one. slime's `--rm-type math` needs one too."""
+    return math_answer(prompt, completion) if _boxes(completion) else right_or_wrong(False)
+
+
 def _parsed(parse: Any, answer: str) -> Any:
     bare = answer.strip().strip("$").strip()
     return parse(f"${bare}$", parsing_timeout=None)

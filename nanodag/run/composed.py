@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, Resolved
-from nanodag.host.machine import Machine, detect, machine_of
+from nanodag.config.derive_sampler import this_machine
+from nanodag.host.machine import Machine, machine_of
 from nanodag.run.python_path import take_python_path
 from nanodag.run.record import Run, StageResult, begun_record, check_gpus, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
@@ -33,9 +34,9 @@ def open_composed(
     Raises ConfigError when this machine lacks the GPUs of the one that it was begun on.
     """
     resolved = Resolved(pipeline=pipeline, origins={}, machine=machine)
-    check_gpus(name, resolved, to_do)
     take_python_path(store.local, name)
     before = store.own_run(name) if store.find_run(name) is not None else None
+    check_gpus(name, resolved, to_do, before)
     known = before.stages if before is not None else {}
     stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
     kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}
@@ -49,7 +50,7 @@ def open_composed(
 def machine_for(name: str, store: Store) -> Machine:
     """What `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
     before = store.find_run(name)
-    return machine_of(before.machine) if before is not None else detect()
+    return machine_of(before.machine) if before is not None else this_machine()
 
 
 def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:

@@ -25,6 +25,7 @@ from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of, open_adapter
+from nanodag.data.asking import asking, check_effect, with_names
 from nanodag.data.canonical import Kind, Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.files import FileSource
@@ -100,7 +101,8 @@ class Checks:
 
     def _source(self, where: str, source: SourceConfig, wanted: Wanted | None) -> None:
         kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
-        what = f"{source.url} {source.adapter} {source.options} as {kind}"
+        read = source.model_dump(exclude={"url", "weight", "epochs", "held_out"}, exclude_defaults=True)
+        what = f"{source.url} {read} as {kind}"
         self._try(where, what, lambda: self._rows(source, kind))
 
     def _rows(self, source: SourceConfig, kind: Kind | None) -> list[dict[str, Any]]:
@@ -113,9 +115,10 @@ class Checks:
         rows = self._first_rows(source.url)
         if kind is None:
             return [row for _, row in rows]
-        record_of = open_adapter(source.adapter, source.url, kind, source.options)
+        record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
+        ask = asking(source, kind)
         try:
-            records = [record_of(index, row) for index, row in rows]
+            records = [ask(record_of(index, row)) for index, row in rows]
         except NanodagError:
             raise
         except Exception as error:  # a user's adapter
@@ -161,7 +164,8 @@ class Checks:
                 if source is not None:
                     rows = self._rows(source, kind)
                     if kind is None:
-                        _check_columns(form, rows[0], source.url)
+                        check_effect(source, "row")
+                        _check_columns(form, with_names(rows[0], source), source.url)
 
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 

@@ -173,7 +173,7 @@ def open_run(
     if keeps_stale and before is not None and (kept_stale := left_alone(before, run.pipeline)):
         only = [stage for stage in run.order if stage not in kept_stale]
     run.to_do = [stage for stage in run.order if not only or stage in only]
-    check_gpus(name, resolved, run.to_do)
+    check_gpus(name, resolved, run.to_do, before)
     for text in resolved.warnings:
         log.warning("%s.", text)
     if before is not None and before.is_alive and before.pid != os.getpid():
@@ -208,13 +208,15 @@ def join_run(name: str, store: Store) -> Run:
     return run
 
 
-def check_gpus(name: str, resolved: Resolved, stages: Sequence[str]) -> None:
-    """Raise ConfigError when a run was begun on a machine with more GPUs than this one, and these stages take more than
-    there are here. With the settings of this machine its stages would have other keys."""
+def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: RunRecord | None) -> None:
+    """Raise ConfigError when a run was begun on a machine with more GPUs than this one, and those of these stages that
+    its record has not finished take more than there are. With settings of this machine they would have other keys."""
     there, here = resolved.machine, detect()
     if there.num_gpus <= here.num_gpus:
         return
-    configs = {stage: resolved.pipeline.stages[stage] for stage in stages}
+    known = record.stages if record is not None else {}
+    open_stages = [stage for stage in stages if stage not in known or not known[stage].has_ended_well]
+    configs = {stage: resolved.pipeline.stages[stage] for stage in open_stages}
     wanted = [(num_gpus_of(config), stage) for stage, config in configs.items() if _is_on_gpus(config)]
     most, stage = max(wanted, default=(0, ""))
     if most > here.num_gpus:

@@ -1,17 +1,10 @@
 """Builds and calls `kernel.c`: prompts and steps of a model on one CPU core in one call instead of hundreds.
 
-The C compiler of the machine is asked once for each kind of processor; what it makes is kept in the user's cache folder
-(`NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`). On another device, on several
-threads, or where a model is not of a shape that the kernel takes, torch decodes, with the same results up to rounding.
+On another device, on several threads, or where a model is not of a shape that the kernel takes, torch decodes, with the
+same results up to rounding.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
@@ -22,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodag.errors import MissingTool
-from nanodag.host.folders import cache_folder
 from nanodag.model.architecture import Architecture
+from nanodag.model.c_library import c_library
 from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 
@@ -32,8 +24,6 @@ LANES = 16  # widths must be multiples of it
 PANEL_COLUMNS = 64  # of a matrix, that are multiplied at a time: PANEL * LANES of kernel.c at most
 PROMPT_ROWS = 96  # tokens of prompts that are run together: activations of more would not fit a core's cache
 SOURCE = Path(__file__).with_name("kernel.c")
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-BUILD_TIMEOUT_S = 120.0
 
 
 class _Matrix(Structure):
@@ -182,47 +172,12 @@ def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotatio
 
 @cache
 def _library() -> ctypes.CDLL:
-    named = os.environ.get("CC", "cc")
-    compiler = shutil.which(named)
-    if compiler is None:
-        raise MissingTool(
-            f"There is no C compiler {named}, which builds the embedded sampler's kernel. Install gcc or clang, or "
-            "name one in CC."
-        )
-    try:
-        library = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = str(getattr(error, "stderr", None) or error).strip()
-        raise MissingTool(f"{compiler} (CC, else cc) does not build the embedded sampler's kernel: {detail}") from error
+    library = c_library(SOURCE, "the embedded sampler's kernel")
     library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
     library.decode.argtypes = library.logits.argtypes = library.draw.argtypes = [c_void_p, c_void_p, c_int64]
     library.forward.restype = library.decode.restype = library.logits.restype = None
     library.draw.restype = c_int64
     return library
-
-
-def _built(compiler: str) -> Path:
-    """The shared library, made now or found. Two processes may build it at once: each renames its own into place."""
-    identity = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor()])
-    path = cache_folder() / f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-            made.replace(path)
-    return path
-
-
-def _processor() -> str:
-    """What `-march=native` looks at: a home folder may be shared by machines of several kinds."""
-    information = Path("/proc/cpuinfo")
-    if not information.exists():
-        return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))
 
 
 def _matrix(tensor: Tensor | None) -> _Matrix:

@@ -1,5 +1,6 @@
 """Conversations to token ids and loss mask: our own format without jinja, any other through its chat template."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -9,27 +10,39 @@ from typing import Any
 import numpy as np
 
 from nanodag.errors import SourceError
+from nanodag.errors.words import listed, nearest
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.encoding import Encoding
 
 Messages = Sequence[Mapping[str, Any]]
 Rendered = tuple[np.ndarray, np.ndarray]
+Switches = Mapping[str, bool | int | float | str]
+NO_SWITCHES: Switches = {}
+# What transformers itself gives a template, beside special tokens.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class ChatRenderer(ABC):
-    """Renders conversations for one tokenizer. stop_ids: what ends the assistant's turn when sampled."""
+    """Renders conversations for one tokenizer. stop_ids: what ends the assistant's turn when sampled.
+
+    Switches are those of the chat template, as a source's `template_options` has them. Raises SourceError for one that
+    the template does not look at.
+    """
 
     stop_ids: tuple[int, ...]
 
     @abstractmethod
-    def render_batch(self, conversations: Sequence[Messages]) -> list[Rendered]:
-        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says.
+    def render_batch(
+        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
+    ) -> list[Rendered]:
+        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says. switches:
+        of each conversation.
 
         The token that ends the assistant's turn is among them; tool results are not.
         """
 
     @abstractmethod
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
         """Ids up to where the assistant begins to speak."""
 
     def render(self, messages: Messages) -> Rendered:
@@ -51,6 +64,32 @@ def load_renderer(folder: Path) -> ChatRenderer:
     return TemplateRenderer(folder)
 
 
+def check_switches(template: str, switches: Switches, where: Path) -> None:
+    """Raise SourceError for a switch that a chat template does not look at: transformers would pass it by in silence.
+
+    where: the model's folder, for the message.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    # Markers of generation are a tag of transformers' own.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        looked_at = meta.find_undeclared_variables(environment.parse(plain)) - environment.globals.keys() - _GIVEN
+    except TemplateSyntaxError as error:
+        raise SourceError(
+            f"The chat template of {where} cannot be searched for the switches that template_options names: {error}. "
+            "Leave template_options out."
+        ) from error
+    taken = sorted(name for name in looked_at if not name.endswith("_token"))
+    for name in switches:
+        if name not in taken:
+            raise SourceError(
+                f"The chat template of {where} has no switch {name!r}, which template_options names; it has "
+                f"{listed(taken)}.{nearest(name, taken)}"
+            )
+
+
 class NativeRenderer(ChatRenderer):
     """Our format (layout.py). Special tokens are put in by id, so text that spells one stays text."""
 
@@ -59,7 +98,11 @@ class NativeRenderer(ChatRenderer):
         self._ids = {token: encoding.token_id(token) for token in layout.SPECIAL_TOKENS}
         self.stop_ids = (self._ids[layout.END],)
 
-    def render_batch(self, conversations: Sequence[Messages]) -> list[Rendered]:
+    def render_batch(
+        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
+    ) -> list[Rendered]:
+        if named := [name for one in switches or () for name in one]:
+            raise SourceError(f"nanodag's own chat format has no switch {named[0]!r}; leave template_options out.")
         pieces = [self._pieces(messages) for messages in conversations]
         texts = [piece for conversation in pieces for piece, _ in conversation if isinstance(piece, str)]
         encoded = iter(self._encoding.encode_batch(texts))
@@ -74,8 +117,9 @@ class NativeRenderer(ChatRenderer):
             rendered.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
         return rendered
 
-    def prompt(self, messages: Messages) -> list[int]:
-        return [*self.render(messages)[0].tolist(), self._ids[layout.ASSISTANT]]
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
+        ((ids, _),) = self.render_batch([messages], [switches])
+        return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
     def tool_result(self, text: str) -> list[int]:
         """What is put behind a tool call that was sampled."""
@@ -142,19 +186,24 @@ class TemplateRenderer(ChatRenderer):
         from transformers import AutoTokenizer
 
         self._folder = folder
+        self._known_switches: set[str] = set()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._marks = "{% generation %}" in self._template() or "{%- generation" in self._template()
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         eos = self._tokenizer.eos_token_id
         self.stop_ids = () if eos is None else (eos,)
 
-    def render_batch(self, conversations: Sequence[Messages]) -> list[Rendered]:
+    def render_batch(
+        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
+    ) -> list[Rendered]:
         for messages in conversations:
             self._check_parts(messages)
-        return [self._marked(messages) if self._marks else self._compared(messages) for messages in conversations]
+        render = self._marked if self._marks else self._compared
+        of_each = switches or [NO_SWITCHES] * len(conversations)
+        return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
-    def prompt(self, messages: Messages) -> list[int]:
-        text = self._text(messages, add_generation_prompt=True)
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
+        text = self._text(messages, switches, add_generation_prompt=True)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _template(self) -> str:
@@ -177,20 +226,24 @@ class TemplateRenderer(ChatRenderer):
         try:
             text = self._text(
                 [{"role": "user", "content": "zero"}, {"role": "assistant", "content": content}],
+                NO_SWITCHES,
                 add_generation_prompt=False,
             )
         except SourceError:
             return False
         return "one" in text and "two" in text and "'type'" not in text and '"type"' not in text
 
-    def _text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    def _text(self, messages: Messages, switches: Switches, *, add_generation_prompt: bool) -> str:
+        return self._apply(messages, switches, tokenize=False, add_generation_prompt=add_generation_prompt)
 
-    def _apply(self, messages: Messages, **how: Any) -> Any:
+    def _apply(self, messages: Messages, switches: Switches, **how: Any) -> Any:
         from jinja2 import TemplateError
 
+        if not switches.keys() <= self._known_switches:
+            check_switches(self._template(), switches, self._folder)
+            self._known_switches |= switches.keys()
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **how)
+            return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise SourceError(
@@ -198,18 +251,18 @@ class TemplateRenderer(ChatRenderer):
                 "refuses out of the data, or begin at a model whose template has it."
             ) from error
 
-    def _marked(self, messages: Messages) -> Rendered:
-        rendered = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def _marked(self, messages: Messages, switches: Switches) -> Rendered:
+        rendered = self._apply(messages, switches, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return np.array(rendered["input_ids"], dtype=np.int32), np.array(rendered["assistant_masks"], dtype=bool)
 
-    def _compared(self, messages: Messages) -> Rendered:
-        whole = self._text(messages, add_generation_prompt=False)
+    def _compared(self, messages: Messages, switches: Switches) -> Rendered:
+        whole = self._text(messages, switches, add_generation_prompt=False)
         spans = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:turn], add_generation_prompt=True)
-            after = self._text(messages[: turn + 1], add_generation_prompt=False)
+            before = self._text(messages[:turn], switches, add_generation_prompt=True)
+            after = self._text(messages[: turn + 1], switches, add_generation_prompt=False)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise SourceError(
                     f"The chat template changes earlier turns when turn {turn} is added, so the assistant's tokens "

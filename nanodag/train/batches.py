@@ -239,7 +239,7 @@ Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]
 
 def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     """Records -> pieces, the id that begins documents, and the id of padding."""
-    from nanodag.tokenizer.chat import load_renderer
+    from nanodag.tokenizer.chat import NO_SWITCHES, load_renderer
     from nanodag.tokenizer.encoding import Encoding
 
     encoding = Encoding(tokenizer_path)
@@ -258,7 +258,9 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     renderer = load_renderer(tokenizer_path)
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        chats = iter(renderer.render_batch([r["messages"] for r in records if "messages" in r]))
+        asked = [r for r in records if "messages" in r]
+        switches = [r.get("template_options", NO_SWITCHES) for r in asked]
+        chats = iter(renderer.render_batch([r["messages"] for r in asked], switches))
         documents = iter(from_documents([r for r in records if "text" in r]))
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 

@@ -15,10 +15,10 @@ class OneTokenAWord(ChatRenderer):
 
     stop_ids = (1,)
 
-    def render_batch(self, conversations):
+    def render_batch(self, conversations, switches=None):
         raise NotImplementedError
 
-    def prompt(self, messages):
+    def prompt(self, messages, switches=None):
         return [2 for message in messages for _ in ["role", *message["content"].split()]]
 
 

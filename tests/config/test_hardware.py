@@ -2,9 +2,11 @@
 
 import pytest
 
+from nanodag.cli.show import explain_setting, show_config
 from nanodag.config import resolve
-from nanodag.config.derive_hardware import RULES, budget
+from nanodag.config.derive_hardware import budget
 from nanodag.config.dial import num_parameters
+from nanodag.config.hardware_rules import RULES
 from nanodag.config.known_models import KNOWN, known_model
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
@@ -28,7 +30,7 @@ SPEEDRUN = {
     "cpu:16:amx:64GiB": ("cpu", 1, 2, 8, "bf16", 4096, False),
     "cpu:64:avx512:256GiB": ("cpu", 1, 8, 8, "fp32", 2048, False),
 }
-# machine -> of pocket: ranks and threads of pretraining, of SFT and of RL
+# machine -> of pocket: ranks and threads of pretraining in steps of 8,192 tokens, of SFT in 2,048, and of RL
 POCKET = {
     "cpu:1:avx2:4GiB": ((1, 1), (1, 1), (1, 1)),
     "cpu:2:avx2:8GiB": ((2, 1), (1, 2), (1, 2)),
@@ -57,8 +59,8 @@ def test_a_machine_decides_how_speedrun_is_trained(machine):
 
 
 @pytest.mark.parametrize("machine", POCKET)
-def test_pocket_uses_all_cores_or_one_gpu(machine):
-    stages = stages_on(machine, "pocket")
+def test_a_small_model_uses_all_cores_or_one_gpu(machine):
+    stages = stages_on(machine, "pocket", "pretrain.batch_tokens=8192", "sft.batch_tokens=2048")
     found = [stages[name].resources for name in ("pretrain", "sft", "rl")]
     assert tuple((r.num_ranks, r.threads) for r in found) == POCKET[machine]
 
@@ -169,7 +171,7 @@ def test_gpus_of_a_stage_are_refused_on_a_machine_without():
         ("8xH100", ["pretrain.precision=fp32"], "pretrain.precision: fp32, which 8xH100 multiplies many times slower"),
         (
             "2x8xH100",
-            ["pretrain.resources.num_ranks=32"],
+            ["pretrain.resources.num_ranks=16", "pretrain.resources.nodes=1"],
             "pretrain.resources.num_ranks: 16 ranks a node, and 2x8xH100",
         ),
         ("cpu:2:avx2:8GiB", ["pretrain.resources.num_ranks=4"], "4 ranks of 1 thread take turns on 2 cores"),
@@ -219,6 +221,27 @@ def test_a_known_model_is_found_under_its_variants_and_no_other():
     assert known_model("hub:Qwen/Qwen2.5-0.5B-Instruct@main") == KNOWN["Qwen/Qwen2.5-0.5B"]
     assert known_model("hub:Qwen/Qwen3-8B-Base") == KNOWN["Qwen/Qwen3-8B"]
     assert known_model("hub:other/Qwen3-8B") is None and known_model("file:/Qwen/Qwen3-8B") is None
+
+
+def test_sglang_is_the_engine_where_the_machine_is_said_to_have_it():
+    host = "8xH100:64:avx512_bf16:768GiB"
+    engines = [stages_on(machine, "speedrun")["rl"].sampler.engine for machine in (host, f"{host}+sglang")]
+    assert engines == ["embedded", "sglang"]
+
+
+def test_one_setting_is_explained_with_its_machine_rule_and_reason(capsys):
+    explain_setting("pretrain.num_ranks", [], preset="speedrun", file=str(SHIPPED), on="8xH100")
+    said = capsys.readouterr().out
+    assert "value     8    # derived: 8xH100: all GPUs, as long as a step has 10 TFLOP for each" in said
+    assert f"why       {RULES['ranks_cuda'].reason}" in said
+
+
+def test_config_shows_another_machine_and_what_is_a_bad_idea_there(capsys):
+    show_config(["pretrain.precision=fp32"], preset="pocket", file=str(SHIPPED), on="1x24GB")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("preset pocket, on 1x24GB:8:avx512_bf16:96GiB")
+    assert lines[1].startswith("Warning: pretrain.precision: fp32, which 1x24GB multiplies many times slower")
+    assert "  resources.device = cuda    # derived: 1x24GB: the pipeline's `device`" in lines
 
 
 def test_every_rule_names_a_setting_and_has_a_reason():

@@ -10,6 +10,7 @@ from nanodag.host.machine import GIB, detect, machine_of
 MACHINES = (
     *("8xH100", "1xH200", "1x24GB", "2x8xH100", "cpu:2:avx2:16GiB", "cpu:8:amx:64GiB", "4xA100-40GB", "1xH100_PCIe"),
     *("1xH100:16:avx512_bf16:128GiB", "4xcpu:2:avx512:7.75GiB", "1xGB10@119.5GiB@12.1:20:other:119.5GiB"),
+    "8xH100:64:avx512_bf16:768GiB+sglang",
 )
 
 

@@ -159,6 +159,18 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
         ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: "
          "no column 'prompt'. The row's columns are choices, question; choose another adapter or repair the row."),
+        ("rl.data=[{url: 'file:p.jsonl', columns: {answer: label}}]", "rl.data.0: Adapter 'prompt' cannot make a "
+         "prompt of row 0 of file:p.jsonl: no column 'label'. The row's columns are answer, prompt;"),
+        ("rl.data=[{url: 'file:p.jsonl', columns: {question: prompt}}]", "rl.data.0: Adapter 'prompt' cannot make a "
+         "prompt of row 0 of file:p.jsonl: `columns` names 'question', which it does not read; it reads answer, "
+         "messages, metadata, prompt, prompt_id, reward."),
+        ("base.data=[{url: 'file:text.txt', reward: math}]", "base.data.0: file:text.txt: reward 'math' means nothing "
+         "to documents, which nobody asks. Leave it out."),
+        ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', columns: {answer: label}}}]",
+         "eval.benchmarks.0: file:q.jsonl: there is no column 'label', only choices, question."),
+        ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', reward: math}}]",
+         "eval.benchmarks.0: file:q.jsonl: reward 'math' means nothing to rows as they are; a benchmark reads prompts "
+         "with `form: problems`. Leave it out."),
         ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
         ("rl.data=['python:mine_pf:failing_rows']", "rl.data.0: python:mine_pf:failing_rows cannot be read: "
          "KeyError: 'answer_column' (mine_pf.py, line 19, in failing_rows)"),

@@ -50,8 +50,8 @@ def refusal(file, *overrides, preset="one"):
         (
             "rl.reward=gms8k",
             "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
-            "math, multiple_choice, reasoning_gym, or name a function of your own as package.module:function. "
-            "Did you mean 'gsm8k'?",
+            "math, boxed_math, multiple_choice, reasoning_gym, or name a function of your own as "
+            "package.module:function. Did you mean 'gsm8k'?",
         ),
         (
             "rl.kind=grpo",

@@ -82,7 +82,9 @@ def test_answers_are_judged_by_mean_loss_behind_the_common_beginning_or_over_the
                 start = (shared if kind == "multiple_choice" else len(ids) - shared) - cut
                 losses.append(mean_loss(model, ids[cut:], start, len(ids) - cut))
             expected.append(losses.index(min(losses)) == item["gold"])
-        assert score_task(checkpoint, task(kind, 2), ROWS[kind]) == expected
+        judged = score_task(checkpoint, task(kind, 2), ROWS[kind])
+        assert [one.is_right for one in judged] == expected
+        assert all(one.is_too_long == (max_positions == 9) for one in judged)
         assert len(set(expected)) == 2
 
 
@@ -98,9 +100,8 @@ def test_a_continuation_is_right_when_every_token_is_the_likeliest(checkpoint, m
             items.append({"context": f"the cat {word}", "continuation": text.removeprefix(f"the cat {word}")})
     wrong = [{**item, "continuation": item["continuation"] + " mat"} for item in items]
     assert items
-    assert score_task(checkpoint, task("language_modeling", 0, ""), items + wrong) == [True] * len(items) + [
-        False
-    ] * len(wrong)
+    judged = score_task(checkpoint, task("language_modeling", 0, ""), items + wrong)
+    assert [one.is_right for one in judged] == [True] * len(items) + [False] * len(wrong)
 
 
 @pytest.fixture

@@ -11,10 +11,15 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.data.adapters import open_adapter
+from nanodag.data.asking import asking
+from nanodag.data.config import SourceConfig
+from nanodag.errors import ConfigError, SourceError
+from nanodag.evaluation import writing
+from nanodag.evaluation.evaluated_model import EvaluatedModel, TooLong
 from nanodag.evaluation.forms import shipped_forms
 from nanodag.evaluation.harness import run_benchmark
+from nanodag.rewards.reward_pool import RewardPool
 from nanodag.tokenizer.chat import load_renderer
 
 
@@ -25,6 +30,7 @@ class Scripted(LM):
         super().__init__()
         self.texts, self.logprobs = texts or {}, logprobs or {}
         self.is_chat = False
+        self.switches = {}
         self.asked = []
 
     def generate_until(self, requests):
@@ -38,8 +44,12 @@ class Scripted(LM):
     def loglikelihood_rolling(self, requests):
         return [-math.log(2) * 3 * len(request.args[0].encode()) for request in requests]
 
+    def switch_template(self, switches):
+        self.switches = switches
+
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        return "".join(f"<{m['role']}>{m['content']}" for m in chat_history) + "<assistant>"
+        switched = "".join(f"<{name} {value}>" for name, value in self.switches.items())
+        return "".join(f"<{m['role']}>{m['content']}" for m in chat_history) + "<assistant>" + switched
 
     @property
     def tokenizer_name(self):
@@ -50,15 +60,16 @@ class Scripted(LM):
 def run(tmp_path):
     """run(model, name, rows, chat=..., **benchmark) -> BenchmarkResult"""
 
-    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", **benchmark):
+    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", options=None, **benchmark):
         def source(label, wanted):
             path = tmp_path / f"{label}.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in wanted))
             return {"url": f"file:{path}", "adapter": adapter}
 
+        items = source("items", lines) | (options or {})
         if fewshot:
             benchmark["fewshot"] = source("fewshot", fewshot)
-        config = BenchmarkConfig(name=name, source=source("items", lines), **benchmark)
+        config = BenchmarkConfig(name=name, source=items, **benchmark)
         forms = tmp_path / "forms"
         forms.mkdir(exist_ok=True)
         return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms)
@@ -111,6 +122,50 @@ def test_problems_are_scored_by_their_own_verifier(run):
     assert scores_of(result, "exact_match") == [1, 1, 0, 0]
     first = result.records[0]
     assert (first["prompt"], first["target"], first["output"]) == ("Question: P0 :\nAnswer:", "1 2 3", "1 2 3")
+
+
+BOXED = {"instruction": "Asked: {question} In \\boxed{}, please.", "reward": "boxed_math"}
+FOREIGN = {"columns": {"question": "problem", "answer": "solution"}}
+
+
+def test_a_benchmark_asks_and_judges_as_the_same_source_does_in_rl(run):
+    lines = [{"problem": one["question"], "solution": one["answer"]} for one in GSM8K]
+    texts = {"Q1": "#### 24", "Q2": "\\boxed{1234}", "Q3": "\\boxed{5}", "Q4": "7", "Q5": "so \\boxed{8.0}"}
+    model = Scripted(texts)
+    switches = {"template_options": {"enable_thinking": False}}
+    result = run(model, "g", lines, form="problems", adapter="gsm8k", chat=True, options=BOXED | FOREIGN | switches)
+    assert model.asked[0] == "<user>Asked: Q1 ? In \\boxed{}, please.<assistant><enable_thinking False>"
+    assert scores_of(result, "exact_match") == [0, 1, 0, 0, 1]
+    # as RL has it
+    source = SourceConfig(url="file:x", adapter="gsm8k", **BOXED, **FOREIGN)
+    prompts = open_adapter(source.adapter, source.url, "prompt", {}, source.columns)
+    records = [asking(source, "prompt")(prompts(number, line)) for number, line in enumerate(lines)]
+    with RewardPool(timeout_s=60.0) as pool:  # `auto`
+        judged = pool.score([(record, texts[f"Q{number}"]) for number, record in enumerate(records, start=1)])
+    assert [one.value for one in judged] == scores_of(result, "exact_match")
+
+
+def test_columns_rename_the_rows_of_a_form_that_reads_them_as_they_are(run):
+    lines = [{"problem": one["question"], "solution": one["answer"]} for one in GSM8K]
+    assert scores_of(run(Scripted(GSM8K_TEXTS), "gsm8k", lines, options=FOREIGN), "exact_match") == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "said"),
+    [
+        ({"name": "gsm8k", "options": BOXED}, "instruction .* means nothing to rows as they are; .* `form: problems`"),
+        ({"name": "p", "form": "problems", "options": {"template_options": {"a": 1}}}, "put as plain text .*mean noth"),
+    ],
+)
+def test_options_that_a_benchmark_would_not_look_at_are_refused(run, benchmark, said):
+    with pytest.raises(ValueError, match=said):
+        run(Scripted(), lines=GSM8K, adapter="gsm8k", **benchmark)
+
+
+def test_a_switch_that_the_model_s_template_does_not_have_is_refused(model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    with pytest.raises(SourceError, match="has no switch 'enable_thinking', which template_options names; it has none"):
+        checkpoint.switch_template({"enable_thinking": False})
 
 
 MMLU = [
@@ -328,12 +383,61 @@ def test_stop_strings_cut_the_text(model_folder):
     ]
 
 
-def test_prompts_longer_than_the_context_lose_their_beginning(model_folder, caplog):
-    checkpoint = checkpoint_of(model_folder)
+def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model_folder, caplog):
+    checkpoint = checkpoint_of(model_folder)  # 192 positions, 12 of them for the answer
     ids = checkpoint.tok_encode("the cat sat on the mat " * 30)
-    assert len(ids) > 192
-    assert checkpoint.complete([ids], [()]) == checkpoint.complete([ids[-180:]], [()])
-    assert "1 prompts of 1 exceed 180 tokens" in caplog.text
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    stops = {checkpoint.tokenizer.eos_token_id, checkpoint.tokenizer.bos_token_id}
+    said = checkpoint.tokenizer.decode(greedy(model, ids[:180], stops, 12), skip_special_tokens=True)
+    assert said
+    found = checkpoint.complete([ids, ids[:180], ids[:181]], [()] * 3)
+    assert found == ["", said, ""]
+    assert [isinstance(text, TooLong) for text in found] == [True, False, True]
+    assert checkpoint.tokens_read == 180
+    assert "2 of 3 prompts are longer than 180 tokens, what max_new_tokens 12 leaves" in caplog.text
+
+
+def test_items_whose_prompt_is_too_long_are_counted_and_wrong(run, model_folder):
+    lines = [{"question": "the cat " * count, "answer": ""} for count in (2, 100, 3)]
+    result = run(checkpoint_of(model_folder), "p", lines, form="problems", adapter="problem")
+    assert [record.get("too_long", False) for record in result.records] == [False, True, False]
+    assert (result.records[1]["output"], result.as_json()["too_long"]) == ("", 1)
+
+
+def test_choices_behind_a_context_that_lost_its_beginning_are_counted(run, model_folder):
+    lines = [{**row, "question": row["question"] * (1 if row["id"] != "1" else 60)} for row in ARC]
+    result = run(checkpoint_of(model_folder), "arc_easy", lines)
+    assert [record["id"] for record in result.records if record.get("too_long")] == [result.records[1]["id"]]
+    assert result.as_json()["too_long"] == 1
+
+
+def test_the_context_is_that_of_the_longest_prompt_and_the_answer_in_whole_slots(model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    contexts = []
+    for length in (10, 52, 53, 180, 10):
+        checkpoint.complete([[5] * length], [()])
+        contexts.append(checkpoint._sampler.context)
+    assert contexts == [64, 64, 128, 192, 192]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
+    alone = checkpoint_of(models[kind], replicas=2)
+    prompts = [alone.tok_encode(f"{word} {other}") for word in ("the cat", "a dog sat on") for other in "abcdefgh"]
+    stops = [("t",) if number % 3 == 0 else () for number in range(len(prompts))]
+    expected = alone.complete(prompts, stops)
+    assert alone._sampler.num_replicas == 1, "so little is not worth a second one"
+    monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
+    seen = []
+    both = checkpoint_of(models[kind], replicas=2, on_progress=lambda done, total: seen.append((done, total)))
+    try:
+        assert both.complete(prompts, stops) == expected
+        assert both._sampler.num_replicas == 2
+        assert seen == [(done, 16) for done in range(1, 17)]
+    finally:
+        servers = both._sampler._servers
+        both.close()
+    assert len(servers) == 2 and not any(server.is_alive for server in servers)
 
 
 def test_progress_reaches_the_end(run, model_folder):

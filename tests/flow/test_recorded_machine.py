@@ -17,7 +17,7 @@ from nanodag.store import Store
 from nanodag.sweep.begin import begin_sweep
 
 LAPTOP, SERVER, GPUS = "cpu:2:avx2:8GiB", "cpu:16:amx:64GiB", "8xH100"
-ASKING = ("config.resolve", "run.record", "run.composed", "run.reproduce", "nightly.nights")
+ASKING = ("config.derive_sampler", "run.record", "run.reproduce")
 
 
 @pytest.fixture
@@ -79,8 +79,9 @@ def test_a_night_that_is_resumed_on_another_machine_keeps_its_evals(project, on)
     begun = configs(begin_night(name="nightly-1", flow_run="a", **asked).run.pipeline)
     on(SERVER)
     assert configs(begin_night(name="nightly-1", flow_run="a", **asked).run.pipeline) == begun
-    other = configs(begin_night(name="nightly-2", flow_run="b", **asked).run.pipeline)
-    assert {resources.threads for _, resources in other.values()} == {16}
+    other = begin_night(name="nightly-2", flow_run="b", **asked).run.pipeline
+    assert {stage.resources.threads for stage in other.stages.values()} == {16}
+    assert [stage.sampler.replicas for stage in other.stages.values() if stage.kind == "eval"] == [4]
 
 
 def test_a_run_of_gpus_is_refused_where_there_are_too_few_with_what_to_do(project, on):

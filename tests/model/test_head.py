@@ -128,3 +128,31 @@ def test_wrong_shapes_and_temperatures_are_refused():
         selected_logprobs(hidden, weight, targets[:-1])
     with pytest.raises(ValueError, match="temperature is 0"):
         selected_logprobs(hidden, weight, targets, temperature=0.0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_a_target_outside_of_the_vocabulary_is_an_error(wrong):
+    hidden, weight, targets = inputs()
+    targets[3] = wrong
+    for loss in (cross_entropy_sum, selected_logprobs):
+        with pytest.raises(IndexError, match="the vocabulary has 11 tokens"):
+            loss(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_entropy_and_gradients_in_bfloat16_are_those_of_float64_on_the_same_logits(temperature):
+    hidden, weight, targets = inputs(40, 8, 83, torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    # Logits are rounded to bfloat16, so the exact side takes them as rounded, with the gradient of what they are from.
+    product = exact[0] @ exact[1].T
+    logits = product + ((hidden @ weight.T).double() - product).detach()
+    plain = log_softmax(logits / temperature, dim=-1)
+    selected = plain.gather(1, targets[:, None]).squeeze(1)
+    mix = torch.randn(2, 40)
+    wanted = gradients((selected * mix[0]).sum() - ((plain.exp() * plain).sum(1) * mix[1]).sum(), *exact)
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=temperature, with_entropy=True)
+    torch.testing.assert_close(logprobs.double(), selected, rtol=0, atol=1e-5)
+    for gradient, other in zip(
+        gradients((logprobs * mix[0] + entropy * mix[1]).sum(), hidden, weight), wanted, strict=True
+    ):
+        torch.testing.assert_close(gradient.double(), other, rtol=2e-2, atol=5e-2)

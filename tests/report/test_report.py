@@ -171,6 +171,16 @@ def test_what_is_stale_and_rl_that_learned_nothing_are_said_first(run):
         assert page.index("rl learned nothing") < page.index("Scores")
 
 
+def test_items_whose_prompts_were_too_long_are_said_first_and_beside_the_score(run):
+    path = Path(run["stages"]["eval_rl"]["files"]) / "results.json"
+    results = json.loads(path.read_text())
+    results["benchmarks"]["sort"]["too_long"] = 3
+    path.write_text(json.dumps(results))
+    assert report_of(run).warnings == ["eval_rl sort: the prompts of 3 of 10 items were too long for the model."]
+    row = scores_table(columns_of(stages_of(run))).rows[0]
+    assert [cell.detail for cell in row[3:]] == ["30.0 to 70.0", "60.0 to 100.0, 3 too long"]
+
+
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from nanodag.rewards.exact import exact
 from nanodag.rewards.gsm8k import gsm8k
-from nanodag.rewards.math_answer import math_answer
+from nanodag.rewards.math_answer import boxed_math, math_answer
 from nanodag.rewards.multiple_choice import multiple_choice
 from nanodag.rewards.reasoning_gym_answer import reasoning_gym_answer
 from nanodag.rewards.reward import Reward
@@ -116,6 +116,12 @@ def test_math_accepts_equal_expressions(answer, given):
 )
 def test_math_refuses_to_be_cheated(cheat):
     assert value(math_answer, "7", cheat) == 0.0
+    assert value(boxed_math, "7", cheat) == 0.0
+
+
+def test_boxed_math_is_math_that_needs_the_box():
+    assert value(boxed_math, "7", "so \\boxed{7.0}") == 1.0
+    assert value(math_answer, "7", "so:\n7") == 1.0 and value(boxed_math, "7", "so:\n7") == 0.0
 
 
 def entry(dataset: str, question: str, answer: str, **metadata):

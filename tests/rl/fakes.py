@@ -21,7 +21,7 @@ class FakeRenderer:
 
     stop_ids = (STOP,)
 
-    def prompt(self, messages) -> list[int]:
+    def prompt(self, messages, switches=None) -> list[int]:
         number, length = messages[0]["content"].split("x")
         return [int(number) + 1] * int(length)
 

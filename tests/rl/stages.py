@@ -63,7 +63,7 @@ def make_job(folder: Path, **config: Any) -> Job:
     job = Job(
         name="rl",
         run="test",
-        config=derive_sampler("rl", RLStage.of(**(values | config)), MACHINE, None, {}, sglang=False),
+        config=derive_sampler("rl", RLStage.of(**(values | config)), MACHINE, None, {}),
         inputs={"model": model},
         workspace=workspace,
     )

@@ -320,7 +320,7 @@ def test_a_stage_that_broadcasts_and_loses_samplers_ends_on_the_same_bytes(tmp_p
 
 
 def test_what_cannot_work_is_refused_by_name(tmp_path):
-    config = make_job(tmp_path).config.model_dump()
+    config = make_job(tmp_path, sampler={"context": 64, "deterministic": False}).config.model_dump()
     distributed = {"sync": "distributed", "sync_check_every": 0}
     with pytest.raises(ValidationError, match="sync: distributed on a GPU"):
         RLStage(**(config | {"weights": distributed, "resources": {"device": "cuda"}}))

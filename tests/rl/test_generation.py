@@ -1,17 +1,20 @@
 """Which groups are trained, in which order, and what becomes of every prompt. The sampler is a fake that we own."""
 
 import asyncio
+import json
 from concurrent.futures import Future
 
 import pytest
 
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator, group_seed
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, read_ledger
-from tests.rl.fakes import STOP, FakeEncoding, FakePool, config, cursor_over, ids
+from nanodag.rl.rollouts.prompts import Ledger, PromptCursor, first_prompts, read_ledger
+from tests.rl.fakes import STOP, FakeEncoding, FakePool, FakeRenderer, config, cursor_over, ids
 
 
 class FakeSampler:
@@ -169,7 +172,7 @@ def test_one_failed_reward_of_a_hundred_is_not_worth_a_word(tmp_path, caplog):
 def test_failed_rewards_of_an_evaluation_end_the_stage_too(tmp_path):
     made = generator(FakeSampler({0: "?", 1: "1"}))
     with pytest.raises(StageFailed, match=r"1 of 2 samples of an evaluation \(50.0%\)"):
-        asyncio.run(made.greedy(cursor_over(tmp_path, [1] * 2).take(2)))
+        asyncio.run(made.answers(cursor_over(tmp_path, [1] * 2).take(2)))
 
 
 class MendedPool(FakePool):
@@ -395,8 +398,40 @@ def test_what_ends_early_where_no_sync_ends_anything_is_an_error(tmp_path):
         step(generator(EndingSampler({0: ["1", "12345"]}), prompts_per_step=1), cursor_over(tmp_path, [1]))
 
 
+@pytest.mark.parametrize(
+    ("values", "asked"),
+    [({}, (1, 0.0)), ({"eval_temperature": 0.8, "eval_samples": 2}, (2, 0.8)), ({"eval_temperature": 0.5}, (1, 0.5))],
+)
+def test_an_evaluation_asks_for_as_many_answers_at_the_temperature_that_the_config_says(tmp_path, values, asked):
+    sampler = FakeSampler({0: SPREAD, 1: SPREAD})
+    made = generator(sampler, temperature=1.5, **values)
+    found = [asyncio.run(made.answers(cursor_over(tmp_path, [1] * 2).take(2))) for _ in range(2)]
+    assert {(request.params.n, request.params.temperature) for request in sampler.requests} == {asked}
+    wanted = [(f"p{number}", index) for number in range(2) for index in range(asked[0])]
+    assert [(rollout.prompt_id, rollout.sample_index) for rollout in found[0]] == wanted
+    seeds = [request.params.sampling_seed for request in sampler.requests]
+    assert seeds[:2] == seeds[2:]  # each evaluation draws with the same ones
+    assert seeds[0] != seeds[1] if values else seeds == [None] * 4
+
+
+def test_held_out_prompts_that_are_too_long_are_said(tmp_path, caplog):
+    rows = [{"prompt": f"{number}x{length}", "answer": "", "prompt_id": f"p{number}"} for number, length in
+            enumerate([1, 4, 2, 3])]  # fmt: skip
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(url=f"file:{tmp_path}/held_out.jsonl")
+    mixture = Mixture([source], kind="prompt", seed=0, part="all", once=True, shuffle=False)
+    assert ids(first_prompts(mixture, FakeRenderer(), count=10, longest=2)) == ["p0", "p2"]
+    (said,) = caplog.records
+    assert said.getMessage().startswith("Not evaluated: 2 held-out prompts of more than 2 tokens, what sampler.context")
+
+
+def test_several_answers_at_temperature_0_are_refused():
+    with pytest.raises(ValueError, match="eval_samples 4 would all be the same answer at eval_temperature 0"):
+        config(eval_samples=4)
+
+
 def test_an_evaluation_asks_for_whole_responses_also_where_training_asks_for_parts(tmp_path):
     sampler = FakeSampler({0: SPREAD, 1: SPREAD})
     made = generator(sampler, partial_rollout_tokens=3, over_sampling=4)
-    asyncio.run(made.greedy(cursor_over(tmp_path, [1] * 2).take(2)))
+    asyncio.run(made.answers(cursor_over(tmp_path, [1] * 2).take(2)))
     assert {request.params.max_new_tokens for request in sampler.requests} == {made._config.rollout.max_new_tokens}

@@ -163,6 +163,22 @@ def test_token_sequence_and_constant_weights():
     assert by_constant(mask, sequence_ids, totals).tolist() == [1 / 16, 1 / 16, 1 / 16, 0, 1 / 16, 0]
 
 
+def test_by_sequence_weighs_each_item_as_slimes_mean_over_samples():
+    """slime without --calculate-per-token-loss: of each sample sum(x * mask) / max(sum(mask), 1), summed over all
+    micro-batches, over --global-batch-size samples."""
+    samples = [([0.5, -1.0, 3.0], [1, 1, 0]), ([2.0], [1]), ([0.25, -4.0, 1.5, 7.0], [1, 1, 1, 1])]
+    wanted = [sum(x * m for x, m in zip(*one, strict=True)) / max(sum(one[1]), 1) / len(samples) for one in samples]
+    totals = Totals(num_tokens=7, num_sequences=3, max_tokens=8)
+    found = []
+    for micro_batch in (samples[:2], samples[2:]):
+        values = torch.tensor([x for one, _ in micro_batch for x in one])
+        mask = torch.tensor([bool(m) for _, one in micro_batch for m in one])
+        ids = torch.tensor([number for number, (one, _) in enumerate(micro_batch) for _ in one])
+        shares = by_sequence(mask, ids, totals) * values
+        found += [shares[ids == number].sum().item() for number in range(len(micro_batch))]
+    assert found == pytest.approx(wanted)
+
+
 def test_kl_estimates_of_a_token_twice_as_likely_as_under_the_reference():
     trainer, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
     assert k1(trainer, reference).item() == pytest.approx(math.log(2))

@@ -323,7 +323,7 @@ def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids
     generator = made(folder, sampler, pool, generate=here("answered_itself"))
 
     async def greedy():
-        return await generator.greedy(prompts(ids, 3))
+        return await generator.answers(prompts(ids, 3))
 
     rollouts = asyncio.run(greedy())
     assert len(rollouts) == 3 and pool.seen == ["mine"] * 3

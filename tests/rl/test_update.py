@@ -1,5 +1,6 @@
 """The loss of a row as the config chooses it, and a whole step against plain PyTorch."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,25 @@ def test_kl_in_the_loss_pulls_towards_the_reference():
     assert gradient[0].item() == pytest.approx((-1 + 0.5 * 0.5) / 3)
 
 
+def test_kl_that_is_only_logged_leaves_loss_and_gradient_alone():
+    reference = torch.tensor([-1.6, -1.5, 0.0, -1.5])
+    plain_loss, plain_gradient, _ = loss_of()
+    loss, gradient, metrics = loss_of(reference, kl_metric=True)
+    assert metrics["kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3, rel=1e-5)
+    assert loss == plain_loss and gradient.equal(plain_gradient)
+    impossible = torch.tensor([-math.inf, -1.5, 0.0, -1.5])  # a token that the reference rules out
+    loss, gradient, metrics = loss_of(impossible, kl_metric=True, kl_kind="k3")
+    assert loss == plain_loss and gradient.equal(plain_gradient)
+    assert metrics["kl"] == math.inf
+
+
+def test_a_reference_is_held_for_a_coefficient_or_the_metric_alone():
+    asked = [{}, {"kl_metric": True}, {"kl_coefficient": 0.1}, {"kl_metric": True, "reference_every": 2}]
+    assert [RLStage.of(kind="rl", data=["file:x"], **one).algorithm.has_reference for one in asked] == [
+        False, True, True, True
+    ]  # fmt: skip
+
+
 def test_kl_in_the_reward_is_summed_over_each_rollout_and_leaves_the_loss_alone():
     reference = torch.tensor([-1.6, -1.25, 0.0, -2.0])
     plain, _, _ = loss_of(reference)
@@ -108,13 +128,17 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
         ({"sapo_negative": 2.0}, "sapo_negative 2.0 means nothing with policy_loss ppo_clip"),
         ({"kl_kind": "k1"}, "kl_kind k1 means nothing with kl_coefficient 0"),
         ({"kl_unbiased": True}, "kl_unbiased True means nothing with kl_coefficient 0"),
+        ({"kl_unbiased": True, "kl_metric": True}, "kl_unbiased True means nothing with kl_coefficient 0"),
         ({"correction_cap": 3.0}, "correction_cap 3.0 means nothing with correction none"),
         ({"overlong_penalty": 0.5}, "overlong_penalty 0.5 means nothing with overlong_buffer 0"),
         (
             {"reward": {"code": 1.0, "f1": 0.1}, "reward_timeout_s": 6.5},
             "6.5 is below 7, what the reward code takes",
         ),
-        ({"sync_mode": "retract", "max_staleness": 1}, "sampler.deterministic: false .found true"),
+        (
+            {"sync_mode": "retract", "max_staleness": 1, "sampler": {"deterministic": True}},
+            "sampler.deterministic: false .found true",
+        ),
         (
             {"sync_mode": "abort", "max_staleness": 2, "sampler": {"deterministic": False}, "over_sampling": 64}
             | {"partial_rollout_tokens": 8},
@@ -350,14 +374,15 @@ from tests.rl.models import rollout, save_tiny_model
 model = save_tiny_model(Path(sys.argv[1]))
 
 def train(rewards, **values):
-    trainer = Trainer(RLStage.of(kind="rl", data=["file:x"], learning_rate=1e-3, **values), model, device="cpu")
+    values |= {"kind": "rl", "data": ["file:x"], "learning_rate": 1e-3, "micro_batch_tokens": 4096}
+    trainer = Trainer(RLStage.of(**values), model, device="cpu")
     rollouts = [[rollout("a", i, [1, 2], [3 + i], reward=r) for i, r in enumerate(three)] for three in rewards]
     replies = [trainer.train(step, one) for step, one in enumerate(rollouts, start=1)]
     print([(r["num_updates"], r["skipped_updates"]) for r in replies], replies[-1]["gradient_norm"] > 0)
     return {name: tensor.clone() for name, tensor in trainer.engine.weights()}, trainer.num_updates
 
 good, bad, better = (0.0, 1.0, 2.0), (0.0, float("inf"), 1.0), (2.0, 0.0, 0.0)
-values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3]), "micro_batch_tokens": 4096}
+values = {"precision": sys.argv[2], "zero_stage": int(sys.argv[3])}
 mended, count = train([good, bad, better], bad_gradient="skip", **values)
 wanted, other = train([good, better], **values)
 print(all((tensor == wanted[name]).all() for name, tensor in mended.items()), count == other == 2)
@@ -392,7 +417,7 @@ from tests.rl.models import rollout, save_tiny_model
 folder = save_tiny_model(Path(sys.argv[1]))
 rollouts = [rollout("a", i, [1, 2], [3 + i, 5, 9 - i], reward=float(i)) for i in range(3)]
 config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", learning_rate=1e-2, epochs_per_step=3,
-                    weight_decay=0.0, micro_batch_tokens=4096)
+                    weight_decay=0.0, kl_metric=True, micro_batch_tokens=4096)
 trainer = Trainer(config, folder, device="cpu")
 reply = trainer.train(1, rollouts)
 
@@ -401,10 +426,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), we
 rewards = torch.tensor([0.0, 1.0, 2.0])
 advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 ids = torch.tensor([one.prompt_token_ids + one.response_token_ids for one in rollouts])
-old, clipped = None, 0
+old, clipped, kl = None, 0, 0.0
 for _ in range(3):
     logprobs = model(ids).logits[:, 1:-1].log_softmax(-1).gather(2, ids[:, 2:, None])[..., 0]
-    old = logprobs.detach() if old is None else old
+    old = logprobs.detach() if old is None else old  # of the model that the stage began with, so the reference's too
+    kl += (old.exp() / logprobs.exp() - 1 - (old - logprobs)).clamp(max=10).sum().item()
     ratio = (logprobs - old).exp()
     inside = ratio.clamp(0.8, 1.2)
     loss = -torch.minimum(ratio * advantages[:, None], inside * advantages[:, None]).sum() / 9
@@ -418,17 +444,20 @@ named = ((name.removeprefix("decoder."), tensor) for name, tensor in trainer.eng
 print(max((tensor - wanted[name]).abs().max().item() for name, tensor in named))
 print(clipped, reply["num_updates"], reply["num_passes"], trainer.num_updates, reply["sums"]["summed"]["tokens"])
 print(len(trainer.last_scores[0][1]), sum(len(row.targets) for row, _, _ in trainer.last_scores[0][1]))
+print(kl, reply["sums"]["summed"]["kl"])
 """
 
 
 def test_several_epochs_over_a_step_equal_plain_pytorch_with_the_old_logprobs_of_its_start(tmp_path):
     done = run_script(EPOCHS, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    furthest, counts, scores = done.stdout.splitlines()[-3:]
+    furthest, counts, scores, kl = done.stdout.splitlines()[-4:]
     assert float(furthest) < 2e-5
     clipped, *rest = counts.split()
     assert int(clipped) > 0 and rest == ["3", "3", "3", "27.0"]
     assert scores == "1 9"
+    wanted, logged = map(float, kl.split())
+    assert logged == pytest.approx(wanted, rel=1e-3) and wanted > 1e-3
 
 
 REFRESHED = """

@@ -8,6 +8,7 @@ import torch
 
 from nanodag.errors import MissingTool
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.model import c_library
 from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
@@ -96,7 +97,7 @@ def older_processor(request, monkeypatch, tmp_path):
     """Without products of bfloat16; without vectors of 16."""
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
     missing = ("-U__AVX512BF16__",) if request.param == "avx512" else ("-U__AVX512BF16__", "-U__AVX512F__")
-    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, *missing))
+    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, *missing))
     kernel._library.cache_clear()
     yield
     kernel._library.cache_clear()
@@ -238,7 +239,7 @@ def test_without_a_compiler_the_sampler_says_what_to_install(make_checkpoint, mo
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing_behind(make_checkpoint, tmp_path, monkeypatch, no_library):
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernel, "FLAGS", ("-no-such-flag",))
+    monkeypatch.setattr(c_library, "FLAGS", ("-no-such-flag",))
     with pytest.raises(MissingTool, match="no-such-flag"):
         Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,9 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from nanodag.data.config import SourceConfig
+from nanodag.data.mixture import Mixture
 from nanodag.errors import SourceError
-from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, load_renderer
+from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, check_switches, load_renderer
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.train.batches import TokenBatches
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -215,6 +220,74 @@ def test_a_foreign_template_with_markers_tells_the_mask_itself(folder, tmp_path)
     renderer = foreign(folder, tmp_path, marked)
     ids, mask = renderer.render(CHAT)
     assert spoken(Encoding(tmp_path), ids, mask) == ["Ho  é\n<|im_end|>", "日<|im_end|>"]
+
+
+THINKING = CHATML.replace(  # as Qwen3's: a switch that puts an empty thought before the answer
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}",
+)
+
+
+def test_a_switch_of_the_template_is_set_conversation_by_conversation(folder, tmp_path):
+    renderer = foreign(folder, tmp_path, THINKING)
+    decoded = [
+        Encoding(tmp_path).decode(renderer.prompt(CHAT[:1], switches))
+        for switches in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+    ]
+    assert decoded[0] == decoded[2] and decoded[1] == decoded[0] + "<think></think>"
+    shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper if loud else m['content'] }}")
+    renderer = foreign(folder, tmp_path, shouting)
+    quiet, loud = renderer.render_batch([CHAT[:2], CHAT[:2]], [{}, {"loud": True}])
+    assert spoken(Encoding(tmp_path), *quiet) == ["Ho  é\n<|im_end|>"]
+    assert spoken(Encoding(tmp_path), *loud) == ["HO  É\n<|im_end|>"]
+
+
+def test_a_source_s_switches_reach_its_conversations_in_training_and_its_prompts_in_rl(folder, tmp_path):
+    shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper if loud else m['content'] }}")
+    renderer, encoding = foreign(folder, tmp_path, shouting), Encoding(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"question": "one", "answer": "two"}\n')
+    quiet = SourceConfig(url=f"file:{tmp_path}/rows.jsonl", adapter="problem")
+    loud = quiet.model_copy(update={"template_options": {"loud": True}})
+
+    def trained(source):
+        sizes = {"batch_rows": 1, "sequence_length": 64}
+        batches = TokenBatches([source], tokenizer_path=tmp_path, kind="chat", seed=0, once=True, **sizes)
+        return encoding.decode(next(batches).input_ids[0].tolist())
+
+    def asked(source):
+        mixture = Mixture([source], kind="prompt", seed=0, repeat=True)
+        (prompt,) = PromptCursor(mixture, renderer, longest=64).take(1)
+        return encoding.decode(prompt.token_ids)
+
+    assert ("one" in trained(quiet), "two" in trained(quiet), "one" in asked(quiet)) == (True, True, True)
+    assert ("ONE" in trained(loud), "TWO" in trained(loud), "ONE" in asked(loud)) == (True, True, True)
+
+
+MARKED = "{%- generation %}{{ range(3) }}{% endgeneration %}{{ bos_token }}" + THINKING
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED])
+def test_a_switch_that_the_template_does_not_look_at_is_refused(folder, tmp_path, template):
+    renderer = foreign(folder, tmp_path, template)
+    said = r"template of .* has no switch 'enable_thinkin', .*; it has enable_thinking\. Did you mean 'enable_thinking'"
+    with pytest.raises(SourceError, match=said):
+        renderer.prompt(CHAT[:1], {"enable_thinkin": False})
+    with pytest.raises(SourceError, match="has no switch 'add_generation_prompt'"):
+        renderer.prompt(CHAT[:1], {"add_generation_prompt": False})
+
+
+def test_a_template_with_foreign_tags_has_no_switches_that_could_be_found():
+    with pytest.raises(SourceError, match=r"cannot be searched for the switches .*unknown tag 'trans'"):
+        check_switches("{% trans %}x{% endtrans %}", {"loud": True}, Path("model"))
+
+
+def test_our_own_format_has_no_switches(folder):
+    renderer = load_renderer(folder)
+    with pytest.raises(SourceError, match="own chat format has no switch 'enable_thinking'"):
+        renderer.prompt(CHAT[:1], {"enable_thinking": False})
+    with pytest.raises(SourceError, match="own chat format has no switch 'enable_thinking'"):
+        renderer.render_batch([CHAT, CHAT], [{}, {"enable_thinking": False}])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(folder, tmp_path):

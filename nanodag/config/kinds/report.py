@@ -1,9 +1,10 @@
 """The report over a run."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nanodag.config.kind import PAGE, Kind
 from nanodag.config.stage_base import StageBase
+from nanodag.data.asking import check_effect
 from nanodag.data.config import SourceConfig
 
 
@@ -14,6 +15,12 @@ class ReportStage(StageBase):
     """Benchmark sources whose 13-grams are looked for in the training data."""
     price_per_hour: float = Field(0.0, ge=0)
     """Price of one device an hour, in any currency; 0 leaves prices out."""
+
+    @model_validator(mode="after")
+    def _data_alone_is_read(self) -> "ReportStage":
+        for source in self.contamination:
+            check_effect(source, "text")
+        return self
 
 
 KIND = Kind(

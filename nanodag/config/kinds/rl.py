@@ -190,6 +190,12 @@ class RLStage(StageBase):
             weights = listed(f"{reward.name} {reward.weight:g}" for reward in self.reward)
             raise ValueError(f"reward ({weights}) has nothing to add up, or a weight of 0; name rewards with weights")
         names = [reward.name for reward in self.reward]
+        for source in (*self.data, *self.evaluation.validation):
+            if source.reward != "auto" and "auto" not in names:
+                raise ValueError(
+                    f"reward {listed(names)} judges every prompt, so the reward {source.reward} of {source.url} means "
+                    "nothing; leave out one of them"
+                )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"reward {twice[0]} stands twice; name it once, with the sum of the weights")
         for reward in self.reward:

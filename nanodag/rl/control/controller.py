@@ -153,10 +153,10 @@ class Controller:
         return bool(self._held_out) and is_time and str(policy) not in self._state["evals"]
 
     async def evaluate(self, policy: int) -> None:
-        """Answer the held-out prompts greedily."""
+        """Answer the held-out prompts."""
         began = time.monotonic()
         with self._stopwatch.timed("evaluate"):
-            rollouts = await _unless_stopped(self._generator.greedy(self._held_out))
+            rollouts = await _unless_stopped(self._generator.answers(self._held_out))
         seconds = time.monotonic() - began
         self._state["evals"][str(policy)] = self._records.evaluation(policy, rollouts, seconds, self._held_out)
 

@@ -24,6 +24,7 @@ from nanodag.rl.rollouts.rollout import Rollout, reward_spread
 from nanodag.rl.rollouts.segments import (
     as_it_ended,
     continued,
+    derived_seed,
     group_seed,
     is_unfinished,
     joined,
@@ -131,13 +132,21 @@ class RolloutGenerator:
             if sum(rollout.reward is not None for rollout in group) > 1:
                 cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
 
-    async def greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """One rollout of each prompt at temperature 0, with rewards: for evaluation, never for training. Raises
-        StageFailed when too many of the rewards failed."""
+    async def answers(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """Whole responses to held-out prompts, as the evaluation section says, with rewards: never for training. Every
+        evaluation draws with the same seeds. Raises StageFailed when too many of the rewards failed."""
+        asked, seed = self._config.evaluation, int(self._config.seed)
         params = SamplingParams(
-            max_new_tokens=self._config.rollout.max_new_tokens, temperature=0.0, stop_token_ids=self._stop_ids
+            n=asked.eval_samples,
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            temperature=asked.eval_temperature,
+            stop_token_ids=self._stop_ids,
         )
-        groups = [_Group(prompt, params, f"eval-{n}", self._sampler) for n, prompt in enumerate(prompts)]
+        groups = []
+        for number, prompt in enumerate(prompts):
+            drawn = derived_seed(seed, "evaluation", prompt.group_id) if asked.eval_temperature else None
+            one = params.model_copy(update={"sampling_seed": drawn})
+            groups.append(_Group(prompt, one, f"eval-{number}", self._sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
         limit = self._config.rollout.max_failed_rewards
         check_failures(rollouts, of="an evaluation", max_failed_rewards=limit)

@@ -62,10 +62,11 @@ class Records:
     def evaluation(
         self, step: int, rollouts: Sequence[Rollout], seconds: float, prompts: Sequence[Prompt] = ()
     ) -> float | None:
-        """Rollouts and metrics of greedy answers to the held-out prompts; returns their mean reward."""
+        """Rollouts and metrics of answers to the held-out prompts; returns their mean reward."""
         metrics = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
-        values = {f"eval_{name}": metrics[name] for name in names if name in metrics}
+        several = [name for name in metrics if name.startswith("pass_at_") and name != "pass_at_n"]
+        values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
         path = self._folder / f"eval-{step:08d}.jsonl"
         write_rollouts(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)
@@ -73,11 +74,11 @@ class Records:
             step,
             total=self._config.num_steps,
             event="eval",
-            prompts=len(rollouts),
+            prompts=len({rollout.group_id for rollout in rollouts}),
             seconds_evaluate=seconds,
             **values,
         )
-        log.info("step %d: held out, greedy: %s", step, {name: round(value, 4) for name, value in values.items()})
+        log.info("step %d: held out: %s", step, {name: round(value, 4) for name, value in values.items()})
         return values.get("eval_reward")
 
     def ledger(self, step: int, batch: RolloutBatch) -> None:

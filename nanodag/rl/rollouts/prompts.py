@@ -7,6 +7,7 @@ once with its reason, and the ledger shows it.
 
 import hashlib
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +16,11 @@ from typing import Any, Literal, TextIO
 
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
-from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer
+
+log = logging.getLogger(__name__)
 
 Outcome = Literal["trained", "dropped"]
 OVERLONG = "prompt_too_long"
@@ -164,16 +168,31 @@ class PromptCursor:
         return int.from_bytes(digest[:8], "big") < self._skip_share * 2**64
 
     def _rendered(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
-        return Prompt(epoch=epoch, record=record, token_ids=tuple(self._renderer.prompt(record["messages"])))
+        return Prompt(epoch=epoch, record=record, token_ids=rendered(record, self._renderer))
+
+
+def rendered(record: Mapping[str, Any], renderer: ChatRenderer) -> tuple[int, ...]:
+    """What is sent of a record."""
+    return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
 
 
 def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int) -> list[Prompt]:
-    """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on."""
+    """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on. What is
+    too long is counted in the log."""
     prompts: list[Prompt] = []
+    num_overlong = 0
     for drawn in mixture:
         if len(prompts) == count:
             break
-        token_ids = tuple(renderer.prompt(drawn.record["messages"]))
+        token_ids = rendered(drawn.record, renderer)
         if len(token_ids) <= longest:
             prompts.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
+        else:
+            num_overlong += 1
+    if num_overlong:
+        log.warning(
+            "Not evaluated: %s of more than %d tokens, what sampler.context leaves beside max_new_tokens. Raise it.",
+            counted(num_overlong, "held-out prompt"),
+            longest,
+        )
     return prompts

@@ -1,8 +1,8 @@
 """Attention for a row in which several responses share one prompt (nanodag.rl.trainer.rows).
 
 Every prompt attends causally to itself; every response to its prompt and causally to itself. Linear layers run over the
-packed row without padding. Only attention pads: prompts and responses lie in blocks, (G, P) and (R, L), because
-scaled_dot_product_attention takes rectangles. Attention is a small part of the work.
+packed row without padding. On a CPU our own code takes the row as it is. Elsewhere attention pads: prompts and
+responses lie in blocks, (G, P) and (R, L), because scaled_dot_product_attention takes rectangles.
 
 Letters beyond those of packing: P the longest prompt, L the longest response, H query heads, K key-value heads, D head
 width.
@@ -10,27 +10,28 @@ width.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanodag.model.attention import Attend
-from nanodag.rl.trainer.kept_attention import KeptAttention
+from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
 from nanodag.rl.trainer.rows import MicroBatch
-
-MAX_KEPT_PROBABILITIES = 64 << 20  # a layer; 128 MiB in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
     """Where each token of a row lies in the padded blocks; made once a micro-batch, used by every layer.
 
-    prompt_places: (G, P) int64 and response_places: (R, L) int64, places in the row, padding points at place 0.
+    pieces: the same for attention on a CPU, a group for each prompt and its responses. prompt_places: (G, P) int64 and
+    response_places: (R, L) int64, places in the row, padding points at place 0.
     prompt_real and response_real: the same shapes, bool, False for padding. prompt_of: (R,) int64. visible: (R, L,
     P + L) bool, what each token of a response sees. places_back: (T,) int64, place in the concatenation of both blocks,
     flattened.
     """
 
+    pieces: Pieces
     prompt_places: Tensor
     response_places: Tensor
     prompt_real: Tensor
@@ -59,7 +60,16 @@ def layout_of(row: MicroBatch, device: torch.device) -> GroupLayout:
     places_back[prompt_places[prompt_real]] = prompt_real.flatten().nonzero().squeeze(1)
     places_back[response_places[response_real]] = prompt_real.numel() + response_real.flatten().nonzero().squeeze(1)
     moved = (prompt_places, response_places, prompt_real, response_real, prompt_of, visible, places_back)
-    return GroupLayout(*(tensor.to(device) for tensor in moved))
+    return GroupLayout(_pieces(row), *(tensor.to(device) for tensor in moved))
+
+
+def _pieces(row: MicroBatch) -> Pieces:
+    """The row's prompts, each with its responses after it, as they lie in the row."""
+    order = np.argsort(np.concatenate([row.prompts[:, 0], row.responses[:, 0]]), kind="stable")
+    pieces = np.concatenate([row.prompts, row.responses[:, :2]])[order]
+    groups = np.append(np.flatnonzero(order < len(row.prompts)), len(pieces))
+    seen = row.prompts[row.responses[:, 2], 1] + row.responses[:, 1]
+    return Pieces(groups, pieces, int(max(row.prompts[:, 1].max(), seen.max(initial=0))))
 
 
 def _padded(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,16 +84,15 @@ def group_attention(layout: GroupLayout) -> Attend:
     """The Attend of one row: query (1, T, H, D), key and value (1, T, K, D) -> (1, T, H, D)."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num_probabilities = layout.visible.numel() * query.shape[2]
-        if query.device.type == "cpu" and num_probabilities <= MAX_KEPT_PROBABILITIES:
-            return KeptAttention.apply(query[0], key[0], value[0], layout)[None]
+        if can_attend(query):
+            return CpuAttention.apply(query[0], key[0], value[0], layout.pieces)[None]
         return _fused(query[0], key[0], value[0], layout)[None]
 
     return attend
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, layout: GroupLayout) -> Tensor:
-    """By scaled_dot_product_attention: on a GPU, and where the probabilities are too many to keep."""
+    """By scaled_dot_product_attention: on a GPU, and for heads whose width our own code does not take."""
     repeats = query.shape[1] // key.shape[1]
     prompts = [_picked(tensor, layout.prompt_places) for tensor in (query, key, value)]
     responses = [_picked(tensor, layout.response_places) for tensor in (query, key, value)]

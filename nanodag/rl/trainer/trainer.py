@@ -57,7 +57,7 @@ PREFIX = "decoder."  # of Policy's parameters, before the names that transformer
 
 
 class Trainer:
-    """The policy of one stage on this rank, its reference where there is a KL term, and its updates. beside: other
+    """The policy of one stage on this rank, its reference where the KL to one is wanted, and its updates. beside: other
     inputs of the stage, where a critic or teacher is one."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Trainer:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
         self.engine = engine_of(policy, config, learning_rate=config.optimizer.learning_rate, device=device)
         self._reference: Reference | None = None
-        if config.algorithm.kl_coefficient > 0:
+        if config.algorithm.has_reference:
             self._reference = Reference(
                 model_path, temperature=config.rollout.temperature, engine=self.engine, group=self._group
             )

@@ -41,10 +41,13 @@ class PolicyObjective:
         per_token = policy.values * weights
         kl = None
         if scored.reference_logprobs is not None:
-            kl = self.kl(scored.trainer_logprobs, scored.reference_logprobs)
+            is_trained = algorithm.kl_in == "loss" and algorithm.kl_coefficient > 0
+            # A KL that is only logged stays out of the loss: 0 times an infinity is no number.
+            trainer_logprobs = scored.trainer_logprobs if is_trained else scored.trainer_logprobs.detach()
+            kl = self.kl(trainer_logprobs, scored.reference_logprobs)
             if algorithm.kl_unbiased:
-                kl = unbiased(kl, scored.trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
-            if algorithm.kl_in == "loss":
+                kl = unbiased(kl, trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
+            if is_trained:
                 per_token = per_token + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             per_token = per_token - algorithm.entropy_coefficient * scored.entropies
@@ -76,7 +79,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A row with what the loss needs, (N,) float32 each. reference_logprobs: None when there is no KL term."""
+    """A row with what the loss needs, (N,) float32 each. reference_logprobs: None where no KL is wanted."""
 
     row: DeviceRow
     trainer_logprobs: Tensor

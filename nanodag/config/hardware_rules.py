@@ -1,0 +1,147 @@
+"""How each `auto` of a stage that trains follows from a machine, in words with reasons, and the numbers in them."""
+
+from dataclasses import dataclass
+
+from nanodag.host.machine import GIB
+
+LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
+MAX_CPU_RANKS = 16
+FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
+LEAST_TOKENS = 8192  # of a micro-batch on a GPU
+RL_TOKENS = {"cpu": 4096, "cuda": 16384}
+RL_TOKENS_UNKNOWN = 9216
+RL_CORES_A_RANK = 4
+PROCESS_BYTES = GIB
+TRITON_CAPABILITY = 7.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage. limit: what the
+    rule's text leaves room for, on a GPU."""
+
+    setting: str
+    rule: str
+    reason: str
+    limit: int = 0
+
+
+RULES = {
+    "device": Rule(
+        setting="device",
+        rule="GPUs where the machine has some",
+        reason="One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once.",
+    ),
+    "device_stage": Rule(
+        setting="resources.device",
+        rule="the pipeline's `device`",
+        reason="A stage may be sent elsewhere on its own.",
+    ),
+    "device_cpu": Rule(
+        setting="resources.device",
+        rule="a stage of this kind multiplies no matrices",
+        reason="A tokenizer, an import or a report would hold a GPU that another stage waits for.",
+    ),
+    "nodes": Rule(
+        setting="resources.nodes",
+        rule="the machine's nodes, for stages that train",
+        reason="This machine counts as one node; more are described by a text, or set with `cluster.hostfile`.",
+    ),
+    "ranks_cuda": Rule(
+        setting="resources.num_ranks",
+        rule="all GPUs, as long as a step has 10 TFLOP for each",
+        reason=(
+            "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take "
+            "longer than computing. Reasoned, not measured."
+        ),
+    ),
+    "ranks_cpu": Rule(
+        setting="resources.num_ranks",
+        rule="one a core, as long as a step has 20 GFLOP for each",
+        reason=(
+            "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads "
+            "20,000, one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is "
+            f"reasoned: at most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a "
+            "quarter of the cores idle."
+        ),
+    ),
+    "ranks_none": Rule(
+        setting="resources.num_ranks",
+        rule="one process, as the kind has no ranks",
+        reason="Only stages that train are spread.",
+    ),
+    "ranks_one": Rule(
+        setting="resources.num_ranks",
+        rule="one rank with all threads, for a model of unknown size",
+        reason="Each rank on a CPU would hold the whole model, and nobody knows how large that is.",
+    ),
+    "ranks_rl_cpu": Rule(
+        setting="resources.num_ranks",
+        rule=f"one for every {RL_CORES_A_RANK} cores",
+        reason="RL's rows are long, so threads pay, and samplers of one thread each want cores too.",
+    ),
+    "ranks_given": Rule(
+        setting="resources.num_ranks",
+        rule="nodes x gpus_per_node",
+        reason="`gpus_per_node` was given.",
+    ),
+    "threads": Rule(
+        setting="resources.threads",
+        rule="the cores, shared out to the ranks of a node",
+        reason="More threads than cores take turns.",
+    ),
+    "precision": Rule(
+        setting="precision",
+        rule="bf16 where the device multiplies it fast, else fp32",
+        reason=(
+            "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate "
+            "it: AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."
+        ),
+    ),
+    "micro": Rule(
+        setting="micro_batch_tokens",
+        rule="the most that divides a step and fits, at most {limit}",
+        limit=FULL_TOKENS["cuda"],
+        reason=(
+            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and {FULL_TOKENS['cpu']:,} any CPU; more only take memory. "
+            "Reasoned from the sizes of products, not measured on a GPU."
+        ),
+    ),
+    "checkpointing": Rule(
+        setting="activation_checkpointing",
+        rule=f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
+        reason="It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that.",
+    ),
+    "compile": Rule(
+        setting="compile",
+        rule="wherever there is a compiler for the device",
+        reason="Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7.",
+    ),
+    "compile_rl": Rule(
+        setting="optimizer.compile",
+        rule="on GPUs, and on CPUs in bf16",
+        reason="On a CPU it helps bf16 by a quarter, and fp32 hardly (measured).",
+    ),
+    "offload": Rule(
+        setting="resources.offload_optimizer",
+        rule="cpu where AdamW's states would take over half of the GPU's share",
+        reason="They are read once a step over PCIe, which costs less than micro-batches that are too small.",
+    ),
+    "micro_rl": Rule(
+        setting="optimizer.micro_batch_tokens",
+        rule="the most that fits beside the samplers, at most {limit}, and a whole rollout",
+        limit=RL_TOKENS["cuda"],
+        reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
+    ),
+    "micro_rl_unknown": Rule(
+        setting="optimizer.micro_batch_tokens",
+        rule=f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
+        reason="What slime's scripts give one GPU for small models.",
+    ),
+}
+
+
+def reason_of(origin: str) -> str:
+    """Why a rule is as it is, of the origin of a value that follows from one; empty of another."""
+    found = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
+    return next(found, "") if origin.startswith("derived: ") else ""

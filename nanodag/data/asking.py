@@ -1,0 +1,78 @@
+"""How the records of a source are asked: what its config says around the question, and who judges the answer.
+
+This comes after a row was adapted and after it was held out or not. So one problem is on one side of that with and
+without an instruction, and contamination is looked for in the data's own words.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from nanodag.data.adapters import renamed
+from nanodag.data.canonical import Kind
+from nanodag.data.config import QUESTION, SourceConfig
+from nanodag.errors import SourceError
+from nanodag.errors.words import listed
+
+Record = dict[str, Any]
+# What a source's rows are read as -> its settings that would change nothing there.
+_WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
+    "document": ("instruction", "reward", "template_options"),
+    "conversation": ("reward",),
+    "prompt": (),
+    "row": ("instruction", "reward"),
+    "text": ("columns", "instruction", "reward", "template_options"),
+}
+_CALLED = {
+    "document": "documents, which nobody asks",
+    "conversation": "conversations, whose answers are given",
+    "row": "rows as they are; a benchmark reads prompts with `form: problems`",
+    "text": "all text of a source, whatever column it is in",
+}
+
+
+def check_effect(source: SourceConfig, read_as: Kind | Literal["row", "text"]) -> None:
+    """Raise SourceError for a setting of a source that changes nothing of what it is read as."""
+    for name in _WITHOUT_EFFECT[read_as]:
+        if (value := getattr(source, name)) != type(source).model_fields[name].default:
+            raise SourceError(f"{source.url}: {name} {value!r} means nothing to {_CALLED[read_as]}. Leave it out.")
+
+
+def with_names(row: Record, source: SourceConfig) -> Record:
+    """A row with the names that `columns` gives its columns too. Raises SourceError for a column that is not there."""
+    try:
+        return renamed(row, source.columns)
+    except KeyError as error:
+        raise SourceError(f"{source.url}: there is no column {error}, only {listed(sorted(row))}.") from error
+
+
+def asking(source: SourceConfig, kind: Kind) -> Callable[[Record], Record]:
+    """The function that turns a record of an adapter into one as the source asks it.
+
+    `instruction` goes around the one user turn; `reward` takes the place of the adapter's; `template_options` stand in
+    the record under that name. Raises SourceError for a setting that means nothing to the kind; the function raises it
+    for a record with an instruction and not exactly one user turn.
+    """
+    check_effect(source, kind)
+    added: Record = {} if source.reward == "auto" else {"reward": source.reward}
+    if source.template_options:
+        added["template_options"] = dict(source.template_options)
+
+    def ask(record: Record) -> Record:
+        if source.instruction != QUESTION:
+            record = {**record, "messages": _instructed(record["messages"], source)}
+        return {**record, **added} if added else record
+
+    return ask
+
+
+def _instructed(messages: Sequence[Mapping[str, Any]], source: SourceConfig) -> list[Mapping[str, Any]]:
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if len(places) != 1:
+        raise SourceError(
+            f"{source.url}: instruction is put around one question, and a record has {len(places)} user turns. Leave "
+            "it out, or slice the source."
+        )
+    asked = list(messages)
+    question = asked[places[0]]
+    asked[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
+    return asked

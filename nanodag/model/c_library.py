@@ -1,0 +1,63 @@
+"""Builds our C code with the machine's compiler, at first use, and keeps it in the user's cache folder.
+
+That is `NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`. What is built for one kind of processor
+stays apart from what is built for another.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from nanodag.errors import MissingTool
+from nanodag.host.folders import cache_folder
+
+HEADERS = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+BUILD_TIMEOUT_S = 120.0
+
+
+def c_library(source: Path, what: str) -> ctypes.CDLL:
+    """The shared library of a C file, built now or found. what: it is, for the error.
+
+    Raises MissingTool where no C compiler builds it."""
+    named = os.environ.get("CC", "cc")
+    compiler = shutil.which(named)
+    if compiler is None:
+        raise MissingTool(
+            f"There is no C compiler {named}, which builds {what}. Install gcc or clang, or name one in CC."
+        )
+    try:
+        return ctypes.CDLL(str(_built(source, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = str(getattr(error, "stderr", None) or error).strip()
+        raise MissingTool(f"{compiler} (CC, else cc) does not build {what}: {detail}") from error
+
+
+def _built(source: Path, compiler: str) -> Path:
+    """The shared library, made now or found. Two processes may build it at once: each renames its own into place."""
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
+    identity = "\0".join([*texts, compiler, *FLAGS, _processor()])
+    path = cache_folder() / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(made), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+            made.replace(path)
+    return path
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: a home folder may be shared by machines of several kinds."""
+    information = Path("/proc/cpuinfo")
+    if not information.exists():
+        return platform.platform() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(wanted))

@@ -1,0 +1,138 @@
+"""Calls `attention.c`: attention of packed tokens on CPU cores, forward and backward.
+
+Measured beside the fused kernel under a mask, forward and backward of 16 rows of 256 tokens, documents of 190, 6 heads
+of 32, one thread: see docs/LOG.md. Its gradients are nearer to the exact ones, because all is summed in float32.
+
+Letters: N tokens, H query heads, K key-value heads, D head width.
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nanodag.model.c_library import c_library
+from nanodag.model.core_threads import on_threads
+
+SOURCE = Path(__file__).with_name("attention.c")
+HEAD_UNIT = 16  # a head's width must be a multiple of it
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Which tokens attend to which: to those of their piece up to themselves and, in all pieces but a group's first, to
+    the whole first piece. All tokens lie in a piece.
+
+    groups: (G + 1,) int64, the first piece of each group; at last the number of pieces. pieces: (P, 2) int64, first
+    token and number of tokens. longest: keys that a token can see.
+    """
+
+    groups: np.ndarray
+    pieces: np.ndarray
+    longest: int
+
+
+def pieces_of_documents(document_ids: Tensor) -> Pieces:
+    """Each document of the rows (B, T) is a group of one piece; padding too."""
+    ids = document_ids.numpy()
+    begins = np.ones(ids.shape, dtype=bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=ids.size)
+    pieces = np.ascontiguousarray(np.stack([starts, lengths], axis=1))
+    return Pieces(np.arange(len(starts) + 1), pieces, int(lengths.max(initial=0)))
+
+
+def can_attend(query: Tensor) -> bool:
+    """Whether `CpuAttention` takes such tensors."""
+    return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[-1] % HEAD_UNIT == 0
+
+
+class CpuAttention(torch.autograd.Function):
+    """query (N, H, D), key and value (N, K, D), pieces -> (N, H, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        query, key, value = (_dense_heads(tensor) for tensor in (query, key, value))
+        output = torch.empty(query.shape, dtype=query.dtype)
+        logsumexp = torch.empty(query.shape[:2])
+        _run(pieces, logsumexp, backward=False, query=query, key=key, value=value, output=output)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.pieces = pieces
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        gradients = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (query, key, value)]
+        _run(
+            ctx.pieces,
+            logsumexp,
+            backward=True,
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            d_output=_dense_heads(d_output),
+            **dict(zip(("d_query", "d_key", "d_value"), gradients, strict=True)),
+        )
+        return *gradients, None
+
+
+class _Tokens(Structure):
+    _fields_ = [("at", c_void_p), ("stride", c_int64)]
+
+
+class _Attention(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_groups", "num_heads", "num_kv_heads", "head_dim", "is_bf16", "longest")),
+        *((name, c_void_p) for name in ("groups", "pieces", "logsumexp")),
+        *((name, _Tokens) for name in ("query", "key", "value", "output", "d_output", "d_query", "d_key", "d_value")),
+    ]
+
+
+def _dense_heads(tensor: Tensor) -> Tensor:
+    """The tensor itself where a token's heads lie without gaps."""
+    is_dense = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    return tensor if is_dense else tensor.contiguous()
+
+
+def _run(pieces: Pieces, logsumexp: Tensor, *, backward: bool, **tensors: Tensor) -> None:
+    query, key = tensors["query"], tensors["key"]
+    arguments = _Attention(
+        num_groups=len(pieces.groups) - 1,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[2],
+        is_bf16=query.dtype == torch.bfloat16,
+        longest=pieces.longest,
+        groups=pieces.groups.ctypes.data,
+        pieces=pieces.pieces.ctypes.data,
+        logsumexp=logsumexp.data_ptr(),
+        **{name: _Tokens(tensor.data_ptr(), tensor.stride(0)) for name, tensor in tensors.items()},
+    )
+    library, reference = _library(), ctypes.byref(arguments)
+    shared = c_int64(0)
+
+    def work(thread: int, num_threads: int) -> None:
+        scratch = torch.empty(library.scratch_size(reference))
+        library.attention(reference, backward, ctypes.byref(shared), scratch.data_ptr())
+
+    on_threads(work)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = c_library(SOURCE, "the attention of training on a CPU")
+    library.scratch_size.argtypes, library.scratch_size.restype = [c_void_p], c_int64
+    library.attention.argtypes, library.attention.restype = [c_void_p, c_int64, c_void_p, c_void_p], None
+    return library

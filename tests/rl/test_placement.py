@@ -1,0 +1,70 @@
+"""Which GPU a sampler gets, and how much: the stage's services with processes that are only noted."""
+
+import sys
+
+import pytest
+
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.rl.control.services import Services
+from tests.rl.stages import make_job
+
+GPUS = {"num_ranks": 8, "threads": 1, "device": "cuda"}
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """launched(process class, sampler settings, visible GPUs) -> what each of the stage's samplers is started with."""
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+
+    def made(kind, sampler, visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = []
+        monkeypatch.setattr(kind, "start", lambda *unnamed, **settings: found.append(settings))
+        services = Services(make_job(tmp_path, resources=GPUS, sampler={"context": 64, **sampler}))
+        try:
+            for number in range(services.num_samplers):
+                services._launch(number, tmp_path / "model", 0)
+        finally:
+            services.link.close()
+        return found
+
+    return made
+
+
+def test_eight_embedded_samplers_have_eight_gpus(launched):
+    found = launched(SamplerProcess, {"max_batch": 60}, "8,9,10,11,12,13,14,15")
+    assert [settings["gpu"] for settings in found] == ["8", "9", "10", "11", "12", "13", "14", "15"]
+    assert {settings["device"] for settings in found} == {"cuda"}
+    assert {settings["max_batch"] for settings in found} == {8}
+    assert not any(settings["deterministic"] for settings in found)
+
+
+def test_with_fewer_gpus_embedded_samplers_share_them(launched):
+    found = launched(SamplerProcess, {"replicas": 4}, "0,2")
+    assert [settings["gpu"] for settings in found] == ["0", "2", "0", "2"]
+
+
+def test_an_sglang_server_has_its_gpus_and_an_amount_of_memory(launched):
+    # 2 layers of 2 heads of 8 numbers, keys and values, 4 bytes each: 256 bytes a token
+    sampler = {"engine": "sglang", "tensor_parallel": 2, "cache_bytes": 256 * 1000, "deterministic": False}
+    found = launched(SGLangProcess, sampler, "0,1,2,3,4,5,6,7")
+    assert [settings["first_gpu"] for settings in found] == [0, 2, 4, 6]
+    assert {settings["cache_tokens"] for settings in found} == {1000}
+    assert {settings["memory_fraction"] for settings in found} == {0.9}
+
+
+class Noted(Exception):
+    """Ends a start once its environment is known."""
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [("3", "3"), ("", "0,1")])
+def test_a_sampler_sees_its_own_gpu_alone(tmp_path, monkeypatch, gpu, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def spawn(command, *, log_path, env, token=""):
+        raise Noted(env["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr(SamplerProcess, "spawn", spawn)
+    with pytest.raises(Noted, match=f"^{expected}$"):
+        SamplerProcess.start(tmp_path, log_path=tmp_path / "log", device="cuda", gpu=gpu)
