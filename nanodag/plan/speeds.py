@@ -32,10 +32,10 @@ class Shares:
     decoding: float
 
 
-NARROW = {"fp32": Shares(training=0.40, trainer=0.55, likelihood=0.35, decoding=0.50)}
+NARROW = {"fp32": Shares(training=0.40, trainer=0.55, likelihood=0.70, decoding=0.50)}
 WIDE = {
-    "fp32": Shares(training=0.50, trainer=0.70, likelihood=0.35, decoding=0.80),
-    "bf16": Shares(training=0.32, trainer=0.45, likelihood=0.15, decoding=0.33),
+    "fp32": Shares(training=0.50, trainer=0.70, likelihood=0.80, decoding=0.80),
+    "bf16": Shares(training=0.32, trainer=0.45, likelihood=0.30, decoding=0.33),
 }
 CPU_SHARES = {
     "other": NARROW | {"bf16": WIDE["fp32"]},
@@ -50,7 +50,7 @@ GPU_SHARES = {
 }
 START_S = {"cpu": 8.0, "cuda": 60.0}
 """Of a worker that trains: imports, the model, the first compiled step."""
-EVALUATION_START_S = {"cpu": 5.0, "cuda": 40.0}
+EVALUATION_START_S = {"cpu": 7.0, "cuda": 40.0}
 SHORT_START_S = 2.0
 """Of a worker without a model."""
 BYTES_A_CORE_S = 12e6
