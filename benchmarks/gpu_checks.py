@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WORDS = ("river", "stone", "light", "winter", "house", "garden", "train", "letter", "music", "paper", "green", "silent")
+SYLLABLES = ("ba", "de", "fi", "go", "hul", "ker", "lim", "mon", "nup", "ra", "ste", "tri")
 HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
 
 
@@ -160,7 +160,8 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     from nanodag.worker.job import Job, write_job
 
     draw = random.Random(1)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(5, 60))) for _ in range(2000)]
+    words = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(500)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 60))) for _ in range(2000)]
     prose = folder / "prose.jsonl"
     prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     on_gpu = device == "cuda"
@@ -173,7 +174,7 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem", "held_out": 0.2}
     written = {"url": f"file:{prose}", "held_out": 0.1}
     tables: dict[str, dict[str, Any]] = {
-        "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 320},
+        "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 512},
         "pretrain": {"kind": "pretrain", "inputs": {"tokenizer": "tokenizer"}, "data": [written], "shape": shape}
         | {"zero_stage": 1}
         | steps,
