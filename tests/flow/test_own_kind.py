@@ -20,7 +20,7 @@ from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
 from nanodag.worker.job import Job, read_job, write_job
 from tasks.stage_task import task_of
-from tests.flow.conftest import STAGES
+from tests.flow.conftest import NO_TRACKERS, STAGES
 
 MERGE = """
 import json
@@ -76,7 +76,7 @@ WITH_MERGE = {
 
 
 def write(project, stages, **fields):
-    preset = {"stages": stages, **fields}
+    preset = {"stages": stages, "tracking": NO_TRACKERS, **fields}
     (project / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
 
 
