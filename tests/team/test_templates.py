@@ -1,6 +1,7 @@
 """The shipped templates of clusters ask for what a stage needs, and schedulers take what they ask for."""
 
 import asyncio
+import getpass
 import json
 import os
 import re
@@ -197,7 +198,13 @@ def sbatch(tmp_path):
         port = probe.getsockname()[1]
     (tmp_path / "state").mkdir()
     plugins = f"PluginDir={os.environ['NANODAG_SLURM_PLUGINS']}" if "NANODAG_SLURM_PLUGINS" in os.environ else ""
-    about = {"host": socket.gethostname(), "port": port, "user": "root", "folder": tmp_path, "plugins": plugins}
+    about = {
+        "host": socket.gethostname(),
+        "port": port,
+        "user": getpass.getuser(),
+        "folder": tmp_path,
+        "plugins": plugins,
+    }
     conf = tmp_path / "slurm.conf"
     conf.write_text(SLURM_CONF.format(**about))
     environment = {**os.environ, "SLURM_CONF": str(conf)}
