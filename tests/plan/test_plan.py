@@ -33,7 +33,8 @@ def stage_of(plan, name):
 
 
 def test_pretraining_of_pocket_in_numbers():
-    stage = stage_of(planned("pocket", CPU), "pretrain")
+    given = "pretrain.batch_tokens=8192", "pretrain.horizon_tokens=2457600"
+    stage = stage_of(planned("pocket", CPU, *given), "pretrain")
     matrices = 3 * (4 * 192 * 192 + 3 * 192 * 512)
     assert stage.parameters == matrices + 2048 * 192 + 3 * (2 * 192 + 2 * 32) + 192
     assert (stage.tokens, stage.steps) == (2457600, 300)
