@@ -72,6 +72,7 @@ def _record(number: int, stages: dict[str, StageRecord], pipeline: dict[str, Any
         preset="pocket",
         overrides=(),
         pipeline=pipeline,
+        machine="cpu:2:avx2:8GiB",
         origins={name: "default" for name in pipeline},
         stages=stages,
         machine="cpu:2:avx2:8GiB",

@@ -188,9 +188,9 @@ def plan(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
 ) -> None:
-    """Say beforehand what a run takes, and what does not fit.
+    """Say what a run would take, without starting it.
 
-    Exit code 2 where something does not fit, or would be void.
+    What does not fit, or would be void, is said with a value that fits; the exit code is 2 then.
 
     \b
     nanodag plan --preset speedrun --on 8xH100 --price-per-hour 24

@@ -29,6 +29,7 @@ SCORED_LOGITS = 1 << 25  # its MAX_LOGITS
 UNKNOWN_ITEMS = 1000
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
+REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
 CORE_ITEMS, CORE_TOKENS = 9000, 6_000_000
 """Of CORE, 22 benchmarks of 500 items at most: items, and tokens read with their worked examples."""
 
@@ -61,7 +62,8 @@ def samplers_of(stage: EvalStage, model: PlannedModel) -> Samplers | None:
     if not context:
         return None
     sampler = stage.sampler
-    replicas = int(sampler.replicas)
+    written = max(_written(stage, benchmark) for benchmark in stage.benchmarks if is_written(benchmark))
+    replicas = max(1, min(int(sampler.replicas), int(written * model.forward_flops(500) / REPLICA_FLOPS)))
     return embedded_samplers(
         model,
         precision=str(stage.precision),
@@ -135,6 +137,11 @@ def _items(benchmark: BenchmarkConfig) -> int:
     return min(rows, benchmark.limit) if benchmark.limit else rows
 
 
+def _written(stage: EvalStage, benchmark: BenchmarkConfig) -> float:
+    """Tokens that are written for a benchmark."""
+    return _items(benchmark) * WRITTEN_SHARE * stage.max_new_tokens
+
+
 def _row_bytes(benchmark: BenchmarkConfig) -> float:
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     return found.row_bytes if found is not None else 500.0
@@ -150,14 +157,14 @@ def _tokens(stage: EvalStage, model: PlannedModel) -> tuple[float, float, float]
         elif is_written(benchmark):
             url = benchmark.source.url if benchmark.source is not None else ""
             prompts += items * shots * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)
-            written += items * WRITTEN_SHARE * stage.max_new_tokens
+            written += _written(stage, benchmark)
         else:
             scored += items * shots * _row_bytes(benchmark) / bytes_per_token(model.vocabulary)
     return scored, prompts, written
 
 
 def _processes(stage: EvalStage, model: PlannedModel, samplers: Samplers | None) -> tuple[Process, ...]:
-    """The worker with the model that scores; samplers beside it, the first in the worker itself on a CPU."""
+    """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
     wide = width_of(precision)
     held = {
@@ -171,14 +178,12 @@ def _processes(stage: EvalStage, model: PlannedModel, samplers: Samplers | None)
         host = {"process": processes.CUDA, "model": 4 * model.total, "data": base["data"]}
         worker = Process(name="worker", device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
         return (worker,) if samplers is None else (worker, samplers.process)
-    inner = dict(samplers.process.host) if samplers is not None else {}
-    inner.pop("process", None)
-    inner["weights"] = inner.get("weights", 0) // 2  # it takes none later
-    worker = Process(name="worker", host={**held, **base, **{f"sampler's {k}": v for k, v in inner.items()}})
-    more = samplers.process.count - 1 if samplers is not None else 0
-    if samplers is None or not more:
-        return (worker,)
-    return worker, Process(name="sampler", count=more, host=samplers.process.host)
+    if samplers is None:
+        return (Process(name="worker", host={**held, **base}),)
+    if samplers.process.count > 1:
+        return Process(name="worker", host={**held, **base}), samplers.process
+    inner = {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
+    return (Process(name="worker", host={**held, **base, **inner}),)
 
 
 def _seconds(

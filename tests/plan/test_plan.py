@@ -9,8 +9,10 @@ import pytest
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
+from nanodag.evaluation import scoring, writing
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.plan import evaluation
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import bytes_per_token, size_of
 from nanodag.plan.speeds import decoding_seconds, peak_of
@@ -18,6 +20,7 @@ from nanodag.plan.stage_plan import Process, StagePlan
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
+OF_POCKET = ("pretrain.horizon_tokens=2457600", "pretrain.batch_tokens=8192", "pretrain.sequence_length=256")
 
 
 def resolved(preset, machine, *overrides):
@@ -33,13 +36,17 @@ def stage_of(plan, name):
 
 
 def test_pretraining_of_pocket_in_numbers():
-    given = "pretrain.batch_tokens=8192", "pretrain.horizon_tokens=2457600"
-    stage = stage_of(planned("pocket", CPU, *given), "pretrain")
+    stage = stage_of(planned("pocket", CPU, *OF_POCKET), "pretrain")
     matrices = 3 * (4 * 192 * 192 + 3 * 192 * 512)
     assert stage.parameters == matrices + 2048 * 192 + 3 * (2 * 192 + 2 * 32) + 192
     assert (stage.tokens, stage.steps) == (2457600, 300)
     assert stage.flops == 2457600 * (6 * (matrices + 2048 * 192) + 6 * 3 * 192 * 256)
     assert stage.device_bytes == 0 and 0.5e9 < stage.host_bytes < 4e9
+
+
+def test_constants_are_those_of_the_evaluation():
+    assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
+    assert (evaluation.SCORED_TOKENS, evaluation.SCORED_LOGITS) == (scoring.MAX_BATCH_TOKENS, scoring.MAX_LOGITS)
 
 
 def test_price_is_that_of_the_machine_for_so_long():
