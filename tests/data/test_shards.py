@@ -124,14 +124,15 @@ def test_a_restart_fetches_nothing_again_and_on_a_new_machine_nothing_from_the_f
         assert list(islice(_endless(again), len(rows) - stop)) == rows[stop:]
     _let_threads_end()
     assert set(counted.fetched.values()) == {1}
-    for path in (tmp_path / "cache" / "shards").iterdir():
-        path.unlink()
-    counted.fetched.clear()
-    again = order_of(large, rank=1, world=2)
-    again.load_state_dict({"epoch": 1, "shard": 1, "taken": 4, "rows_of_shard": 10, "window_start": 0})
-    again.next_row()
-    _let_threads_end()
-    assert len(counted.fetched) == 2  # the one under way, and the next
+    for taken, num_fetched in ((4, 2), (10, 1)):  # the shard under way and the last of three; only the last
+        for path in (tmp_path / "cache" / "shards").iterdir():
+            path.unlink()
+        counted.fetched.clear()
+        again = order_of(large, rank=1, world=2)
+        again.load_state_dict({"epoch": 1, "shard": 1, "taken": taken, "rows_of_shard": 10, "window_start": 0})
+        again.next_row()
+        _let_threads_end()
+        assert len(counted.fetched) == num_fetched
 
 
 def _endless(order):
