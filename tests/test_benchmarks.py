@@ -3,11 +3,12 @@
 import pytest
 import yaml
 
-from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
+from benchmarks import gpu, gpu_checks, gpu_parts, orchestration, pocket, retry
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
 from nanodag.host.machine import machine_of
 from nanodag.store import Store
+from nanodag.worker.job import read_job
 from tests.run_records import run_record, stage_record
 
 COST = {"seconds": 2.0, "start_s": 1.0, "work_s": 0.5}
@@ -109,3 +110,10 @@ def test_versions_outside_of_the_tested_ranges_are_named():
 def test_results_of_the_gpu_benchmark_become_rows():
     results = [{"part": "rl", "case": "ZeRO 3", "train_s": 1.25, "start": {"sum": 4.0}, "log": "x", "case_s": 9.0}]
     assert gpu.rows(results)[2:] == ["| rl: ZeRO 3 | train s 1.25, start sum 4 |"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_stages_of_the_gpu_benchmark_are_ones_that_workers_read(tmp_path, device):
+    jobs = [(name, read_job(path)) for name, _, path in gpu_checks.stage_jobs(device, tmp_path)]
+    assert [name for name, _ in jobs] == ["tokenizer", "pretrain", "midtrain", "sft", "rl", "eval"]
+    assert {job.config.resources.device for _, job in jobs} == {device}
