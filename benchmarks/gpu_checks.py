@@ -156,6 +156,7 @@ CHECKS: dict[str, Callable[[Any, Path], dict[str, Any]]] = {
 
 def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     """The name, module and job file of each stage in turn: tokenizer, pretraining, midtraining, SFT, RL, evaluation."""
+    from nanodag.config.kinds.rl import RLStage
     from nanodag.config.pipeline import read_stage
     from nanodag.worker.job import Job, write_job
 
@@ -211,8 +212,6 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
         workspace = folder / name
         workspace.mkdir()
         inputs = {key: folder / before / "output" for key, before in table.get("inputs", {}).items()}
-        job = Job(
-            name=name, run="gpu", config=read_stage(common | table), inputs=inputs, workspace=workspace,
-            context={"mirror": "none"},
-        )  # fmt: skip
+        config = (RLStage.of if name == "rl" else lambda **values: read_stage(values))(**common, **table)
+        job = Job(name=name, run="gpu", config=config, inputs=inputs, workspace=workspace, context={"mirror": "none"})
         yield name, modules.get(name, "nanodag.train"), write_job(job)

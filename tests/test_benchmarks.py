@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from benchmarks import gpu, gpu_parts, orchestration, pocket, retry
+from benchmarks import gpu, gpu_checks, gpu_parts, orchestration, pocket, retry
 from benchmarks import plan as plan_benchmark
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
@@ -11,6 +11,7 @@ from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
 from nanodag.store import Store
+from nanodag.worker.job import read_job
 from tests.run_records import run_record, stage_record
 
 COST = {"seconds": 2.0, "start_s": 1.0, "work_s": 0.5}
@@ -124,3 +125,10 @@ def test_a_plan_is_held_against_what_the_runs_stages_took():
     )
     (row,) = plan_benchmark.compare(record, pipeline, machine)
     assert row["stage"] == "pretrain" and row["errors"]["memory"] == 1.0 and row["errors"]["seconds"] == 0.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_stages_of_the_gpu_benchmark_are_ones_that_workers_read(tmp_path, device):
+    jobs = [(name, read_job(path)) for name, _, path in gpu_checks.stage_jobs(device, tmp_path)]
+    assert [name for name, _ in jobs] == ["tokenizer", "pretrain", "midtrain", "sft", "rl", "eval"]
+    assert {job.config.resources.device for _, job in jobs} == {device}
