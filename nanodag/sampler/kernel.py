@@ -71,7 +71,7 @@ class Kernel:
         scratch = torch.zeros(max(buffers.capacity, buffers.logits.shape[1] // VOCABULARY_BLOCK))
         deepest = max(a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size)
         rounded = torch.zeros(max(buffers.num_slots, PROMPT_ROWS), deepest, dtype=torch.bfloat16)
-        packed = torch.zeros(deepest // 2, PANEL_COLUMNS, dtype=torch.int32)
+        packed = torch.zeros(deepest, PANEL_COLUMNS, dtype=torch.int32)
         self._kept = (weights, rotations, scratch, rounded, packed)
         self._buffers, self._capacity = buffers, buffers.capacity
         self._layers = (_Layer * a.num_layers)()
