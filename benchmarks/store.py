@@ -75,7 +75,6 @@ def _record(number: int, stages: dict[str, StageRecord], pipeline: dict[str, Any
         machine="cpu:2:avx2:8GiB",
         origins={name: "default" for name in pipeline},
         stages=stages,
-        machine="cpu:2:avx2:8GiB",
         revision="0" * 12,
         flow_run="",
         pid=1,
