@@ -54,7 +54,7 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
             _deployment(client, pool),
             name=f"{run.name}-{name}",
             parameters=parameters,
-            job_variables=requests_of(stage).job_variables(template),
+            job_variables=requests_of(run.pipeline, name, run.machine).job_variables(template),
             parent_task_run_id=UUID(task_run.id) if task_run.id else None,
         )
         state = _wait_for(client, sent.id, run, pool)

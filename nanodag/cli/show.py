@@ -89,10 +89,11 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
 def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, machine: str, file: str) -> None:
     """The options of sbatch for one stage on such a machine, in one line."""
     path = pipeline_file(file)
-    stages = resolve(path, preset, overrides, machine=machine_of(machine) if machine else None).pipeline.stages
+    resolved = resolve(path, preset, overrides, machine=machine_of(machine) if machine else None)
+    stages = resolved.pipeline.stages
     if stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
-    print(*requests_of(stages[stage]).sbatch_options())
+    print(*requests_of(resolved.pipeline, stage, resolved.machine).sbatch_options())
 
 
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:

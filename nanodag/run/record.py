@@ -57,6 +57,7 @@ class Run:
             sys.path.append(str(code_path))  # last, as in a worker
         self.pipeline: Pipeline = resolved.pipeline
         self.origins: Mapping[str, str] = resolved.origins
+        self.machine = resolved.machine
         self.store = store
         self.stop = threading.Event()
         self.to_do = self.order

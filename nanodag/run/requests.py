@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanodag.config import AnyStage
+from nanodag.config import Pipeline
+from nanodag.host.machine import Machine
+from nanodag.plan.make import plan_of
 from nanodag.worker.devices import num_gpus_of
 
 # Over what the processes are planned to take: a plan is right within a quarter, and /dev/shm and files that were just
@@ -44,12 +46,14 @@ class Requests:
         return math.ceil(self.memory / MIB)
 
 
-def requests_of(stage: AnyStage, host_bytes: int = 0) -> Requests:
-    """What a resolved stage needs. host_bytes: what its processes take of a node's memory, 0 where no plan says it."""
+def requests_of(pipeline: Pipeline, name: str, machine: Machine) -> Requests:
+    """What a stage of a resolved pipeline needs, on such a machine."""
+    stage = pipeline.stages[name]
     resources, nodes = stage.resources, int(stage.resources.nodes)
+    (plan,) = plan_of(pipeline, machine, stages=[name]).stages
     return Requests(
         nodes=nodes,
         gpus=num_gpus_of(stage) if resources.device == "cuda" else 0,
         cpus=int(resources.num_ranks) // nodes * int(resources.threads),
-        memory=math.ceil(MEMORY_MARGIN * host_bytes),
+        memory=math.ceil(MEMORY_MARGIN * plan.host_bytes),
     )

@@ -3,6 +3,7 @@
 import asyncio
 import getpass
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.plan.make import plan_of
 from nanodag.run.requests import Requests, requests_of
 
 TEMPLATES = PROJECT / "docs" / "templates"
@@ -55,10 +57,10 @@ def filled_in(configuration: type[BaseJobConfiguration], requests: Requests) -> 
 @pytest.mark.parametrize(
     ("overrides", "machine", "wanted"),
     [
-        (["pretrain.num_ranks=8"], "8xH100", Requests(nodes=1, gpus=8, cpus=64, memory=0)),
-        (["pretrain.num_ranks=8", "pretrain.threads=3"], "8xH100", Requests(nodes=1, gpus=8, cpus=24, memory=0)),
-        (["pretrain.resources={nodes: 2, gpus_per_node: 4}"], "4xH100", Requests(nodes=2, gpus=4, cpus=32, memory=0)),
-        (["pretrain.num_ranks=2"], "cpu:6:avx2:16GiB", Requests(nodes=1, gpus=0, cpus=6, memory=0)),
+        (["pretrain.num_ranks=8"], "8xH100", (1, 8, 64)),
+        (["pretrain.num_ranks=8", "pretrain.threads=3"], "8xH100", (1, 8, 24)),
+        (["pretrain.resources={nodes: 2, gpus_per_node: 4}"], "4xH100", (2, 4, 32)),
+        (["pretrain.num_ranks=2"], "cpu:6:avx2:16GiB", (1, 0, 6)),
     ],
 )
 def test_a_stage_needs_its_ranks_times_its_threads_on_each_node(tmp_path, overrides, machine, wanted):
@@ -69,9 +71,11 @@ def test_a_stage_needs_its_ranks_times_its_threads_on_each_node(tmp_path, overri
     }
     stages["pretrain"]["shape"] = {"depth": 1}
     file.write_text(yaml.safe_dump({"cluster": {"hostfile": "hosts"}, "presets": {"p": {"stages": stages}}}))
-    stage = resolve(file, "p", overrides, machine=machine_of(machine)).pipeline.stages["pretrain"]
-    assert requests_of(stage) == wanted
-    assert requests_of(stage, host_bytes=2 * GIB).memory == 3 * GIB  # half as much again
+    resolved = resolve(file, "p", overrides, machine=machine_of(machine))
+    found = requests_of(resolved.pipeline, "pretrain", resolved.machine)
+    assert (found.nodes, found.gpus, found.cpus) == wanted
+    (plan,) = plan_of(resolved.pipeline, resolved.machine, stages=["pretrain"]).stages
+    assert found.memory == math.ceil(1.5 * plan.host_bytes) > GIB
 
 
 def test_sbatch_is_asked_for_what_each_node_needs():
