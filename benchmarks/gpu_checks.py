@@ -166,7 +166,7 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     prose = folder / "prose.jsonl"
     prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     on_gpu = device == "cuda"
-    common: dict[str, Any] = {"seed": 1, "resources": {"num_ranks": 1, "threads": 2, "device": device}, "tracking": []}
+    common: dict[str, Any] = {"seed": 1, "resources": {"num_ranks": 1, "threads": 2, "device": device}}
     steps = {"sequence_length": 256, "batch_tokens": 4096, "micro_batch_tokens": 2048, "horizon_tokens": 8192}
     steps |= {"precision": "bf16" if on_gpu else "fp32", "compile": on_gpu, "validation_tokens": 2048}
     steps |= {"optimizer": {"name": "muon", "learning_rate": 0.01, "matrix_lr": 0.01}, "sample_prompts": ["river"]}

@@ -80,7 +80,8 @@ def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **t
     for name, tensor in kept.items():
         assert tensor is None or tensor.is_contiguous(), name
     num_rows, vocabulary = logits.shape
-    lowest, highest = (int(bound) for bound in targets.aminmax()) if num_rows else (0, 0)
+    places = targets.numpy()  # its bounds are no question to torch, which on other devices is one to wait for
+    lowest, highest = (int(places.min()), int(places.max())) if num_rows else (0, 0)
     if lowest < 0 or highest >= vocabulary:  # C would read beyond the row
         raise IndexError(f"targets are from {lowest} to {highest}; the vocabulary has {vocabulary} tokens")
     addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in kept.items()}

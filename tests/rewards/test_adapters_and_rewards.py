@@ -109,7 +109,7 @@ CASES = [
 class Renderer:
     """A prompt is its characters."""
 
-    def prompt(self, messages) -> list[int]:
+    def prompt(self, messages, switches) -> list[int]:
         return [ord(character) for message in messages for character in message["content"]]
 
 
