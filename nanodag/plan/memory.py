@@ -24,8 +24,10 @@ def host_room(machine: Machine) -> int:
 
 
 def fits(plan: StagePlan, machine: Machine) -> bool:
-    """Whether all processes of a stage have room."""
-    return plan.device_bytes <= device_room(machine) and plan.host_bytes <= host_room(machine)
+    """Whether all processes of a stage have room. Where the machine has no GPU, what a GPU would hold is not judged: the
+    lack is a fault of its own, and a stage of a work pool runs elsewhere."""
+    fits_device = machine.gpu is None or plan.device_bytes <= device_room(machine)
+    return fits_device and plan.host_bytes <= host_room(machine)
 
 
 def memory_faults(
@@ -42,8 +44,7 @@ def memory_faults(
     if fits(plan, machine):
         return []
     mend = next((settings for settings, stage in candidates if fits(rebuilt(stage), machine)), ())
-    if plan.device_bytes > device_room(machine):
-        assert machine.gpu is not None
+    if machine.gpu is not None and plan.device_bytes > device_room(machine):
         what, room = f"{size(plan.device_bytes)} on a GPU", f"the {size(device_room(machine))} of a {machine.gpu.name}"
     else:
         what, room = f"{size(plan.host_bytes)} of memory", f"{size(host_room(machine))}"

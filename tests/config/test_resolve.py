@@ -143,7 +143,7 @@ def test_operational_fields_are_no_part_of_the_result(file):
 
     same = key_part("base.log_every=3", "base.checkpoint_every=9", "base.resources.threads=5", "base.timeout_s=5")
     assert same == key_part()
-    assert key_part("base.precision=fp32") != key_part()
+    assert key_part("base.precision=fp32") != key_part("base.precision=bf16")
     assert "log_every" not in key_part() and "resources" not in key_part()
 
 

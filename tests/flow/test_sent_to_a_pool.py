@@ -33,4 +33,7 @@ def test_a_stage_that_is_sent_to_kubernetes_says_its_gpus_and_cpus(project, pref
         pool.build_in_pool("pretrain", run, {}, force=False)
     with get_client(sync_client=True) as client:
         sent = [found for found in client.read_flow_runs() if found.name == "r-pretrain"]
-    assert [found.job_variables for found in sent] == [{"gpus": 4, "cpus": 12}]
+    (variables,) = (found.job_variables for found in sent)
+    memory = variables.pop("memory")
+    assert variables == {"gpus": 4, "cpus": 12}
+    assert memory.endswith("Mi") and int(memory[:-2]) > 4 * 1024, "what the plan says that four ranks take"

@@ -196,3 +196,11 @@ def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth():
 def test_a_cpu_has_the_peak_of_its_cores():
     assert peak_of(machine_of("cpu:4:avx2:8GiB"), "cpu", "fp32", ranks=2, threads=1) == 2 * 73e9
     assert peak_of(machine_of("cpu:4:avx2:8GiB"), "cpu", "fp32", ranks=8, threads=1) == 4 * 73e9
+
+
+def test_a_gpu_that_is_not_there_is_one_fault_and_in_a_work_pool_none():
+    given = ["pretrain.resources.device=cuda", "pretrain.num_ranks=1"]
+    faults = [str(fault) for fault in stage_of(planned("pocket", CPU, *given), "pretrain").faults]
+    assert len(faults) == 1 and "the machine has no GPU" in faults[0]
+    elsewhere = ["pretrain.resources.work_pool=gpus", "server.database=postgresql+asyncpg://nobody@nowhere/none"]
+    assert not stage_of(planned("pocket", CPU, *given, *elsewhere), "pretrain").faults
