@@ -22,7 +22,15 @@ from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import check_gpus, locations_of, merged, pipeline_file, refuse_composed, store_of
+from nanodag.run.record import (
+    check_gpus,
+    locations_of,
+    merged,
+    pipeline_file,
+    refuse_composed,
+    store_of,
+    unfinished,
+)
 from nanodag.run.stale import left_alone
 from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
 from nanodag.store import Store
@@ -57,7 +65,8 @@ def run_pipeline(
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
     check_gpus(name, resolved, list(pipeline.stages), store.find_run(name))
-    check_before_start(pipeline, file=path, remembered=store.local / "checked")
+    to_build = unfinished(pipeline, store.find_run(name))
+    check_before_start(pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")

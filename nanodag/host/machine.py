@@ -6,6 +6,7 @@ keeps it as such a text.
 """
 
 import functools
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from nanodag.errors import ConfigError
 from nanodag.host.processor import control_group_files, instruction_set, read_limit, usable_cores
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 INSTRUCTION_SETS = ("other", "avx2", "avx512", "avx512_bf16", "amx")
@@ -95,12 +98,12 @@ class Machine:
 
     def __str__(self) -> str:
         """The text that `machine_of` reads as this machine, but for its disk."""
-        host = f"{self.cores}:{self.instruction_set}:{self.memory / GIB:.4g}GiB{SGLANG_MARK if self.sglang else ''}"
+        host = f"{self.cores}:{self.instruction_set}:{_gib(self.memory)}{SGLANG_MARK if self.sglang else ''}"
         if self.gpu is None:
             return f"cpu:{host}" if self.nodes == 1 else f"{self.nodes}xcpu:{host}"
         gpu = self.gpu
         is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
-        name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{gpu.memory / GIB:.4g}GiB@{gpu.capability}"
+        name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{_gib(gpu.memory)}@{gpu.capability}"
         name = name.replace(" ", "_")
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.num_gpus}x{name}:{host}"
@@ -164,7 +167,7 @@ def _bytes(size: str, text: str) -> int:
     if match is None or not float(match[1]):
         raise _wrong(text, f"has {size!r} memory, and not some GiB")
     unit = {"GiB": GIB, "GB": 10**9, "TiB": GIB << 10, "TB": 10**12}[match[2]]
-    return int(float(match[1]) * unit)
+    return _rounded(int(float(match[1]) * unit))
 
 
 def _wrong(text: str, why: str) -> ConfigError:
@@ -197,6 +200,11 @@ def usable_memory() -> int:
     return min(limits)
 
 
+def _gib(memory: int) -> str:
+    """As a machine's text has it, exact to a hundredth of a GiB."""
+    return f"{memory / GIB:.2f}".rstrip("0").rstrip(".") + "GiB"
+
+
 def _free(folder: Path) -> int:
     folder = folder.absolute()
     while not folder.exists():
@@ -209,14 +217,19 @@ def _gpus() -> tuple[Gpu | None, int]:
     """The weakest model of GPU that CUDA may use here, and how many GPUs."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             names = [name.strip() for name in visible.split(",") if name.strip()]
-            rows = [row for row in rows if row[0] in names or any(row[1].startswith(n) for n in names if n[:1] == "G")]
+            uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
+            rows = [row for row in rows if row[0] in names or row[1].startswith(uuids)]
         gpus = [gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4])) for row in rows]
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+    except FileNotFoundError:
+        return None, 0
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
+        log.warning("nvidia-smi is here and describes no GPU, so this machine counts as one without: %.300s", said)
         return None, 0
     return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
 

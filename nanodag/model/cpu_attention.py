@@ -61,6 +61,7 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        assert query.dtype == key.dtype == value.dtype, "C reads all of them as one type"
         query, key, value = (_dense_heads(tensor) for tensor in (query, key, value))
         output = torch.empty(query.shape, dtype=query.dtype)
         logsumexp = torch.empty(query.shape[:2])

@@ -24,7 +24,7 @@ def host_room(machine: Machine) -> int:
 
 
 def fits(plan: StagePlan, machine: Machine) -> bool:
-    """Whether all processes of a stage have room. Where the machine has no GPU, what a GPU would hold is not judged: the
+    """Whether all processes of a stage have room. Where the machine has no GPU, what one would hold is not judged: the
     lack is a fault of its own, and a stage of a work pool runs elsewhere."""
     fits_device = machine.gpu is None or plan.device_bytes <= device_room(machine)
     return fits_device and plan.host_bytes <= host_room(machine)

@@ -197,7 +197,7 @@ def _trainer(stage: RLStage, model: PlannedModel) -> Process:
         "activations": kept + working(shape, micro, precision),
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device, scored=True),
     }
-    if algorithm.kl_coefficient > 0 or getattr(algorithm, "kl_metric", False):
+    if algorithm.has_reference:
         held["reference"] = whole
     if algorithm.has_critic:
         held["critic"] = state_of().total
@@ -256,7 +256,7 @@ def _seconds(
     )
     if not peak or decoding is None:
         return None
-    passes = 4 / 3 if stage.algorithm.kl_coefficient > 0 else 1.0
+    passes = 4 / 3 if stage.algorithm.has_reference else 1.0
     passes += 1 / 3 if stage.optimizer.activation_checkpointing else 0.0
     passes *= stage.optimizer.epochs_per_step
     training = stage.num_steps * trained * passes * model.training_flops(int(length))

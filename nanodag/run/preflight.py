@@ -29,12 +29,21 @@ TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
 MAX_FAULTS = 10
 
 
-def check_before_start(pipeline: Pipeline, *, file: Path, remembered: Path, stages: Collection[str] = ()) -> None:
+def check_before_start(
+    pipeline: Pipeline,
+    *,
+    file: Path,
+    remembered: Path,
+    stages: Collection[str] = (),
+    to_build: Collection[str] | None = None,
+) -> None:
     """Raise ConfigError with a line for each thing that a stage would fail for, or that does not fit this machine.
 
-    remembered: a folder for what has passed. stages: those that are to be run; all unless given.
+    remembered: a folder for what has passed. stages: those that are to be run; all unless given. to_build: those of
+    them that are not finished: only these must fit.
     """
-    check_plan(pipeline, detect(remembered), stages=stages)
+    if to_build is None or to_build:
+        check_plan(pipeline, detect(remembered), stages=stages if to_build is None else to_build)
     asked = {
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],

@@ -228,6 +228,19 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
         )
 
 
+def unfinished(pipeline: Pipeline, record: RunRecord | None) -> list[str]:
+    """Stages that a record has not as finished with the config that they have now; all without a record."""
+    known = record.stages if record is not None else {}
+
+    def is_finished(name: str) -> bool:
+        entry = known.get(name)
+        if entry is None or not entry.has_ended_well or entry.made is None:
+            return False
+        return entry.made.config in ("", config_digest(pipeline.stages[name]))
+
+    return [name for name in pipeline.stages if not is_finished(name)]
+
+
 def _is_on_gpus(stage: AnyStage) -> bool:
     return stage.resources.device == "cuda" and stage.resources.work_pool == "none"
 

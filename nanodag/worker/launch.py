@@ -212,7 +212,7 @@ def usage_of(workspace: Path) -> dict[str, float]:
         "seconds": round(sum(line["seconds"] for line in lines), 3),
         "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
         "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
-        "peak_bytes": max((line["peak_bytes"] for line in everywhere), default=0),
+        "peak_bytes": max((line.get("peak_bytes", 0) for line in everywhere), default=0),
         "num_attempts": len(lines),
     }
 

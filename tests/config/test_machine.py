@@ -10,7 +10,7 @@ from nanodag.host.machine import GIB, detect, machine_of
 MACHINES = (
     *("8xH100", "1xH200", "1x24GB", "2x8xH100", "cpu:2:avx2:16GiB", "cpu:8:amx:64GiB", "4xA100-40GB", "1xH100_PCIe"),
     *("1xH100:16:avx512_bf16:128GiB", "4xcpu:2:avx512:7.75GiB", "1xGB10@119.5GiB@12.1:20:other:119.5GiB"),
-    "8xH100:64:avx512_bf16:768GiB+sglang",
+    *("8xH100:64:avx512_bf16:768GiB+sglang", "8xH100:224:amx:503.25GiB", "1xH100:64:amx:10240GiB"),
 )
 
 
@@ -89,3 +89,10 @@ def test_a_control_group_with_a_limit_has_less_memory(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(str(3 * GIB))
     monkeypatch.setattr(host, "control_group_files", lambda name: [tmp_path / name])
     assert detect().memory == 3 * GIB
+
+
+def test_an_nvidia_smi_that_fails_is_no_gpu_and_said(nvidia_smi, tmp_path, caplog):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no driver; exit 9\n")
+    host._gpus.cache_clear()
+    assert detect().num_gpus == 0
+    assert "counts as one without: no driver" in caplog.text

@@ -8,13 +8,16 @@ import pytest
 from nanodag.cli.run import run_pipeline
 from nanodag.config import resolve, result_config
 from nanodag.errors import ConfigError, StoreError
+from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.nightly.nights import begin_night
 from nanodag.run.build_stage import build_stage
-from nanodag.run.record import join_run, open_run, recorded_run
+from nanodag.run.record import join_run, open_run, recorded_run, unfinished
 from nanodag.run.reproduce import reproduce
+from nanodag.run.stale import config_digest
 from nanodag.store import Store
 from nanodag.sweep.begin import begin_sweep
+from tests.run_records import run_record, stage_record
 
 LAPTOP, SERVER, GPUS = "cpu:2:avx2:8GiB", "cpu:16:amx:64GiB", "8xH100"
 ASKING = ("config.derive_sampler", "run.record", "run.reproduce")
@@ -107,3 +110,16 @@ def test_what_gpus_made_is_not_reproduced_without(project, on):
     on(LAPTOP)
     with pytest.raises(StoreError, match="was made on 1 GPU, and this machine has none"):
         reproduce(run.store, of_gpu, file="")
+
+
+def test_what_is_finished_with_the_settings_of_now_need_not_fit_again():
+    pipeline = resolve(PROJECT / "pipeline.yaml", "pocket", machine=machine_of(LAPTOP)).pipeline
+    made = {"config": config_digest(pipeline.stages["tokenizer"])}
+    other = {"config": config_digest(pipeline.stages["rl"])}
+    stages = {
+        "tokenizer": stage_record("tokenizer", made, state="built", key="0" * 40),
+        "pretrain": stage_record("pretrain", other, state="built", key="0" * 40),
+        "sft": stage_record("sft", state="failed"),
+    }
+    assert unfinished(pipeline, None) == list(pipeline.stages)
+    assert set(pipeline.stages) - set(unfinished(pipeline, run_record("r", stages=stages))) == {"tokenizer"}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from nanodag.config.derive_sampler import INSTALL, SGLANG_STATIC
+from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
@@ -59,7 +59,8 @@ class Services:
                 "Lower max_new_tokens."
             )
         if self._config.sampler.engine == "embedded" and self._device == "cuda":
-            log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; %s.", INSTALL)
+            why = f"nanodag config --explain {job.name}.sampler.engine"
+            log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(
