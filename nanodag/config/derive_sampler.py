@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanodag.config.dial import Shape, num_parameters
+from nanodag.config.footprint import USABLE
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import SGLANG_ONLY
@@ -22,6 +23,7 @@ MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more 
 PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
 SHARE_BESIDE_TRAINER = 0.4  # of a GPU: weights twice while they change, and the cache; the rest is the trainer's
 SHARE_IN_EVALUATION = 0.7  # of a GPU: the rest is for the model that scores likelihoods
+BESIDE_IN_EVALUATION = 9 * GIB // 2  # two CUDA contexts, activations and logits
 SHARE_OF_HOST = 0.25  # of a CPU's memory, for all replicas; pages that no sample touches are never taken
 SGLANG_STATIC = 0.9  # of its share; the rest is for its graphs and activations
 SGLANG_CAPABILITY = 8.0
@@ -196,10 +198,18 @@ def derive_evaluation(
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
+    weights = 0 if model is None else model.parameters * ELEMENT_BYTES[stage.precision]
     room = room_for_cache(
-        machine, device=device, share=share, replicas=replicas, tensor_parallel=1, engine="embedded",
-        weights=0 if model is None else model.parameters * ELEMENT_BYTES[stage.precision],
-    )  # fmt: skip
+        machine,
+        device=device,
+        share=share,
+        replicas=replicas,
+        tensor_parallel=1,
+        engine="embedded",
+        weights=weights,
+    )
+    if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
+        room = min(room, int(USABLE * machine.gpu.memory) - 2 * weights - BESIDE_IN_EVALUATION)
     fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
     return stage.model_copy(update={"sampler": config.model_copy(update=fill.updates)})
 

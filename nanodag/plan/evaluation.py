@@ -72,6 +72,7 @@ def samplers_of(stage: EvalStage, model: PlannedModel) -> Samplers | None:
         max_batch=replicas * int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
+        takes_weights=False,
     )
 
 

@@ -31,8 +31,9 @@ def embedded_samplers(
     max_batch: int,
     context: int,
     cache_bytes: int,
+    takes_weights: bool = True,
 ) -> Samplers:
-    """max_batch: of all replicas together. cache_bytes: of one."""
+    """max_batch: of all replicas together. cache_bytes: of one. takes_weights: while it runs, beside those it has."""
     width = width_of(cache_precision(precision, device))
     tokens = slot_tokens(context)
     needed = tokens * cache_token_bytes(model.shape, width)
@@ -41,6 +42,8 @@ def embedded_samplers(
         model.shape, model.vocabulary, model.parameters, precision=precision, slots=slots, context=tokens
     )
     held["cache"] = slots * needed
+    if not takes_weights:
+        held["weights"] //= 2
     if device == "cuda":
         host = {"process": processes.CUDA}
         process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)

@@ -42,3 +42,13 @@ def test_the_speedrun_does_not_fit_a_laptop():
 
 def test_a_card_of_8_gb_is_too_small_for_gsm8k_rl_and_the_plan_says_so():
     assert any(fault.startswith("rl.") for fault in planned("gsm8k-rl", "1x8GB").faults)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [("Qwen/Qwen3-8B", "8xH100"), ("Qwen/Qwen2.5-3B", "1x24GB"), ("Qwen/Qwen2.5-0.5B-Instruct", "1xT4")],
+)
+def test_what_auto_gives_the_evaluation_of_an_imported_model_fits(model, machine):
+    found = resolve(FILE, "gsm8k-rl", [f"base.model=hub:{model}"], machine=machine_of(machine))
+    (plan,) = plan_of(found.pipeline, found.machine, stages=["eval_base"]).stages
+    assert not plan.faults and plan.at_once > 64
