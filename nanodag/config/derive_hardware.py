@@ -278,8 +278,9 @@ def _states(stage: StageBase, model: Model, ranks: int) -> int:
     )
     if not isinstance(stage, RLStage):
         return one.total
-    reference = width_of(of_stage.precision) * parameters["total"] // ranks
-    return one.total * (1 + stage.algorithm.has_critic) + reference * stage.algorithm.has_reference
+    # Each rank holds reference and teacher whole (nanodag.rl.trainer.trainer).
+    others = stage.algorithm.has_reference + (stage.algorithm.teacher.model != "none")
+    return one.total * (1 + stage.algorithm.has_critic) + others * width_of(of_stage.precision) * parameters["total"]
 
 
 def _trained(stage: StageBase, shape: Shape) -> int | None:
@@ -307,7 +308,7 @@ def _of_token(stage: StageBase, model: Model, *, checkpointed: bool) -> int:
     kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
     if not isinstance(stage, SupervisedStage):
         return kept
-    return kept + document_mask(1, stage.sequence_length, precision=precision, device=device)
+    return kept + document_mask(shape, 1, stage.sequence_length, precision=precision, device=device)
 
 
 def _precision(stage: StageBase) -> str:

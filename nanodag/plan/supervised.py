@@ -119,7 +119,7 @@ def _processes(stage: SupervisedStage, model: PlannedModel) -> tuple[Process, ..
         "buffers": state.buffers,
         "activations": int(compiled * kept)
         + working(shape, micro, precision)
-        + document_mask(micro, stage.sequence_length, precision=precision, device=device),
+        + document_mask(shape, micro, stage.sequence_length, precision=precision, device=device),
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
     if stage.patience:
