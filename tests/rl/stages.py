@@ -116,7 +116,9 @@ def wait_for_step(job, process, step: int) -> None:
         if job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job)):
             return
         time.sleep(0.01)
-    raise AssertionError((job.workspace / "worker.log").read_text()[-4000:])
+    seen = [line["step"] for line in metrics(job)] if job.metrics_path.exists() else []
+    log = (job.workspace / "worker.log").read_text()[-4000:]
+    raise AssertionError(f"step {step}: ended with {process.poll()} after steps {seen}\n{log}")
 
 
 def without_time(lines: list[dict]) -> list[dict]:

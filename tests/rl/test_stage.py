@@ -92,8 +92,15 @@ def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
     assert {line["outcome"] for line in lines} == {"trained"}
 
 
+def slow_rewards(folder):
+    """A step of so small a model takes 10 ms, too few for a kill to meet it: the same rewards, each 20 ms later."""
+    path = folder / "tiny_reward.py"
+    path.write_text("import time\n" + path.read_text().replace("    return", "    time.sleep(0.02)\n    return"))
+
+
 def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_bytes(finished, tmp_path):
     job = make_job(tmp_path, num_steps=6, checkpoint_every=2, eval_every=3)
+    slow_rewards(tmp_path)
     moment = random.Random(os.getpid())
     for step in (moment.randint(1, 2), moment.randint(3, 5)):
         process = start(job)
@@ -129,6 +136,7 @@ def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_th
 @pytest.mark.slow
 def test_one_step_ahead_a_stage_killed_and_one_asked_to_stop_end_on_the_same_bytes(finished_ahead, tmp_path):
     job = make_job(tmp_path, **AHEAD)
+    slow_rewards(tmp_path)
     moment = random.Random(os.getpid())
     for step, signum in ((moment.randint(1, 2), signal.SIGKILL), (moment.randint(3, 5), signal.SIGTERM)):
         process = start(job)
@@ -214,8 +222,12 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     mended = (tmp_path / "tiny_reward.py").read_text()
     fails = "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
     (tmp_path / "tiny_reward.py").write_text(mended.replace("    return", fails + "    return"))
-    process = start(job)
-    wait_for_step(job, process, 2)
+    process = start(job, fresh=True)
+    wait_for_step(job, process, 1)
+    trainer = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
+    os.kill(trainer, signal.SIGSTOP)
+    time.sleep(0.5)  # the samplers get ahead, so that batches wait
+    os.kill(trainer, signal.SIGCONT)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=300) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
     batches = list(job.checkpoints.rglob("batch-*.json"))
