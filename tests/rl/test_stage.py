@@ -227,8 +227,9 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     trainer = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
     os.kill(trainer, signal.SIGSTOP)
     time.sleep(0.5)  # the samplers get ahead, so that batches wait
-    os.kill(trainer, signal.SIGCONT)
     os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.2)  # the stop is known before the trainer can take what waits
+    os.kill(trainer, signal.SIGCONT)
     assert process.wait(timeout=300) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
     batches = list(job.checkpoints.rglob("batch-*.json"))
     assert any("RuntimeError: odd" in path.read_text() for path in batches)  # or this test shows nothing
