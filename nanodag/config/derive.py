@@ -35,7 +35,7 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
     origins: dict[str, str] = {}
     device = pipeline.device
     if device == "auto":
-        device = "cuda" if machine.gpu is not None else "cpu"
+        device = machine.device
         origins["device"] = f"derived: {machine.short}: {RULES['device'].rule}"
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():

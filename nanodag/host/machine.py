@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from nanodag.errors import ConfigError
 from nanodag.host.processor import control_group_files, instruction_set, read_limit, usable_cores
@@ -81,7 +82,7 @@ class Machine:
     sglang: bool = False
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         """`cuda` where it has GPUs, else `cpu`."""
         return "cuda" if self.gpu is not None else "cpu"
 
@@ -134,8 +135,8 @@ def machine_of(text: str) -> Machine:
             num_gpus=count,
             nodes=nodes,
         )
-    if not host[0].isdecimal() or not 1 <= int(host[0]) <= 4096:
-        raise _wrong(text, f"has {host[0]!r} cores")
+    if not re.fullmatch(r"[1-9]\d{0,3}", host[0]):
+        raise _wrong(text, f"has {host[0]!r:.20} cores")
     if host[1] not in INSTRUCTION_SETS:
         raise _wrong(text, f"has the instruction set {host[1]!r}, and there are {', '.join(INSTRUCTION_SETS)}")
     return Machine(
@@ -152,10 +153,10 @@ def _gpu_of(name: str, text: str) -> Gpu:
     for gpu in GPUS:
         if gpu.name == name:
             return gpu
-    if name.endswith("GB") and name[:-2].isdecimal() and int(name[:-2]):  # a card's GB are GiB, less what CUDA takes
+    if re.fullmatch(r"[1-9]\d{0,4}GB", name):  # a card's GB are GiB, less what CUDA takes
         memory = int(0.97 * int(name[:-2]) * GIB)
         return Gpu(name=name, memory=memory, capability=8.6, peak=71e12, bandwidth=600e9)
-    described = re.fullmatch(r"(.+)@([0-9.]+)GiB@(\d+\.\d)", name)
+    described = re.fullmatch(r"(.+)@(\d{1,6}(?:\.\d{1,2})?)GiB@(\d{1,2}\.\d)", name)
     if described is not None:
         return Gpu(name=described[1], memory=int(float(described[2]) * GIB), capability=float(described[3]))
     names = ", ".join(gpu.name.replace(" ", "_") for gpu in GPUS)
@@ -163,9 +164,9 @@ def _gpu_of(name: str, text: str) -> Gpu:
 
 
 def _bytes(size: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB|TiB|TB)", size)
+    match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,6})?)(GiB|GB|TiB|TB)", size)
     if match is None or not float(match[1]):
-        raise _wrong(text, f"has {size!r} memory, and not some GiB")
+        raise _wrong(text, f"has {size!r:.20} memory, and not some GiB")
     unit = {"GiB": GIB, "GB": 10**9, "TiB": GIB << 10, "TB": 10**12}[match[2]]
     return _rounded(int(float(match[1]) * unit))
 

@@ -50,5 +50,5 @@ def memory_faults(
         what, room = f"{size(plan.host_bytes)} of memory", f"{size(host_room(machine))}"
     why = f"takes {what}, more than {room} that can be used"
     if not mend:
-        why += "; no setting of this stage is enough: take a smaller model, or a larger machine"
+        why += "; nothing that was tried of this stage is enough: take a smaller model, or a larger machine"
     return [Fault(setting=setting, found=str(found), why=why, mend=mend)]

@@ -266,7 +266,7 @@ def _seconds(
 
 def _candidates(stage: RLStage) -> Iterator[Candidate]:
     """Smaller micro-batches that hold a rollout, then with checkpointing, then with the optimizer's states in host
-    memory, then with less cache."""
+    memory."""
     longest, given = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)
     micros = [given] + [tokens for tokens in (1 << k for k in range(20, 3, -1)) if longest <= tokens < given]
     if longest < micros[-1]:

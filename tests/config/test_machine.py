@@ -41,6 +41,10 @@ def test_the_text_says_what_counts():
         ("cpu:a:avx2:1GiB", "has 'a' cores"),
         ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
         ("cpu:2:avx2:lots", "has 'lots' memory"),
+        (f"cpu:2:avx2:{'9' * 5000}GiB", "memory, and not some GiB"),
+        (f"cpu:{'9' * 5000}:avx2:8GiB", "cores"),
+        (f"1x{'9' * 5000}GB", "names the GPU"),
+        ("1xFoo@1.2.3GiB@9.0", "names the GPU"),
     ],
 )
 def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
