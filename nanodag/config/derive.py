@@ -4,14 +4,13 @@ from typing import Any, TypeGuard, TypeVar
 
 from nanodag.config.derive_hardware import (
     Derived,
-    Model,
     device_of,
     fit_rl,
     fit_supervised,
     precision_of,
     spread,
 )
-from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler
+from nanodag.config.derive_sampler import derive_evaluation, derive_sampler
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds.evaluation import EvalStage
@@ -19,7 +18,8 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
-from nanodag.config.known_models import known_model, known_positions
+from nanodag.config.known_models import known_model
+from nanodag.config.model_size import ModelSize
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.stage_base import StageBase
@@ -54,9 +54,9 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
             stage = fit_supervised(stage, model, found)
             _check_batch(name, stage)
         if isinstance(stage, EvalStage):
-            stage = derive_evaluation(name, stage, machine, size_of(pipeline, name), origins)
+            stage = derive_evaluation(name, stage, machine, model, origins)
         if isinstance(stage, RLStage):
-            stage = derive_sampler(name, stage, machine, size_of(pipeline, name), origins)
+            stage = derive_sampler(name, stage, machine, model, origins)
             stage = fit_rl(stage, model, found)
             _check_rl(name, stage, pipeline)
         stages[name] = stage
@@ -72,35 +72,26 @@ def _check_rl(name: str, stage: RLStage, pipeline: Pipeline) -> None:
         check_lora(name, stage, int(_pretrain("", source, {}).shape.width), pipeline.unchecked)
 
 
-def size_of(pipeline: Pipeline, name: str) -> ModelSize | None:
-    """The size of the model that a stage takes, None where `model_of` knows none."""
-    if (model := model_of(pipeline, name)) is None:
-        return None
-    source = _began_at(pipeline, name)
-    if isinstance(source, ImportStage):
-        return ModelSize.of_shape(*model, known_positions(source.model))
-    assert isinstance(source, PretrainStage)
-    return ModelSize.of_shape(*model, source.shape.max_positions)
-
-
-def model_of(pipeline: Pipeline, name: str) -> Model | None:
-    """The model that a stage trains or scores, whether its shape was given, derived from its depth, or is that of an
-    import that is known; None of another import, and of a stage without a model."""
-    stage = _began_at(pipeline, name)
+def model_of(pipeline: Pipeline, name: str) -> ModelSize | None:
+    """The size of the model that a stage trains or scores, whether its shape was given, derived from its depth, or is
+    that of an import that is known; None of another import, and of a stage without a model."""
+    stage = began_at(pipeline, name)
     if isinstance(stage, ImportStage):
         return known_model(stage.model)
     if not _is_from_scratch(stage):
         return None
-    return shape_from(_pretrain("", stage, {}).shape), vocabulary_of(pipeline, stage)
+    shape = _pretrain("", stage, {}).shape
+    return ModelSize(shape_from(shape), vocabulary_of(pipeline, stage), shape.max_positions)
 
 
 def pretrain_of(pipeline: Pipeline, name: str) -> PretrainStage | None:
     """The pretraining stage that a stage's model began in, None when that is an imported checkpoint."""
-    stage = _began_at(pipeline, name)
+    stage = began_at(pipeline, name)
     return stage if _is_from_scratch(stage) else None
 
 
-def _began_at(pipeline: Pipeline, name: str) -> StageBase:
+def began_at(pipeline: Pipeline, name: str) -> StageBase:
+    """The stage that a stage's model began in, through all that trained it."""
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]

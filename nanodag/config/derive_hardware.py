@@ -7,7 +7,7 @@ memory counts in steps of half an octave, and micro-batches divide a step.
 
 from typing import Any, TypeVar
 
-from nanodag.config.dial import Shape, flops_per_token, num_parameters
+from nanodag.config.dial import Shape
 from nanodag.config.footprint import (
     CUDA_BYTES,
     activations,
@@ -32,6 +32,7 @@ from nanodag.config.hardware_rules import (
 )
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_sections import OptimizerSection
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
@@ -39,9 +40,6 @@ from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
 
 ENDLESS = 1 << 60
-
-Model = tuple[Shape, int]
-"""The model of a stage, as far as its memory and work depend on it: its shape and vocabulary."""
 
 _S = TypeVar("_S", bound=StageBase)
 _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
@@ -93,7 +91,7 @@ def precision_of(stage: _S, found: Derived) -> _S:
     return stage.model_copy(update=updates)
 
 
-def spread(stage: _S, model: Model | None, found: Derived) -> _S:
+def spread(stage: _S, model: ModelSize | None, found: Derived) -> _S:
     """The stage with nodes, ranks and threads, once its device, precision and batch are known."""
     machine, resources = found.machine, stage.resources
     nodes, ranks = resources.nodes, resources.num_ranks
@@ -116,7 +114,7 @@ def spread(stage: _S, model: Model | None, found: Derived) -> _S:
     return stage.model_copy(update={"resources": resources.model_copy(update=updates)})
 
 
-def _nodes_and_ranks(stage: StageBase, model: Model | None, found: Derived) -> tuple[int, int]:
+def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) -> tuple[int, int]:
     """As many ranks, on all nodes together, as a step has work for, on as few nodes as have room for these."""
     machine, device, wanted = found.machine, str(stage.resources.device), stage.resources.nodes
     if not find_kind(stage.kind).trains:
@@ -127,7 +125,7 @@ def _nodes_and_ranks(stage: StageBase, model: Model | None, found: Derived) -> t
     tokens, length, rows, unit = _step_of(stage)
     most = allowed[-1] * of_a_node[-1]
     if model is not None:
-        most = min(most, int(tokens * flops_per_token(*model, length) / LEAST_FLOPS_A_RANK[device]))
+        most = min(most, int(tokens * model.training_flops(length) / LEAST_FLOPS_A_RANK[device]))
     most = max(most, unit, allowed[0])
     totals = [(nodes * ranks, -nodes) for nodes in allowed for ranks in {*of_a_node, unit}]
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
@@ -147,7 +145,7 @@ def _step_of(stage: StageBase) -> tuple[int, int, int, int]:
     return 0, 0, 0, 1
 
 
-def _ranks_of_a_node(stage: StageBase, model: Model | None, found: Derived) -> list[int]:
+def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) -> list[int]:
     """How many ranks a node may have, in ascending order."""
     machine, setting = found.machine, "resources.num_ranks"
     if stage.resources.device == "cuda":
@@ -171,7 +169,7 @@ def _ranks_of_a_node(stage: StageBase, model: Model | None, found: Derived) -> l
     return [1, *filter(fits, range(2, min(MAX_CPU_RANKS, machine.cores) + 1))]
 
 
-def fit_supervised(stage: _Supervised, model: Model | None, found: Derived) -> _Supervised:
+def fit_supervised(stage: _Supervised, model: ModelSize | None, found: Derived) -> _Supervised:
     """The stage with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, ranks = str(stage.resources.device), int(stage.resources.num_ranks)
     if stage.resources.offload_optimizer == "auto":
@@ -199,7 +197,7 @@ def fit_supervised(stage: _Supervised, model: Model | None, found: Derived) -> _
     return stage.model_copy(update=updates)
 
 
-def fit_rl(stage: RLStage, model: Model | None, found: Derived) -> RLStage:
+def fit_rl(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
     """The trainer with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, context = str(stage.resources.device), int(stage.sampler.context)
     if stage.resources.offload_optimizer == "auto":
@@ -226,7 +224,7 @@ def fit_rl(stage: RLStage, model: Model | None, found: Derived) -> RLStage:
     return stage.model_copy(update={"optimizer": optimizer.model_copy(update=updates)})
 
 
-def _offload(stage: _S, model: Model | None, can: bool, found: Derived) -> _S:
+def _offload(stage: _S, model: ModelSize | None, can: bool, found: Derived) -> _S:
     is_large = False
     if can and stage.resources.device == "cuda" and model is not None and found.machine.gpu is not None:
         is_large = 2 * _states(stage, model, int(stage.resources.num_ranks)) > _room(stage, found.machine, 1)
@@ -235,11 +233,11 @@ def _offload(stage: _S, model: Model | None, can: bool, found: Derived) -> _S:
     return stage.model_copy(update={"resources": stage.resources.model_copy(update=update)})
 
 
-def _memory_is_unknown(model: Model | None, found: Derived) -> bool:
+def _memory_is_unknown(model: ModelSize | None, found: Derived) -> bool:
     return model is None or found.machine.gpu is None
 
 
-def _tokens(stage: StageBase, model: Model | None, found: Derived, *, checkpointed: bool) -> int:
+def _tokens(stage: StageBase, model: ModelSize | None, found: Derived, *, checkpointed: bool) -> int:
     """How many tokens of a micro-batch fit on one rank's device; as many as one likes where nobody knows."""
     resources = stage.resources
     if model is None or (resources.device == "cuda" and found.machine.gpu is None):
@@ -259,10 +257,9 @@ def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
     return int((1 - float(stage.sampler.memory_fraction)) * room) if isinstance(stage, RLStage) else room
 
 
-def _states(stage: StageBase, model: Model, ranks: int) -> int:
+def _states(stage: StageBase, model: ModelSize, ranks: int) -> int:
     """Bytes of all weights, gradients and states on one rank's device: of the policy, its critic and its reference."""
-    (shape, vocabulary), resources = model, stage.resources
-    parameters = num_parameters(shape, vocabulary)
+    parameters, resources = model.parameters, stage.resources
     of_stage = stage.optimizer if isinstance(stage, RLStage) else stage
     assert isinstance(of_stage, OptimizerSection | SupervisedStage)
     one = train_state(
@@ -274,7 +271,7 @@ def _states(stage: StageBase, model: Model, ranks: int) -> int:
         device=str(resources.device),
         offload_optimizer=resources.offload_optimizer == "cpu",
         offload_param=resources.offload_param == "cpu",
-        trained=_trained(stage, shape),
+        trained=_trained(stage, model.shape),
     )
     if not isinstance(stage, RLStage):
         return one.total
@@ -288,12 +285,12 @@ def _trained(stage: StageBase, shape: Shape) -> int | None:
     return lora_parameters(shape, rank) if rank else None
 
 
-def _fixed(stage: StageBase, model: Model, ranks: int) -> int:
+def _fixed(stage: StageBase, model: ModelSize, ranks: int) -> int:
     """Bytes on one rank's device whatever its micro-batch is: states, and the head's blocks of logits."""
-    device, (shape, vocabulary) = str(stage.resources.device), model
+    device = str(stage.resources.device)
     head = head_memory(
-        shape,
-        vocabulary,
+        model.shape,
+        model.vocabulary,
         FULL_TOKENS[device],
         precision=_precision(stage),
         device=device,
@@ -302,9 +299,9 @@ def _fixed(stage: StageBase, model: Model, ranks: int) -> int:
     return _states(stage, model, ranks) + head
 
 
-def _of_token(stage: StageBase, model: Model, *, checkpointed: bool) -> int:
+def _of_token(stage: StageBase, model: ModelSize, *, checkpointed: bool) -> int:
     """Bytes that each token of a micro-batch takes."""
-    device, precision, (shape, _) = str(stage.resources.device), _precision(stage), model
+    device, precision, shape = str(stage.resources.device), _precision(stage), model.shape
     kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
     if not isinstance(stage, SupervisedStage):
         return kept

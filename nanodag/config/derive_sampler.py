@@ -5,17 +5,17 @@ amount, a share of the whole device, and never a share of what is free at the mo
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from nanodag.config.dial import Shape, num_parameters
 from nanodag.config.footprint import USABLE
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
 from nanodag.host.machine import GIB, Machine, detect
-from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens, token_bytes
+from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
 MAX_CPU_REPLICAS = 4
@@ -30,37 +30,6 @@ SGLANG_CAPABILITY = 8.0
 SGLANG_HEADS = (64, 128, 256)  # widths of a head that its attention kernels are built for
 VERIFY_EVERY = 20
 INSTALL = "`nanodag sampler install --cuda` makes SGLang's environment"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """What of a model decides memory. max_positions: in tokens."""
-
-    parameters: int
-    num_layers: int
-    num_kv_heads: int
-    head_width: int
-    max_positions: int
-
-    @classmethod
-    def of_shape(cls, shape: Shape, vocabulary: int, max_positions: int) -> "ModelSize":
-        """Of a model that a pretraining stage makes."""
-        return cls(
-            parameters=num_parameters(shape, vocabulary)["total"],
-            num_layers=shape.depth,
-            num_kv_heads=shape.num_kv_heads,
-            head_width=shape.head_width,
-            max_positions=max_positions,
-        )
-
-    def token_bytes(self, element_bytes: int) -> int:
-        """Bytes of one token in the cache."""
-        return token_bytes(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_width=self.head_width,
-            element_bytes=element_bytes,
-        )
 
 
 def this_machine() -> Machine:
@@ -78,8 +47,8 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[s
         return "embedded", "on a CPU"
     if machine.gpu.capability < SGLANG_CAPABILITY:
         return "embedded", f"SGLang needs compute capability {SGLANG_CAPABILITY}, and this is {machine.gpu.capability}"
-    if model is not None and model.head_width not in SGLANG_HEADS:
-        return "embedded", f"SGLang has no attention kernels for heads of {model.head_width}"
+    if model is not None and model.shape.head_width not in SGLANG_HEADS:
+        return "embedded", f"SGLang has no attention kernels for heads of {model.shape.head_width}"
     if not machine.sglang:
         return "embedded", f"SGLang is not installed; {INSTALL}"
     return "sglang", "SGLang is installed"
@@ -136,7 +105,7 @@ def derive_sampler(
     element_bytes = ELEMENT_BYTES[cache_precision(precision, device)]
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
-        weights = model.parameters * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
+        weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
     room = room_for_cache(
         machine, device=device, share=share, replicas=replicas, tensor_parallel=tensor_parallel, engine=engine,
         weights=weights,
@@ -198,7 +167,7 @@ def derive_evaluation(
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
-    weights = 0 if model is None else model.parameters * ELEMENT_BYTES[stage.precision]
+    weights = 0 if model is None else model.total * ELEMENT_BYTES[stage.precision]
     room = room_for_cache(
         machine,
         device=device,

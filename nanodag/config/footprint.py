@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from nanodag.config.dial import Shape
 from nanodag.config.section import Precision
+from nanodag.inference.cache_size import ELEMENT_BYTES
 
 FLOAT = 4
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, from ZeRO 1 in float32 and ZeRO 2 in bfloat16 on
@@ -33,7 +34,7 @@ USABLE = 0.95
 
 def width_of(precision: Precision | str) -> int:
     """Bytes of a number."""
-    return 2 if precision == "bf16" else FLOAT
+    return ELEMENT_BYTES[precision]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +167,6 @@ def lora_parameters(shape: Shape, rank: int) -> int:
     return shape.depth * rank * sides
 
 
-def cache_token_bytes(shape: Shape, width: int = FLOAT) -> int:
-    """Bytes of keys and values of one token. width: of a number; the embedded sampler's are float32, SGLang's of its
-    precision."""
-    return 2 * shape.depth * shape.num_kv_heads * shape.head_width * width
-
-
 def sampler_weights(parameters: Mapping[str, int], precision: Precision | str) -> int:
     """Bytes of the weights that a sampler multiplies by: a tied matrix once."""
     return width_of(precision) * parameters["total"]
@@ -195,10 +190,11 @@ def embedded_sampler(
     precision: Precision | str,
     slots: int,
     context: int,
+    takes_weights: bool,
 ) -> dict[str, int]:
-    """Bytes of an embedded sampler by what holds them. While it takes new weights it holds the old ones too."""
+    """Bytes of an embedded sampler beside its cache, by what holds them. takes_weights: while it takes new ones, it
+    holds the old ones too."""
     return {
-        "weights": 2 * sampler_weights(parameters, precision),
-        "cache": slots * context * cache_token_bytes(shape),
+        "weights": (2 if takes_weights else 1) * sampler_weights(parameters, precision),
         "logits and buffers": embedded_buffers(shape, vocabulary, slots, context),
     }

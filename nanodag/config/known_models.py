@@ -7,6 +7,7 @@ A model that is not named here is taken to be of unknown size: it gets the caref
 import re
 
 from nanodag.config.dial import Shape
+from nanodag.config.model_size import ModelSize
 
 
 def _shape(depth: int, width: int, heads: int, kv_heads: int, head_width: int, mlp_width: int, *, tied: bool) -> Shape:
@@ -48,15 +49,12 @@ POSITIONS = {
 }
 
 
-def known_model(model: str) -> tuple[Shape, int] | None:
-    """Shape and vocabulary of an import's `model`; None of one that is not known. A chat model is its base model's
+def known_model(model: str) -> ModelSize | None:
+    """The size of an import's `model`; None of one that is not known. A chat model is its base model's
     size: `-Instruct` and `-Base` do not matter, nor does a revision."""
     if not model.startswith("hub:"):
         return None
     name = model.removeprefix("hub:").partition("@")[0]
-    return KNOWN.get(re.sub(r"-(Instruct|Base)$", "", name))
-
-
-def known_positions(model: str) -> int:
-    """Positions of an import that `known_model` knows, in tokens."""
-    return next(number for name, number in POSITIONS.items() if model.startswith(f"hub:{name}"))
+    if (known := KNOWN.get(re.sub(r"-(Instruct|Base)$", "", name))) is None:
+        return None
+    return ModelSize(*known, next(number for family, number in POSITIONS.items() if name.startswith(family)))

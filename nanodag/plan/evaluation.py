@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from nanodag.config.footprint import CUDA_BYTES, cache_token_bytes, width_of
+from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
+from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
-from nanodag.plan.models import PlannedModel
 from nanodag.plan.sampling import Samplers, embedded_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
@@ -43,20 +44,20 @@ def _is_core(benchmark: BenchmarkConfig) -> bool:
     return "core" in (benchmark.form, benchmark.name)
 
 
-def needed_context(stage: EvalStage, model: PlannedModel) -> int:
+def needed_context(stage: EvalStage, model: ModelSize) -> int:
     """Tokens of the longest prompt and answer of its written benchmarks; 0 without one."""
     written = [b for b in stage.benchmarks if is_written(b)]
     longest = [_longest(b, model) for b in written]
     return max(longest) + stage.max_new_tokens if longest else 0
 
 
-def _longest(benchmark: BenchmarkConfig, model: PlannedModel) -> int:
+def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
     url = benchmark.source.url if benchmark.source is not None else ""
     found = longest_prompt(url, model.vocabulary) if url else None
     return (found or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
 
 
-def samplers_of(stage: EvalStage, model: PlannedModel) -> Samplers | None:
+def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
     """The samplers that write answers; None where there is nothing to write."""
     context = min(needed_context(stage, model), model.max_positions)
     if not context:
@@ -76,7 +77,7 @@ def samplers_of(stage: EvalStage, model: PlannedModel) -> Samplers | None:
     )
 
 
-def plan_evaluation(name: str, stage: EvalStage, model: PlannedModel | None, machine: Machine) -> StagePlan:
+def plan_evaluation(name: str, stage: EvalStage, model: ModelSize | None, machine: Machine) -> StagePlan:
     """The plan of an evaluation. model: None where its size is not known."""
     device = str(stage.resources.device)
     sources = [b.source for b in stage.benchmarks if b.source is not None]
@@ -110,7 +111,7 @@ def plan_evaluation(name: str, stage: EvalStage, model: PlannedModel | None, mac
     )
 
 
-def faults_of_evaluation(stage: EvalStage, model: PlannedModel | None) -> Iterator[Fault]:
+def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[Fault]:
     """Answers that would be cut, prompts without room, and a cache without room for one sample."""
     if model is None or not needed_context(stage, model):
         return
@@ -148,7 +149,7 @@ def _row_bytes(benchmark: BenchmarkConfig) -> float:
     return found.row_bytes if found is not None else 500.0
 
 
-def _tokens(stage: EvalStage, model: PlannedModel) -> tuple[float, float, float]:
+def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
     """Tokens scored, of prompts, and written."""
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
@@ -164,7 +165,7 @@ def _tokens(stage: EvalStage, model: PlannedModel) -> tuple[float, float, float]
     return scored, prompts, written
 
 
-def _processes(stage: EvalStage, model: PlannedModel, samplers: Samplers | None) -> tuple[Process, ...]:
+def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) -> tuple[Process, ...]:
     """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
     wide = width_of(precision)
@@ -189,7 +190,7 @@ def _processes(stage: EvalStage, model: PlannedModel, samplers: Samplers | None)
 
 def _seconds(
     stage: EvalStage,
-    model: PlannedModel,
+    model: ModelSize,
     machine: Machine,
     samplers: Samplers | None,
     *,
@@ -215,7 +216,7 @@ def _seconds(
         threads=max(1, threads // count),
         tokens=written,
         weight_bytes=width_of(precision) * model.total,
-        cache_bytes=500 * cache_token_bytes(model.shape),
+        cache_bytes=500 * model.token_bytes(width_of(cache_precision(precision, device))),
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )

@@ -9,6 +9,7 @@ from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
@@ -16,7 +17,7 @@ from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
 from nanodag.plan.memory import device_room, host_room, memory_faults
-from nanodag.plan.models import PlannedModel, model_of
+from nanodag.plan.models import model_of
 from nanodag.plan.others import plan_other
 from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
@@ -104,7 +105,7 @@ def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) 
 
 
 def _by_kind(
-    name: str, stage: StageBase, model: PlannedModel | None, machine: Machine
+    name: str, stage: StageBase, model: ModelSize | None, machine: Machine
 ) -> tuple[StagePlan, Sequence[Fault]]:
     if isinstance(stage, SupervisedStage):
         plan = plan_supervised(name, stage, model, machine)

@@ -3,10 +3,10 @@
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.report import ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.host.machine import Machine
 from nanodag.plan import processes
-from nanodag.plan.models import PlannedModel
 from nanodag.plan.sizes import downloaded, in_memory
 from nanodag.plan.speeds import BYTES_A_CORE_S, SHORT_START_S
 from nanodag.plan.stage_plan import Process, StagePlan
@@ -17,7 +17,7 @@ KNOWN_WORDS = 150 * processes.MB
 """Of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
 
-def plan_other(name: str, stage: StageBase, model: PlannedModel | None, machine: Machine) -> StagePlan:
+def plan_other(name: str, stage: StageBase, model: ModelSize | None, machine: Machine) -> StagePlan:
     """The plan of a stage that trains and scores nothing."""
     device = str(stage.resources.device)
     if isinstance(stage, TokenizerStage):

@@ -6,7 +6,6 @@ from nanodag.config.footprint import (
     CUDA_BYTES,
     TrainState,
     activations,
-    cache_token_bytes,
     head_memory,
     lora_parameters,
     train_state,
@@ -14,12 +13,13 @@ from nanodag.config.footprint import (
     working,
 )
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
+from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
 from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.models import PlannedModel
 from nanodag.plan.sampling import Samplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import downloaded, in_memory, longest_prompt, mean_prompt
 from nanodag.plan.speeds import START_S, decoding_seconds, peak_of, shares_of
@@ -36,7 +36,7 @@ TOKEN_BYTES_ON_DISK = 30
 """Of a sampled token in the rollout files."""
 
 
-def samplers_of(stage: RLStage, model: PlannedModel, machine: Machine) -> Samplers:
+def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> Samplers:
     """The stage's samplers, in numbers."""
     sampler, device, precision = stage.sampler, str(stage.resources.device), str(stage.sampler.precision)
     replicas = int(sampler.replicas)
@@ -65,7 +65,7 @@ def samplers_of(stage: RLStage, model: PlannedModel, machine: Machine) -> Sample
     )
 
 
-def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Machine) -> StagePlan:
+def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine) -> StagePlan:
     """The plan of an RL stage. model: None where its size is not known."""
     device, rollout = str(stage.resources.device), stage.rollout
     if model is None:
@@ -107,7 +107,7 @@ def plan_rl(name: str, stage: RLStage, model: PlannedModel | None, machine: Mach
     )
 
 
-def faults_of_rl(plan: StagePlan, stage: RLStage, model: PlannedModel | None, machine: Machine) -> list[Fault]:
+def faults_of_rl(plan: StagePlan, stage: RLStage, model: ModelSize | None, machine: Machine) -> list[Fault]:
     """What does not fit, and what would make the stage's results void."""
     if model is None:
         return []
@@ -127,7 +127,7 @@ def faults_of_rl(plan: StagePlan, stage: RLStage, model: PlannedModel | None, ma
     return [*faults, *_void(stage, model, machine)]
 
 
-def _void(stage: RLStage, model: PlannedModel, machine: Machine) -> Iterator[Fault]:
+def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]:
     """A batch smaller than asked, a prompt without room, an answer that cannot be as long as is asked."""
     sampler, rollout, samplers = stage.sampler, stage.rollout, samplers_of(stage, model, machine)
     context, wanted = int(sampler.context), int(sampler.max_batch)
@@ -161,12 +161,12 @@ def _sampled_a_step(stage: RLStage) -> int:
     return stage.rollout.over_sampling or stage.rollout.prompts_per_step
 
 
-def _prompt(stage: RLStage, model: PlannedModel) -> float:
+def _prompt(stage: RLStage, model: ModelSize) -> float:
     means = [mean_prompt(source.url, model.vocabulary) for source in stage.data]
     return sum(means) / max(1, len(means))
 
 
-def _trainer(stage: RLStage, model: PlannedModel) -> Process:
+def _trainer(stage: RLStage, model: ModelSize) -> Process:
     """One rank: policy, and where the algorithm has them reference, critic and teacher."""
     resources, optimizer, algorithm = stage.resources, stage.optimizer, stage.algorithm
     device, precision, shape = str(resources.device), str(optimizer.precision), model.shape
@@ -212,7 +212,7 @@ def _trainer(stage: RLStage, model: PlannedModel) -> Process:
     return Process(name="trainer", count=count, host={**held, "offloaded": state.host, **base})
 
 
-def _disk(stage: RLStage, model: PlannedModel) -> int:
+def _disk(stage: RLStage, model: ModelSize) -> int:
     """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
     precision, copies = str(stage.optimizer.precision), 2 + stage.rollout.max_staleness
     weights = artifact_bytes(model, precision) + copies * width_of(precision) * model.total
@@ -226,7 +226,7 @@ def _rollouts(stage: RLStage, sampled: float) -> int:
 
 def _seconds(
     stage: RLStage,
-    model: PlannedModel,
+    model: ModelSize,
     machine: Machine,
     samplers: Samplers,
     *,
@@ -241,6 +241,9 @@ def _seconds(
     peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))
     evaluations = stage.num_steps // stage.evaluation.eval_every + 1 if stage.evaluation.validation else 0
     evaluated = evaluations * stage.evaluation.eval_prompts * ANSWER_SHARE * stage.rollout.max_new_tokens
+    cached = str(stage.sampler.precision)
+    if engine == "embedded":
+        cached = cache_precision(cached, device)
     decoding = decoding_seconds(
         machine=machine,
         device=device,
@@ -250,7 +253,7 @@ def _seconds(
         threads=max(1, int(resources.threads) // samplers.process.count),
         tokens=stage.num_steps * sampled + evaluated,
         weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
-        cache_bytes=length * cache_token_bytes(model.shape, width_of(str(stage.sampler.precision))),
+        cache_bytes=length * model.token_bytes(width_of(cached)),
         flops_per_token=model.forward_flops(int(length)),
         at_once=max(1, samplers.at_once // samplers.process.count),
     )

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
-from nanodag.config.footprint import CUDA_BYTES, cache_token_bytes, embedded_sampler, sampler_weights, width_of
+from nanodag.config.footprint import CUDA_BYTES, embedded_sampler, sampler_weights, width_of
+from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision, slot_tokens
 from nanodag.plan import processes
-from nanodag.plan.models import PlannedModel
 from nanodag.plan.stage_plan import Process
 
 
@@ -23,7 +23,7 @@ class Samplers:
 
 
 def embedded_samplers(
-    model: PlannedModel,
+    model: ModelSize,
     *,
     precision: str,
     device: str,
@@ -36,14 +36,18 @@ def embedded_samplers(
     """max_batch: of all replicas together. cache_bytes: of one. takes_weights: while it runs, beside those it has."""
     width = width_of(cache_precision(precision, device))
     tokens = slot_tokens(context)
-    needed = tokens * cache_token_bytes(model.shape, width)
+    needed = tokens * model.token_bytes(width)
     slots = min(-(-max_batch // replicas), cache_bytes // needed)
     held = embedded_sampler(
-        model.shape, model.vocabulary, model.parameters, precision=precision, slots=slots, context=tokens
+        model.shape,
+        model.vocabulary,
+        model.parameters,
+        precision=precision,
+        slots=slots,
+        context=tokens,
+        takes_weights=takes_weights,
     )
     held["cache"] = slots * needed
-    if not takes_weights:
-        held["weights"] //= 2
     if device == "cuda":
         host = {"process": processes.CUDA}
         process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
@@ -53,7 +57,7 @@ def embedded_samplers(
 
 
 def sglang_samplers(
-    model: PlannedModel,
+    model: ModelSize,
     machine: Machine,
     *,
     precision: str,
@@ -71,7 +75,7 @@ def sglang_samplers(
     share = int(memory_fraction * whole)
     weights = sampler_weights(model.parameters, precision) // tensor_parallel
     room = cache_bytes // tensor_parallel
-    needed = context * cache_token_bytes(model.shape, width_of(precision)) // tensor_parallel
+    needed = context * model.token_bytes(width_of(precision)) // tensor_parallel
     slots = max(0, min(-(-max_batch // replicas), room // needed))
     held = {"weights": weights, "cache": room, "graphs and activations": share - int(SGLANG_STATIC * share)}
     if device == "cuda":

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 
 from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
+from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.host.machine import Machine
 from nanodag.plan import processes
 from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.models import PlannedModel
 from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
 from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -18,7 +18,7 @@ COMPILED_SHARE = 0.65
 """Of a layer's activations, that a compiled one keeps."""
 
 
-def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | None, machine: Machine) -> StagePlan:
+def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, machine: Machine) -> StagePlan:
     """The plan of one stage of the supervised loop. model: None where its size is not known."""
     device, notes = str(stage.resources.device), []
     tokens = planned_tokens(stage, model)
@@ -60,7 +60,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: PlannedModel | Non
 
 
 def faults_of_supervised(
-    plan: StagePlan, stage: SupervisedStage, model: PlannedModel | None, machine: Machine
+    plan: StagePlan, stage: SupervisedStage, model: ModelSize | None, machine: Machine
 ) -> list[Fault]:
     """What of the stage does not fit the machine."""
     if model is None:
@@ -80,7 +80,7 @@ def faults_of_supervised(
     )
 
 
-def planned_tokens(stage: SupervisedStage, model: PlannedModel | None) -> int | None:
+def planned_tokens(stage: SupervisedStage, model: ModelSize | None) -> int | None:
     """Tokens of the whole training: its horizon, or passes over its data where their size is known."""
     if stage.horizon_tokens not in ("auto", 0):
         return int(stage.horizon_tokens)
@@ -96,7 +96,7 @@ def _validated(stage: SupervisedStage) -> float:
     return stage.validation_tokens / max(shares) if shares else 0.0
 
 
-def _processes(stage: SupervisedStage, model: PlannedModel) -> tuple[Process, ...]:
+def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
     resources, precision, device = stage.resources, str(stage.precision), str(stage.resources.device)
     micro, ranks = int(stage.micro_batch_tokens), int(resources.num_ranks)
     state = train_state(
@@ -142,19 +142,19 @@ def _data(stage: SupervisedStage) -> int:
     return int(processes.PARSED * in_memory(stage.data)) + 20 * processes.MB
 
 
-def _disk(stage: SupervisedStage, model: PlannedModel) -> int:
+def _disk(stage: SupervisedStage, model: ModelSize) -> int:
     """Checkpoints with master weights and moments in float32, one more while it is written, and the artifact."""
     moments = model.parameters["matrices"] if stage.optimizer.name == "muon" else 0
     checkpoint = 4 * (3 * model.total - moments) + (4 * model.total if stage.patience else 0)
     return (stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, str(stage.precision))
 
 
-def artifact_bytes(model: PlannedModel, precision: str) -> int:
+def artifact_bytes(model: ModelSize, precision: str) -> int:
     """Of a model as it is published, with its tokenizer."""
     return (2 if precision == "bf16" else 4) * model.total + 100 * model.vocabulary
 
 
-def _seconds(stage: SupervisedStage, model: PlannedModel, machine: Machine, steps: int) -> float | None:
+def _seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int) -> float | None:
     resources, device, precision = stage.resources, str(stage.resources.device), str(stage.precision)
     ranks = int(resources.num_ranks)
     peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))

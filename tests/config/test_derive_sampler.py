@@ -4,19 +4,21 @@ import pytest
 
 from nanodag.config import derive_sampler as derive_sampler_module
 from nanodag.config import resolve
-from nanodag.config.derive_sampler import ModelSize, derive_evaluation, derive_sampler, this_machine
+from nanodag.config.derive_sampler import derive_evaluation, derive_sampler, this_machine
 from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.known_models import known_model
+from nanodag.config.model_size import ModelSize
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of
 from nanodag.model.architecture import Architecture, Rope
 from nanodag.sampler.sizes import plan_cache
 
 SHIPPED = PROJECT / "pipeline.yaml"
-DEPTH_24 = ModelSize.of_shape(shape_of(24), 32768, 4096)
-DEPTH_12 = ModelSize.of_shape(shape_of(12), 32768, 4096)
-QWEN = ModelSize(parameters=494_032_768, num_layers=24, num_kv_heads=2, head_width=64, max_positions=32768)
+DEPTH_24 = ModelSize(shape_of(24), 32768, 4096)
+DEPTH_12 = ModelSize(shape_of(12), 32768, 4096)
+QWEN = known_model("hub:Qwen/Qwen2.5-0.5B")
 
 
 def stage_on(machine, *, ranks=None, precision=None, **settings):
@@ -88,8 +90,8 @@ def test_this_machine_says_whether_sglang_is_installed(monkeypatch):
 
 
 def test_sglang_is_not_chosen_for_heads_that_its_kernels_do_not_have():
-    small = ModelSize.of_shape(shape_of(3), 2048, 512)
-    assert small.head_width == 32
+    small = ModelSize(shape_of(3), 2048, 512)
+    assert small.shape.head_width == 32
     assert sampler_on("1xH100", small).sampler.engine == "embedded"
 
 
@@ -106,7 +108,7 @@ def test_what_is_set_by_hand_is_kept():
 def test_weights_and_cache_are_within_the_share_whoever_starts_first(text, model, sglang):
     stage = sampler_on(text, model, sglang=sglang, prompts_per_step=64, samples_per_prompt=16)
     sampler, memory = stage.sampler, machine_of(text).gpu.memory
-    weights = 2 * model.parameters * (1 if sampler.engine == "sglang" else 2)
+    weights = 2 * model.total * (1 if sampler.engine == "sglang" else 2)
     assert weights + sampler.cache_bytes <= 0.4 * memory
     each = -(-sampler.max_batch // sampler.replicas)
     if sampler.engine == "embedded":
@@ -145,7 +147,7 @@ def test_of_a_model_whose_size_is_not_known_half_of_the_share_is_left_for_weight
 
 
 def test_the_context_is_within_the_models_positions_and_the_trainers_micro_batch():
-    tiny = ModelSize.of_shape(shape_of(3), 2048, 512)
+    tiny = ModelSize(shape_of(3), 2048, 512)
     assert sampler_on("cpu:2:avx2:8GiB", tiny, max_new_tokens=16).sampler.context == 512
     assert sampler_on("1xH100", micro_batch_tokens=1000).sampler.context == 1000
     assert sampler_on("1xH100", max_new_tokens=1000).sampler.context == 2048  # in whole slots
@@ -153,7 +155,7 @@ def test_the_context_is_within_the_models_positions_and_the_trainers_micro_batch
 
 def test_the_cpus_replicas_share_a_quarter_of_the_memory():
     sampler = sampler_on("cpu:2:avx2:32GiB", DEPTH_12, prompts_per_step=1000).sampler
-    assert 7.9 * GIB < 2 * (sampler.cache_bytes + 2 * 4 * DEPTH_12.parameters) <= 8 * GIB
+    assert 7.9 * GIB < 2 * (sampler.cache_bytes + 2 * 4 * DEPTH_12.total) <= 8 * GIB
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_an_evaluation_on_24_gb_has_room_for_gsm8ks_prompts_and_answers(model, e
     sampler = derive_evaluation("eval", stage, machine, model, {}).sampler
     slots, context = plan_cache(_architecture(model), sampler.max_batch, 912, sampler.cache_bytes, 2)
     assert (slots, context) == (expected, 912)
-    assert slots * 960 * model.token_bytes(2) + 2 * model.parameters <= 0.7 * machine.gpu.memory
+    assert slots * 960 * model.token_bytes(2) + 2 * model.total <= 0.7 * machine.gpu.memory
 
 
 @pytest.mark.parametrize("preset", ["speedrun", "single-gpu", "gsm8k-rl", "small", "pocket"])
@@ -197,7 +199,7 @@ def _architecture(model):
         theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=4096
     )
     return Architecture(
-        model_type="qwen3", vocab_size=32768, hidden_size=768, num_layers=model.num_layers, num_heads=12,
-        num_kv_heads=model.num_kv_heads, head_dim=model.head_width, intermediate_size=2048, norm_eps=1e-6, tied=False,
-        qk_norm=True, rope=rope, max_positions=model.max_positions,
+        model_type="qwen3", vocab_size=32768, hidden_size=768, num_layers=model.shape.depth, num_heads=12,
+        num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_width, intermediate_size=2048, norm_eps=1e-6,
+        tied=False, qk_norm=True, rope=rope, max_positions=model.max_positions,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 
 from nanodag.config import footprint
 from nanodag.config.dial import Shape, num_parameters, shape_of
+from nanodag.config.model_size import ModelSize
 from nanodag.model import head
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
@@ -107,7 +108,7 @@ def test_checkpointing_keeps_a_layers_input_and_one_layer():
 
 def test_a_token_of_qwen2_5_takes_24576_bytes_of_cache():
     qwen = Shape(depth=24, width=896, num_heads=14, num_kv_heads=2, head_width=64, mlp_width=4864, tied_embeddings=True)
-    assert footprint.cache_token_bytes(qwen) == 2 * 24 * 2 * 64 * 4
+    assert ModelSize(qwen, 151_936, 32_768).token_bytes(4) == 2 * 24 * 2 * 64 * 4
 
 
 def test_a_head_of_many_tokens_holds_one_block_of_logits():

@@ -8,6 +8,7 @@ from nanodag.config.derive_hardware import budget
 from nanodag.config.dial import num_parameters
 from nanodag.config.hardware_rules import RULES
 from nanodag.config.known_models import KNOWN, known_model
+from nanodag.config.model_size import ModelSize
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
@@ -218,8 +219,8 @@ def test_a_known_models_shape_has_the_parameters_that_its_authors_publish(name):
 
 
 def test_a_known_model_is_found_under_its_variants_and_no_other():
-    assert known_model("hub:Qwen/Qwen2.5-0.5B-Instruct@main") == KNOWN["Qwen/Qwen2.5-0.5B"]
-    assert known_model("hub:Qwen/Qwen3-8B-Base") == KNOWN["Qwen/Qwen3-8B"]
+    assert known_model("hub:Qwen/Qwen2.5-0.5B-Instruct@main") == ModelSize(*KNOWN["Qwen/Qwen2.5-0.5B"], 32_768)
+    assert known_model("hub:Qwen/Qwen3-8B-Base") == ModelSize(*KNOWN["Qwen/Qwen3-8B"], 32_768)
     assert known_model("hub:other/Qwen3-8B") is None and known_model("file:/Qwen/Qwen3-8B") is None
 
 
