@@ -21,6 +21,7 @@ from prefect.states import Cancelling
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
 from nanodag.run.record import Run, StageResult
 from nanodag.run.requests import requests_of
+from nanodag.server.local_server import HEARTBEAT_S
 
 FLOW = "pool_stage"
 ENTRYPOINT = "flows.pool_stage.pool_stage"
@@ -54,7 +55,7 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
             _deployment(client, pool),
             name=f"{run.name}-{name}",
             parameters=parameters,
-            job_variables=requests_of(run.pipeline, name, run.machine).job_variables(template),
+            job_variables=requests_of(run.pipeline, name, run.machine).job_variables(template) | _environment(template),
             parent_task_run_id=UUID(task_run.id) if task_run.id else None,
         )
         state = _wait_for(client, sent.id, run, pool)
@@ -76,6 +77,18 @@ def _template(client: SyncPrefectClient, pool: str) -> dict[str, Any]:
             f"Prefect has no work pool {pool!r} (resources.work_pool). Start a worker, which makes it: "
             f"prefect worker start --pool {pool} --type process"
         ) from error
+
+
+def _environment(template: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The job variable `env` with the heartbeat that flows/crashed.py waits for, where the pool's template offers it.
+
+    A worker that was started without it tells Prefect every 180 s only that its stage runs: the stage would be marked
+    as lost while it trains. What the template itself says is kept.
+    """
+    env = template.get("variables", {}).get("properties", {}).get("env", {})
+    if env.get("type") != "object":
+        return {}
+    return {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), **(env.get("default") or {})}}
 
 
 def _deployment(client: SyncPrefectClient, pool: str) -> UUID:

@@ -14,7 +14,9 @@ from nanodag.run.record import open_run
 from tasks import pool
 
 
-def test_a_stage_that_is_sent_to_kubernetes_says_its_gpus_and_cpus(project, prefect_server, monkeypatch):
+def test_a_stage_that_is_sent_to_kubernetes_says_what_it_needs_and_how_often_it_is_heard_of(
+    project, prefect_server, monkeypatch
+):
     template = json.loads((PROJECT / "docs/templates/kubernetes-job.json").read_text())
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="k8s", type="kubernetes", base_job_template=template))
@@ -35,5 +37,7 @@ def test_a_stage_that_is_sent_to_kubernetes_says_its_gpus_and_cpus(project, pref
         sent = [found for found in client.read_flow_runs() if found.name == "r-pretrain"]
     (variables,) = (found.job_variables for found in sent)
     memory = variables.pop("memory")
+    of_template = template["variables"]["properties"]["env"].get("default") or {}
+    assert variables.pop("env") == {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", **of_template}
     assert variables == {"gpus": 4, "cpus": 12}
     assert memory.endswith("Mi") and int(memory[:-2]) > 4 * 1024, "what the plan says that four ranks take"

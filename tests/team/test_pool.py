@@ -31,6 +31,10 @@ def project(database, tmp_path_factory):
     code, output = made.run("run", "--name", "early")
     assert code == 1 and "Prefect has no work pool 'team'" in output and "prefect worker start" in output
     made.workers = {name: start_worker(made, name) for name in ("first", "second")}
+    deadline = time.monotonic() + 120
+    while not all(b"started!" in (made.folder / f"{name}.log").read_bytes() for name in made.workers):
+        assert all(worker.poll() is None for worker in made.workers.values()) and time.monotonic() < deadline
+        time.sleep(0.2)
     yield made
     for worker in made.workers.values():
         worker.terminate()
