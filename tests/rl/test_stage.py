@@ -237,13 +237,17 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     settings = AHEAD | {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
     job = make_job(tmp_path, **settings, filters=[], advantage="reinforce_pp")
     mended = (tmp_path / "tiny_reward.py").read_text()
-    fails = "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
+    fails = "    with open(__file__ + '.judged', 'ab') as judged:\n        judged.write(b'.')\n"
+    fails += "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
     (tmp_path / "tiny_reward.py").write_text(mended.replace("    return", fails + "    return"))
     process = start(job, fresh=True)
     wait_for_step(job, process, 1)
     trainer = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
     os.kill(trainer, signal.SIGSTOP)
-    time.sleep(0.5)  # the samplers get ahead, so that batches wait
+    deadline, ahead = time.monotonic() + 60, max(line["step"] for line in metrics(job)) + 3
+    while (tmp_path / "tiny_reward.py.judged").stat().st_size < 8 * ahead:  # so that batches wait
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.2)  # the stop is known before the trainer can take what waits
     os.kill(trainer, signal.SIGCONT)
