@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.router_process import RouterClient, RouterProcess
@@ -175,6 +176,7 @@ class Bench:
         self.trainer = Trainer(save_model(folder / "model"), engine)
         self.version = 0
         self._numbers: dict[str, int] = {}
+        self._syncs: dict[Way, WeightSync] = {}
 
     async def __aenter__(self) -> "Bench":
         model = self.folder / "model"
@@ -192,10 +194,6 @@ class Bench:
             router=router,
             pause="in_place",
         )
-        self._syncs: dict[Way, WeightSync] = {"disk": DiskSync(self.samplers, self.trainer.ask, check_every=1)}
-        self._syncs["distributed"] = DistributedSync(
-            self.samplers, self.trainer.ask, check_every=1, timeout_s=TIMEOUT_S
-        )
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -210,7 +208,7 @@ class Bench:
         self.trainer.plan = plan = Plan(at, lambda number: os.kill(servers[number].pid, signal.SIGKILL))
         self.version += 1
         self.trainer.weights.change()
-        folder, sync = self.folder / f"weights-{self.version}", self._syncs[case.way]
+        folder, sync = self.folder / f"weights-{self.version}", self._sync_of(case)
         asked = [asyncio.ensure_future(samplers.generate([request(n)])) for n in range(4 * case.is_busy)]
         if case.is_busy:
             await asyncio.sleep(0.05)
@@ -233,6 +231,17 @@ class Bench:
         if (found := samplers.num_restarts - restarts) != plan.is_done:
             raise AssertionError(f"{found} samplers were started again")
         return plan
+
+    def _sync_of(self, case: Case) -> WeightSync:
+        """An idle case begins as a stage does, with a sync of its own; a busy one finds what the case before left."""
+        if case.way not in self._syncs or not case.is_busy:
+            ask = self.trainer.ask
+            self._syncs[case.way] = (
+                DiskSync(self.samplers, ask, check_every=1)
+                if case.way == "disk"
+                else DistributedSync(self.samplers, ask, check_every=1, timeout_s=TIMEOUT_S)
+            )
+        return self._syncs[case.way]
 
     def _connect(self, url: str) -> SamplerClient:
         number, bench = self._numbers[url], self
@@ -317,6 +326,7 @@ async def run_cases(folder: Path, engine: Engine, *, has_router: bool, num_runs:
             steps[case] = list((await bench.sync(case, None)).steps)
         num_steps = sum(map(len, steps.values()))
         print(f"{engine}{', router' * has_router}: {num_steps} steps in {len(cases)} cases", flush=True)
+        num_kills = 0
         for number, (case, step) in enumerate(spread(steps, num_runs)):
             began = time.monotonic()
             name = f"{number:3} {case.way:11} {'busy' if case.is_busy else 'idle'}  sampler {step[0]} at {step[1]}"
@@ -325,8 +335,10 @@ async def run_cases(folder: Path, engine: Engine, *, has_router: bool, num_runs:
             except Exception as error:  # noqa: BLE001 - whatever it is, it would have ended a stage
                 print(f"{name}: FAILED after {time.monotonic() - began:.1f} s: {error!r}", flush=True)
                 return 1
+            num_kills += plan.is_done
             how = "killed" if plan.is_done else "not reached"
             print(f"{name}: {how}, right after {time.monotonic() - began:.1f} s", flush=True)
+    print(f"{counted(num_runs, 'run')}, {counted(num_kills, 'kill')}, 0 failures", flush=True)
     return 0
 
 

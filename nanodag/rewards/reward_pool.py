@@ -64,6 +64,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
         self._is_closed = False
+        self._processes: list[_Process] = []
         self._waiting: queue.SimpleQueue[list[_Sample] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
         for thread in self._threads:
@@ -98,10 +99,12 @@ class RewardPool:
         return [future.result() for future in [self.submit(prompt, completion) for prompt, completion in samples]]
 
     def close(self) -> None:
-        """End the processes once what they are at is scored; what waits is cancelled."""
+        """End the processes. What waits is cancelled; what they are at fails, as nobody knows how long it takes."""
         self._is_closed = True
         for _ in self._threads:
             self._waiting.put(None)
+        for process in list(self._processes):
+            process.interrupt()
         for thread in self._threads:
             thread.join()
 
@@ -120,10 +123,12 @@ class RewardPool:
                 continue
             try:
                 if process is None:
-                    process = _Process(self._options, self._timeout_s, self._max_bytes)
+                    process = self._started()
                 for sample, score in zip(samples, process.score(samples), strict=True):
                     sample.future.set_result(score)
             except _Lost as lost:
+                assert process is not None
+                self._processes.remove(process)
                 process = None
                 for sample in samples:
                     sample.future.set_result(SampleReward(None, {}, str(lost)))
@@ -132,6 +137,13 @@ class RewardPool:
                     sample.future.set_exception(error)
         if process is not None:
             process.end()
+
+    def _started(self) -> "_Process":
+        process = _Process(self._options, self._timeout_s, self._max_bytes)
+        self._processes.append(process)
+        if self._is_closed:  # by now; `close` may not have seen this one
+            process.interrupt()
+        return process
 
     def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
         """The samples that go to a process together: one, a group whose reward compares its members, or for a remote
@@ -222,6 +234,10 @@ class _Process:
             SampleReward(reply.get("value"), reply.get("components", {}), reply.get("error", ""), reply.get("steps"))
             for reply in answers
         ]
+
+    def interrupt(self) -> None:
+        """From another thread: have the one that waits for it find that it has ended."""
+        self._process.kill()
 
     def end(self) -> None:
         """Close the pipes; a process that does not end by itself is killed."""

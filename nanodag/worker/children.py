@@ -82,6 +82,12 @@ class Children:
                 process.kill()
             process.wait()
 
+    def abandon(self) -> None:
+        """Kill all and wait for none: for a signal's handler, which may have interrupted one that waits."""
+        self.release()
+        for process in self._processes.values():
+            process.kill()
+
     def _watch(self) -> None:
         while not self._released.wait(POLL_S):
             if self._look():

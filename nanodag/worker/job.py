@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
-from nanodag.store.atomic import write_json
+from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker import logs
 from nanodag.worker.tracker import TrackerProcesses, numbers_in
 
@@ -132,6 +132,7 @@ def load_job(argv: list[str] | None = None) -> Job:
 
 class _Stop:
     requested = False
+    tidy: Callable[[], None] | None = None  # where a stop ends the process at once
 
 
 def install_stop_signal() -> None:
@@ -139,9 +140,31 @@ def install_stop_signal() -> None:
 
     def ask(signum: int, frame: object) -> None:
         _Stop.requested = True
+        _leave_at_once()
 
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGINT, ask)
+
+
+def leave_when_stopped(tidy: Callable[[], None]) -> None:
+    """Have a stop signal, also one that came before, end this process at once, until `stop_can_wait`. For the time in
+    which nothing is done that a checkpoint would keep, and much is waited for that a stop may never let happen. tidy:
+    called in the signal's handler; must not wait for anything."""
+    _Stop.tidy = tidy
+    if _Stop.requested:
+        _leave_at_once()
+
+
+def stop_can_wait() -> None:
+    """From now on `stop_requested` says that a stop signal came."""
+    _Stop.tidy = None
+
+
+def _leave_at_once() -> None:
+    if _Stop.tidy is not None:
+        _Stop.tidy()
+        os.write(2, b"stopped as asked, before the first step\n")  # what is interrupted may be a write to sys.stderr
+        os._exit(STOPPED_EXIT_CODE)
 
 
 def stop_requested() -> bool:
@@ -205,7 +228,7 @@ class MetricsLog:
                 continue
             if record["step"] <= step:
                 kept.append(line)
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_bytes(path, "".join(line + "\n" for line in kept).encode())
 
 
 def finish(job: Job, *, metrics: Mapping[str, Any], cost: Mapping[str, Any]) -> None:

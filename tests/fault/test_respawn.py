@@ -70,4 +70,4 @@ def test_a_process_whose_output_went_to_its_parent_ends_with_it_too(keep):
     parent = keep("-c", PARENT.replace("STDERR", "subprocess.PIPE"))  # nobody reads it, once the parent is gone
     pid = int(parent.stdout.readline())
     parent.kill()
-    wait_until(lambda: not is_running(pid), timeout_s=10)
+    wait_until(lambda: not is_running(pid))

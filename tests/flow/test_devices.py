@@ -106,7 +106,7 @@ def test_who_steps_back_can_be_stopped(tmp_path):
     with hold(tmp_path, Devices(name="gpu", capacity=1)), pytest.raises(StageStopped):
         with hold(tmp_path, Devices(name="gpu", capacity=1), stop=stop, step_back_s=30.0):
             raise AssertionError("there was no device")
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0  # so long it would have stepped back
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch):

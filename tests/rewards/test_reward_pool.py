@@ -128,8 +128,8 @@ def test_processes_end_when_the_pool_is_closed(own_reward):
     assert _children() <= before
 
 
-def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_reward):
-    pool = RewardPool(own_reward, timeout_s=2.0)
+def test_what_waits_when_the_pool_is_closed_is_cancelled_and_what_hangs_is_given_up(own_reward):
+    pool = RewardPool(own_reward, timeout_s=600.0)
     pool.score([({}, "abc")])
     first, *rest = [pool.submit({}, "hang") for _ in range(50)]
     given_up = pool.submit({}, "abc")
@@ -137,7 +137,7 @@ def test_what_waits_when_the_pool_is_closed_is_cancelled_and_not_scored(own_rewa
     while not first.running():
         time.sleep(0.01)
     pool.close()
-    assert "took longer" in first.result(timeout=0).error
+    assert "ended with code -9" in first.result(timeout=0).error
     assert all(future.cancelled() for future in rest)
 
 

@@ -1,12 +1,12 @@
 """Several samplers, what is asked of them, and which processes they are."""
 
 import asyncio
-import json
 from pathlib import Path
 
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.fleet.samplers import Samplers
+from tests.server_info import server_info
 
 
 def requests(count):
@@ -25,7 +25,7 @@ async def answers(samplers, count):
 
 async def until_busy(url):
     async with SamplerClient(url) as client:
-        while json.loads(await client._call("GET", "/get_server_info"))["num_running_samples"] == 0:
+        while (await server_info(client))["num_running_samples"] == 0:
             await asyncio.sleep(0.01)
 
 

@@ -23,6 +23,7 @@ from tests.rl.models import save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}
 VOCABULARY = 266
+STARTED = "started"  # in the workspace: when its last process was
 MACHINE = machine_of("cpu:2:avx2:8GiB")
 REWARD = '''
 def vowels(prompt, completion):
@@ -77,6 +78,7 @@ def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[b
     paths = [str(job.workspace.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     file, log = job.workspace / "job.json", job.workspace / "worker.log"
+    (job.workspace / STARTED).touch()
     if not fresh:
         return forks.start_module("nanodag.rl", file, environment=environment, log=log)
     with log.open("ab") as stream:
@@ -110,15 +112,18 @@ def digest(folder: Path) -> str:
 
 
 def wait_for_step(job, process, step: int) -> None:
-    """Return once metrics.jsonl has the step."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        if job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job)):
+    """Return once this process has written the step, or a later one, to metrics.jsonl. Lines of a process before it
+    count only where this one had nothing left to do."""
+    deadline, began, code = time.monotonic() + 300, (job.workspace / STARTED).stat().st_mtime, None
+    while time.monotonic() < deadline and code is None:
+        code = process.poll()
+        lines = metrics(job) if job.metrics_path.exists() else []
+        if any(line["step"] >= step and (line["time"] >= began or code == 0) for line in lines):
             return
         time.sleep(0.01)
-    seen = [line["step"] for line in metrics(job)] if job.metrics_path.exists() else []
     log = (job.workspace / "worker.log").read_text()[-4000:]
-    raise AssertionError(f"step {step}: ended with {process.poll()} after steps {seen}\n{log}")
+    how = "not reached in 300 s" if code is None else f"ended with {code}"
+    raise AssertionError(f"step {step}: {how} after steps {[line['step'] for line in lines]}\n{log}")
 
 
 def without_time(lines: list[dict]) -> list[dict]:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.rl.trainer.link import ControllerLink
 rank = int(sys.argv[1])
 link = ControllerLink(rank)
+link.reply({"ready": True})
 while (message := link.next())["do"] != "end":
     if message["do"] == "die" and rank == message["rank"]:
         os.kill(os.getpid(), 9)
@@ -27,6 +29,7 @@ while (message := link.next())["do"] != "end":
         link.fail(TrainingDiverged("the loss is nan at step 3"))
         sys.exit(1)
     elif message["do"] == "hang":
+        print("at work", flush=True)
         time.sleep(1000)
     else:
         link.reply({"rank": rank, "said": message.get("word")})
@@ -49,7 +52,8 @@ def ranks():
 
 def test_every_rank_is_asked_and_replies_come_in_rank_order(ranks):
     link, _ = ranks
-    assert link.ask("say", word="hello") == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
+    replies = asyncio.run(link.exchange("say", word="hello"))
+    assert replies == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
 
 
 def test_replies_are_waited_for_beside_other_work(ranks):
@@ -68,11 +72,10 @@ def test_replies_are_waited_for_beside_other_work(ranks):
         assert asyncio.run(ask()) == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_error_of_a_rank_is_raised_by_its_kind(ranks, beside):
+def test_an_error_of_a_rank_is_raised_by_its_kind(ranks):
     link, _ = ranks
     with pytest.raises(TrainingDiverged, match="Trainer rank 1: the loss is nan at step 3"):
-        asyncio.run(link.exchange("fail", rank=1)) if beside else link.ask("fail", rank=1)
+        asyncio.run(link.exchange("fail", rank=1))
 
 
 def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
@@ -91,17 +94,34 @@ def test_a_rank_that_is_killed_is_noticed_at_once(ranks):
     link, _ = ranks
     began = time.monotonic()
     with pytest.raises(StageFailed, match="Trainer rank 1 ended while it was asked to die"):
-        link.ask("die", rank=1)
+        asyncio.run(link.exchange("die", rank=1))
     assert time.monotonic() - began < 60
 
 
-def test_ranks_end_when_the_controller_goes_even_in_the_middle_of_work(ranks):
-    link, processes = ranks
-    link.send("hang")
-    time.sleep(0.2)
-    for connection in link._connections:  # as the kernel does when the controller is killed
-        connection.socket.close()
-    assert [process.wait(timeout=60) for process in processes] == [1, 1]
+CONTROLLER = """
+import asyncio
+from nanodag.rl.trainer.link import RankLink
+link = RankLink(2)
+print(link.address, flush=True)
+link.accept(timeout_s=300, check=lambda: None)
+asyncio.run(link.exchange("hang"))
+"""
+
+
+def test_ranks_end_when_the_controller_is_killed_even_in_the_middle_of_work():
+    with subprocess.Popen([sys.executable, "-c", CONTROLLER], stdout=subprocess.PIPE, text=True) as controller:
+        environment = os.environ | {ADDRESS_VARIABLE: controller.stdout.readline().strip()}
+        command = [sys.executable, "-c", RANK]
+        ranks = [subprocess.Popen([*command, n], env=environment, stdout=subprocess.PIPE, text=True) for n in "01"]
+        try:
+            assert [rank.stdout.readline() for rank in ranks] == ["at work\n"] * 2
+            controller.kill()
+            assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
+        finally:
+            for process in (controller, *ranks):
+                process.kill()
+            for rank in ranks:
+                rank.communicate()
 
 
 def test_whoever_looks_what_listens_here_is_sent_away(tmp_path):
@@ -111,8 +131,43 @@ def test_whoever_looks_what_listens_here_is_sent_away(tmp_path):
         scanner.sendall(b"GET / HTTP/1.1\r\n")
         other.sendall(b"[1]\n")
         with socket.create_connection((host, int(port))) as rank:
-            rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b"\n")
-            link.accept(timeout_s=10, check=lambda: None)
+            rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b'\n{"ready": true}\n')
+            link.accept(timeout_s=10, check=rounds(50))
+    link.close()
+
+
+def rounds(count: int):
+    """A check that does not let a link wait for ever."""
+    left = iter(range(count))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise StageFailed("waited for in vain")
+
+    return check
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_a_rank_that_is_ready_is_heard_whether_it_says_so_with_its_hello_or_later(pause_s):
+    link = RankLink(1)
+    host, port, token = link.address.split(":")
+    with socket.create_connection((host, int(port))) as rank:
+        hello = json.dumps({"token": token, "rank": 0}).encode() + b"\n"
+        rank.sendall(hello + b'{"ready": true}\n' * (pause_s == 0))
+        late = threading.Timer(pause_s, rank.sendall, [b'{"ready": true}\n'])
+        late.start()
+        link.accept(timeout_s=10, check=rounds(50))
+        late.join()
+    link.close()
+
+
+def test_while_a_rank_loads_its_model_the_end_of_another_is_noticed():
+    link = RankLink(1)
+    host, port, token = link.address.split(":")
+    with socket.create_connection((host, int(port))) as rank:
+        rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b"\n")
+        with pytest.raises(StageFailed, match="waited for in vain"):
+            link.accept(timeout_s=10, check=rounds(4))
     link.close()
 
 

@@ -1,13 +1,17 @@
 """What a stage leaves behind is there once, also where a process was killed between a checkpoint and its evaluation."""
 
 import json
+import resource
+from contextlib import contextmanager
+
+import pytest
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.prompts import Ledger, Prompt
 from nanodag.rl.rollouts.stopwatch import Stopwatch
-from nanodag.worker.job import Job
+from nanodag.worker.job import Job, MetricsLog
 from tests.rl.versions import rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
@@ -49,6 +53,38 @@ def test_half_a_line_is_left_out(tmp_path):
             stream.write('{"event": "st')
     Records(job, resume_step=2, evaluated={"1": 1.0, "2": 1.0}).close()
     assert len(lines(job.metrics_path)) == 4 and len(lines(job.records / "timeline.jsonl")) == 2
+
+
+@contextmanager
+def files_end_at(num_bytes: int):
+    """What is longer cannot be written: a process that is cut short in the middle of writing it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_line(tmp_path):
+    job = job_in(tmp_path)
+    leave(Records(job, resume_step=-1), range(1, 4))
+    ledger = Ledger(job.records / "ledger.jsonl")
+    for step in range(1, 4):
+        prompt = Prompt(epoch=0, record={"prompt_id": f"p{step}"}, token_ids=(1,))
+        ledger.record(step, prompt, "trained")
+    ledger.close()
+    paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
+    before = [path.read_bytes() for path in paths]
+    with files_end_at(20):
+        for begin in (
+            lambda: Records(job, resume_step=2, evaluated={"1": 1.0, "2": 1.0, "3": 1.0}),
+            lambda: MetricsLog(job, resume_step=2),
+            lambda: Ledger(paths[2], resume_step=2),
+        ):
+            with pytest.raises(OSError, match="File too large"):
+                begin()
+    assert [path.read_bytes() for path in paths] == before
 
 
 def test_seconds_of_the_rollouts_are_those_that_the_step_trained_on_not_those_generated_beside_it(tmp_path):

@@ -1,7 +1,6 @@
 """A router before several samplers: what goes through it, and what becomes of it and of samplers that are killed."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
+from tests.server_info import server_info
 
 START_S = 1500
 FAKE = Path(__file__).with_name("fake_router.py")
@@ -82,7 +82,7 @@ def counts(servers):
         found = []
         for server in servers:
             async with SamplerClient(server.url) as client:
-                found.append(json.loads(await client._call("GET", "/get_server_info"))["num_generated_tokens"])
+                found.append((await server_info(client))["num_generated_tokens"])
         return found
 
     return ask()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanodag.rl.control.services import sync_folder
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.viewer.shelf import Shelf
@@ -159,6 +160,22 @@ def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes
     assert digest(job.output) == digest(finished.output)
 
 
+def test_asked_to_stop_while_it_starts_a_stage_ends_at_once_with_all_that_it_started(tmp_path):
+    job = make_job(tmp_path)
+    process = start(job)
+    deadline = time.monotonic() + 60
+    while not (started := [pid for pid in members(process.pid) if pid != process.pid]):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.002)
+    os.kill(min(started), signal.SIGSTOP)  # the trainer's rank: it never says hello
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
+    assert (job.workspace / "worker.log").read_text().endswith("stopped as asked, before the first step\n")
+    while members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert members(process.pid) == [] and not sync_folder(job.workspace, 1, num_copies=1).exists()
+
+
 def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tmp_path):
     job = make_job(tmp_path, num_steps=10_000, eval_prompts=0, checkpoint_every=10_000)
     process = start(job, fresh=True)
@@ -220,13 +237,17 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     settings = AHEAD | {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
     job = make_job(tmp_path, **settings, filters=[], advantage="reinforce_pp")
     mended = (tmp_path / "tiny_reward.py").read_text()
-    fails = "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
+    fails = "    with open(__file__ + '.judged', 'ab') as judged:\n        judged.write(b'.')\n"
+    fails += "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
     (tmp_path / "tiny_reward.py").write_text(mended.replace("    return", fails + "    return"))
     process = start(job, fresh=True)
     wait_for_step(job, process, 1)
     trainer = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
     os.kill(trainer, signal.SIGSTOP)
-    time.sleep(0.5)  # the samplers get ahead, so that batches wait
+    deadline, ahead = time.monotonic() + 60, max(line["step"] for line in metrics(job)) + 3
+    while (tmp_path / "tiny_reward.py.judged").stat().st_size < 8 * ahead:  # so that batches wait
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.2)  # the stop is known before the trainer can take what waits
     os.kill(trainer, signal.SIGCONT)

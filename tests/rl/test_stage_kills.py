@@ -2,14 +2,17 @@
 
 import os
 import random
+import signal
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
 from nanodag.errors import StageFailed
 from nanodag.rl.control.controller import check_ranks
 from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl import resume
 from tests.rl.stages import end_group, make_job, run, same_in_the_end, start, wait_for_step
 
@@ -61,6 +64,27 @@ def test_every_prompt_is_trained_once_or_dropped_once_and_the_bytes_are_the_same
     assert {prompt_id for epoch, prompt_id in found if epoch == 0} == names and len(names) == 8
     assert {line["outcome"] for line in lines} == {"trained", "dropped"}
     assert all(line["reason"] == ("" if line["outcome"] == "trained" else "zero_spread") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sync", ["disk", "distributed"])
+def test_asked_to_stop_at_any_moment_a_stage_ends_soon_and_goes_on_to_the_same_bytes(tmp_path, sync):
+    values = {"max_staleness": 1, "sync": sync, "num_steps": 200}
+    undisturbed = make_stage(tmp_path / "undisturbed", **values)
+    run(undisturbed)
+    job = make_stage(tmp_path / "stopped", **values)
+    moment = random.Random(os.getpid())
+    codes = []
+    for _ in range(12):
+        process = start(job)
+        time.sleep(0.3 + moment.random() * 2)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        codes.append(process.wait(timeout=60))
+    assert {STOPPED_EXIT_CODE} <= set(codes) <= {STOPPED_EXIT_CODE, -signal.SIGTERM, 0}, codes
+    run(job)
+    same_in_the_end(job, undisturbed)
 
 
 def test_a_rank_that_made_other_updates_than_the_controller_counts_is_refused_by_name(tmp_path):

@@ -1,7 +1,6 @@
 """Samplers that die or hang in the middle of a step: replaced, asked again, and nothing shows in what comes out."""
 
 import asyncio
-import json
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from nanodag.rl.fleet.server_watch import ServerWatch
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, samplers_of, until_busy, with_samplers
 from tests.rl.stages import digest, make_job, metrics, run, start
+from tests.server_info import server_info
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_all_samplers_are_paused_even_one_that_is_lost_meanwhile_and_all_resume(
 
     async def paused(url) -> tuple[bool, int]:
         async with SamplerClient(url) as client:
-            info = json.loads(await client._call("GET", "/get_server_info"))
+            info = await server_info(client)
             return info["is_paused"], info["num_running_samples"]
 
     async def work(samplers, servers):

@@ -17,6 +17,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
+from tests.server_info import server_info
 
 LONG = SamplingParams(max_new_tokens=250, ignore_eos=True)
 
@@ -64,10 +65,6 @@ async def slow_generation(client, rid="slow"):
         assert not task.done(), "it was over before it was seen to run"
         await asyncio.sleep(0.01)
     return task
-
-
-async def server_info(client):
-    return json.loads(await client._call("GET", "/get_server_info"))
 
 
 async def idle(client):

@@ -44,7 +44,7 @@ from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.worker.job import Job, finish, leave_stopped, load_job, stop_requested
+from nanodag.worker.job import Job, finish, leave_stopped, leave_when_stopped, load_job, stop_can_wait, stop_requested
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Controller:
         """Run the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
         for, leaves a checkpoint and ends the process."""
         position = self._resume()
+        stop_can_wait()  # the records are rewritten, whole or not at all; from here on a step may be under way
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
         )
@@ -284,7 +285,8 @@ class Controller:
             copy = self._services.sync_folder / f"policy-{policy}"
             shutil.copytree(folder / f"policy-{policy}", copy)
             self._published[int(policy)] = (version, copy)
-        check_ranks(folder, self._services.link.ask("load", folder=str(folder)), self._state["version"])
+        replies = self._runner.run(self._services.link.exchange("load", folder=str(folder)))
+        check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d rollout batches wait", step, len(waiting))
         return Position(step, saved["policy"], self._judged_again(step, [read_batch(path) for path in waiting]))
@@ -303,7 +305,7 @@ class Controller:
 
     def _finish(self) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        self._services.link.ask("export", folder=str(self._job.output))
+        self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, parameters = self._state["totals"], self._services.model.num_matrix_parameters
         evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
@@ -372,6 +374,7 @@ def main() -> None:
     """Run the job named on the command line."""
     job = load_job()
     services = Services(job)
+    leave_when_stopped(services.abandon)
     try:
         with services, asyncio.Runner() as runner:
             try:

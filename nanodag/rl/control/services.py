@@ -99,7 +99,6 @@ class Services:
             timeout_s=self._config.rollout.reward_timeout_s,
         )
         self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
-        self.link.receive()
         for entry in starting:
             self._servers.append(entry.result())
         self._router = None if router is None else self._make_router(router.result())
@@ -146,6 +145,12 @@ class Services:
             self._nodes.end()
         if hasattr(self, "pool"):
             self.pool.close()
+        shutil.rmtree(self.sync_folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Without waiting: what would remain of it when this process ends here. All else ends by itself, as it does
+        when this process is killed."""
+        self.children.abandon()
         shutil.rmtree(self.sync_folder, ignore_errors=True)
 
     def _start_trainer(self) -> None:

@@ -12,6 +12,7 @@ from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
 from nanodag.rl.rollouts.rollout import Rollout, write_rollouts
 from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.store.atomic import write_bytes
 from nanodag.worker.job import Job, MetricsLog
 
 log = logging.getLogger(__name__)
@@ -119,4 +120,4 @@ def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None
     if path.exists():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
         kept = [line + "\n" for line in lines if is_kept(json.loads(line))]
-        path.write_text("".join(kept), encoding="utf-8")
+        write_bytes(path, "".join(kept).encode())

@@ -18,6 +18,7 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
+from nanodag.store.atomic import write_bytes
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, resume_step: int = 0) -> None:
         kept = [line for line in read_ledger(path) if line["step"] <= resume_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._stream: TextIO = path.open("a", encoding="utf-8")
 
     def record(self, step: int, prompt: Prompt, outcome: Outcome, reason: str = "") -> None:

@@ -1,8 +1,9 @@
 """Messages between the controller and the ranks of the trainer: lines of JSON over TCP. No torch here.
 
-The controller listens, ranks connect and say who they are; then the controller asks all of them for the same thing
-and waits for every reply. Large things (rollouts, weights, checkpoints) are files that a message names. A process that
-ends, by SIGKILL too, closes its connection: the other side sees that at once and ends with the reason.
+The controller listens, ranks connect, say who they are and then that they are ready; after that the controller asks
+all of them for the same thing and waits for every reply. Large things (rollouts, weights, checkpoints) are files that a
+message names. A process that ends, by SIGKILL too, closes its connection: the other side sees that at once and ends
+with the reason.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import json
 import os
 import queue
 import secrets
-import selectors
+import select
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from nanodag.errors import NanodagError, StageFailed, TrainingDiverged
 
 ADDRESS_VARIABLE = "NANODAG_CONTROLLER"  # host:port:token
+POLL_S = 0.2
 _ERRORS: dict[str, type[NanodagError]] = {"TrainingDiverged": TrainingDiverged}
 
 
@@ -41,7 +43,9 @@ class RankLink:
         return f"{host}:{port}:{self._token}"
 
     def accept(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until every rank has said hello. check: called often; raises when a rank's process has ended."""
+        """Wait until every rank has said hello, and then that it is ready. timeout_s: for the hellos; how long a rank
+        loads its model is its own affair. check: called often; raises when a rank's process has ended. Raises what a
+        rank raised."""
         deadline = time.monotonic() + timeout_s
         connections: dict[int, _Lines] = {}
         while len(connections) < self.num_ranks:
@@ -49,7 +53,7 @@ class RankLink:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self.num_ranks)) - set(connections))
                 raise StageFailed(f"Trainer ranks {missing} did not connect within {timeout_s:.0f} s; see the log.")
-            self._server.settimeout(0.2)
+            self._server.settimeout(POLL_S)
             try:
                 connection, _ = self._server.accept()
             except TimeoutError:
@@ -66,42 +70,27 @@ class RankLink:
             connection.settimeout(None)
             connections[hello["rank"]] = lines
         self._connections = [connections[rank] for rank in range(self.num_ranks)]
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Ask every rank to do something; `receive` waits for it."""
-        for rank, connection in enumerate(self._connections):
-            try:
-                connection.write({"do": do, **arguments})
-            except OSError as error:
-                raise StageFailed(f"Trainer rank {rank} ended before it was asked to {do}: {error}.") from error
-        self._asked = do
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The replies of all ranks, by rank. Raises what a rank raised, or StageFailed when one ended."""
-        replies: dict[int, dict[str, Any]] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, connection in enumerate(self._connections):
-                selector.register(connection.socket, selectors.EVENT_READ, rank)
-            while len(replies) < self.num_ranks:
-                for key, _ in selector.select():
-                    rank = key.data
-                    replies[rank] = self._take(rank)
-                    selector.unregister(self._connections[rank].socket)
-        return [replies[rank] for rank in range(self.num_ranks)]
+        waiting = list(range(self.num_ranks))
+        while waiting:
+            check()
+            ready = [rank for rank in waiting if self._connections[rank].has_more(within_s=POLL_S / len(waiting))]
+            for rank in ready:
+                self._take(rank, "start")
+            waiting = [rank for rank in waiting if rank not in ready]
 
     async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """`ask` beside what else runs in the event loop; one after the other, also when the caller is cancelled."""
+        """Ask every rank to do something; their replies, by rank. One exchange after the other, also when the caller is
+        cancelled. Raises what a rank raised, or StageFailed when one ended."""
         return await asyncio.shield(asyncio.ensure_future(self._exchange(do, arguments)))
 
     async def _exchange(self, do: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         async with self._one_at_a_time:
-            self.send(do, **arguments)
-            return list(await asyncio.gather(*(self._reply(rank) for rank in range(self.num_ranks))))
-
-    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """`send`, then `receive`."""
-        self.send(do, **arguments)
-        return self.receive()
+            for rank, connection in enumerate(self._connections):
+                try:
+                    connection.write({"do": do, **arguments})
+                except OSError as error:
+                    raise StageFailed(f"Trainer rank {rank} ended before it was asked to {do}: {error}.") from error
+            return list(await asyncio.gather(*(self._reply(rank, do) for rank in range(self.num_ranks))))
 
     def close(self) -> None:
         """Tell every rank to end, and close the connections."""
@@ -111,15 +100,16 @@ class RankLink:
             connection.socket.close()
         self._server.close()
 
-    async def _reply(self, rank: int) -> dict[str, Any]:
-        await _readable(self._connections[rank].socket)
-        return self._take(rank)
+    async def _reply(self, rank: int, asked: str) -> dict[str, Any]:
+        if not self._connections[rank].has_more():
+            await _readable(self._connections[rank].socket)
+        return self._take(rank, asked)
 
-    def _take(self, rank: int) -> dict[str, Any]:
-        """The reply of a rank that has sent one, or has ended."""
+    def _take(self, rank: int, asked: str) -> dict[str, Any]:
+        """The reply of a rank that has sent one, or has ended. asked: what the rank was asked to do."""
         reply = self._connections[rank].read()
         if reply is None:
-            raise StageFailed(f"Trainer rank {rank} ended while it was asked to {self._asked}.")
+            raise StageFailed(f"Trainer rank {rank} ended while it was asked to {asked}.")
         if "error" in reply:
             kind = _ERRORS.get(reply["error"], StageFailed)
             raise kind(f"Trainer rank {rank}: {reply['message']}")
@@ -185,6 +175,11 @@ class _Lines:
 
     def write(self, message: Mapping[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def has_more(self, *, within_s: float = 0.0) -> bool:
+        """Whether `read` has something to begin with: what came with the line before it, or what comes within that
+        time, the end included."""
+        return bool(self._rest) or bool(select.select([self.socket], [], [], within_s)[0])
 
     def read(self) -> dict[str, Any] | None:
         """The next object; None when the other side has closed or is gone."""
