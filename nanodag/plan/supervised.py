@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
+from nanodag.config.footprint import CUDA_BYTES, activations, documents_apart, head_memory, train_state, working
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
@@ -119,7 +119,7 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
         "buffers": state.buffers,
         "activations": int(compiled * kept)
         + working(shape, micro, precision)
-        + document_mask(shape, micro, stage.sequence_length, precision=precision, device=device),
+        + documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing),
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
     if stage.patience:
