@@ -171,7 +171,8 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     steps |= {"optimizer": {"name": "muon", "learning_rate": 0.01, "matrix_lr": 0.01}, "sample_prompts": ["river"]}
     shape = {"depth": 2, "width": 128, "num_heads": 2, "num_kv_heads": 1, "head_width": 64, "mlp_width": 256}
     shape |= {"tied_embeddings": True, "max_positions": 512}
-    problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem", "held_out": 0.2}
+    problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem"}
+    problems |= {"held_out": 0.2, "held_out_by": "prompt"}
     written = {"url": f"file:{prose}", "held_out": 0.1}
     tables: dict[str, dict[str, Any]] = {
         "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 512},
