@@ -29,6 +29,8 @@ WRITTEN_SHARE = 0.5
 SCORED_TOKENS = 16_384  # MAX_BATCH_TOKENS of nanodag.model.scoring
 SCORED_LOGITS = 1 << 25  # its MAX_LOGITS
 UNKNOWN_ITEMS = 1000
+CORE_RECORD_BYTES = 150
+"""Of an item of CORE, whose record holds no text."""
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
 REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
@@ -140,6 +142,8 @@ def _written(stage: EvalStage, benchmark: BenchmarkConfig) -> float:
 
 
 def _row_bytes(benchmark: BenchmarkConfig) -> float:
+    if benchmark.is_core:
+        return CORE_RECORD_BYTES
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     return found.row_bytes if found is not None else 500.0
 
