@@ -153,4 +153,3 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Boundaries)
     )
     assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
     return out
-
