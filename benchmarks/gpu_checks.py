@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,8 +40,8 @@ def documents(device: Any, folder: Path) -> dict[str, Any]:
     """Attention inside documents."""
     from nanodag.model.attention import document_attention
 
-    ids = torch.tensor([0] * 500 + [1] * 700 + [2] * 848).expand(2, -1)
-    return _compared(device, 2, 2048, lambda here, dtype: document_attention(ids.to(here), dtype, HEAD_DIM))
+    ids = np.tile(np.repeat([0, 1, 2], [500, 700, 848]), (2, 1))
+    return _compared(device, 2, 2048, lambda here, dtype: document_attention(ids))
 
 
 def responses(device: Any, folder: Path) -> dict[str, Any]:
@@ -156,8 +157,7 @@ CHECKS: dict[str, Callable[[Any, Path], dict[str, Any]]] = {
 
 def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     """The name, module and job file of each stage in turn: tokenizer, pretraining, midtraining, SFT, RL, evaluation."""
-    from nanodag.config.kinds.rl import RLStage
-    from nanodag.config.pipeline import read_stage
+    from nanodag.config import resolve
     from nanodag.worker.job import Job, write_job
 
     draw = random.Random(1)
@@ -166,13 +166,13 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
     prose = folder / "prose.jsonl"
     prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     on_gpu = device == "cuda"
-    common: dict[str, Any] = {"seed": 1, "resources": {"num_ranks": 1, "threads": 2, "device": device}}
     steps = {"sequence_length": 256, "batch_tokens": 4096, "micro_batch_tokens": 2048, "horizon_tokens": 8192}
     steps |= {"precision": "bf16" if on_gpu else "fp32", "compile": on_gpu, "validation_tokens": 2048}
     steps |= {"optimizer": {"name": "muon", "learning_rate": 0.01, "matrix_lr": 0.01}, "sample_prompts": ["river"]}
     shape = {"depth": 2, "width": 128, "num_heads": 2, "num_kv_heads": 1, "head_width": 64, "mlp_width": 256}
     shape |= {"tied_embeddings": True, "max_positions": 512}
-    problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem", "held_out": 0.2}
+    problems = {"url": "python:nanodag.data.lists:sort?count=3&size=400&seed=1", "adapter": "problem"}
+    problems |= {"held_out": 0.2, "held_out_by": "prompt"}
     written = {"url": f"file:{prose}", "held_out": 0.1}
     tables: dict[str, dict[str, Any]] = {
         "tokenizer": {"kind": "tokenizer", "data": [written], "vocabulary": 512},
@@ -207,11 +207,15 @@ def stage_jobs(device: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
             "max_new_tokens": 16,
         },
     }
+    file = folder / "pipeline.yaml"  # which is JSON, too: what is `auto` follows from this machine
+    resources = {"num_ranks": 1, "threads": 2, "device": device}
+    tables = {name: table | {"seed": 1, "resources": resources} for name, table in tables.items()}
+    file.write_text(json.dumps({"presets": {"gpu": {"device": device, "stages": tables}}}))
+    stages = resolve(file, "gpu").pipeline.stages
     modules = {"tokenizer": "nanodag.tokenizer.train", "rl": "nanodag.rl", "eval": "nanodag.evaluation"}
-    for name, table in tables.items():
+    for name, stage in stages.items():
         workspace = folder / name
         workspace.mkdir()
-        inputs = {key: folder / before / "output" for key, before in table.get("inputs", {}).items()}
-        config = (RLStage.of if name == "rl" else lambda **values: read_stage(values))(**common, **table)
-        job = Job(name=name, run="gpu", config=config, inputs=inputs, workspace=workspace, context={"mirror": "none"})
+        inputs = {key: folder / before / "output" for key, before in stage.inputs.items()}
+        job = Job(name=name, run="gpu", config=stage, inputs=inputs, workspace=workspace, context={"mirror": "none"})
         yield name, modules.get(name, "nanodag.train"), write_job(job)

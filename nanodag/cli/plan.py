@@ -23,16 +23,16 @@ def show_plan(
     """Print the plan of a pipeline; returns the command's exit code, 2 where it has faults. on: a machine's text, empty
     for this one. price_per_hour: of the whole machine."""
     machine = machine_of(on) if on else detect()
-    pipeline = resolve(pipeline_file(file), preset, overrides, machine=machine).pipeline
-    plan = plan_of(pipeline, machine, price_per_hour=price_per_hour)
+    resolved = resolve(pipeline_file(file), preset, overrides, machine=machine)
+    plan = plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour)
     if as_json:
-        sys.stdout.write(json.dumps(plan.as_json(), indent=1) + "\n")
+        sys.stdout.write(json.dumps({**plan.as_json(), "warnings": resolved.warnings}, indent=1) + "\n")
     else:
-        _print(plan)
+        _print(plan, resolved.warnings)
     return 2 if plan.faults else 0
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: Plan, warnings: Sequence[str]) -> None:
     console = make_console()
     console.width = max(console.width, MIN_WIDTH)
     machine, gpu = plan.machine, plan.machine.gpu
@@ -43,6 +43,8 @@ def _print(plan: Plan) -> None:
     for stage in plan.stages:
         for note in stage.notes:
             console.print(f"  {stage.name}: {note}", style="dim", markup=False, highlight=False)
+    for text in warnings:
+        console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(_shares(plan), style="dim", markup=False, highlight=False)
     for fault in plan.faults:
         console.print(f"  {fault}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from nanodag.config.dial import Shape
 from nanodag.config.footprint import (
     CUDA_BYTES,
     activations,
-    document_mask,
+    documents_apart,
     head_memory,
     lora_parameters,
     train_state,
@@ -305,7 +305,7 @@ def _of_token(stage: StageBase, model: ModelSize, *, checkpointed: bool) -> int:
     kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
     if not isinstance(stage, SupervisedStage):
         return kept
-    return kept + document_mask(shape, 1, stage.sequence_length, precision=precision, device=device)
+    return kept + documents_apart(shape, 1, precision=precision, device=device, checkpointing=checkpointed)
 
 
 def _precision(stage: StageBase) -> str:

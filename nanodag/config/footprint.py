@@ -153,11 +153,15 @@ def head_memory(
     return block + gradient + 2 * tokens * shape.width * wide
 
 
-def document_mask(shape: Shape, tokens: int, row: int, *, precision: Precision | str, device: str) -> int:
-    """Bytes of the mask that keeps documents apart in rows of so many tokens. Our own attention on a CPU (heads of a
-    multiple of 16) and flash attention on a GPU need none."""
+def documents_apart(
+    shape: Shape, tokens: int, *, precision: Precision | str, device: str, checkpointing: bool = False
+) -> int:
+    """Bytes, at most, of so many tokens where each document is attended to in a row of its own: filled-up copies of
+    query, key, value and output, for all heads, that each layer keeps. Our own attention on a CPU (heads of a multiple
+    of 16) and flash attention on a GPU need none."""
     is_free = precision == "bf16" and shape.head_width % 8 == 0 if device == "cuda" else shape.head_width % 16 == 0
-    return 0 if is_free else tokens * row * (1 + width_of(precision))
+    layers = 1 if checkpointing else shape.depth
+    return 0 if is_free else tokens * layers * width_of(precision) * 2 * 4 * shape.num_heads * shape.head_width
 
 
 def lora_parameters(shape: Shape, rank: int) -> int:

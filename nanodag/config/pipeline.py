@@ -167,6 +167,10 @@ class Pipeline(Section):
     mirror: str = "none"
     """A folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from; `none` for the hub. A
     relative path begins at the pipeline file's folder, in an override at the working directory."""
+    core_bundle: str = "none"
+    """The folder of CORE's items: the files of its 22 tasks, such as hellaswag.jsonl, at any depth (nanochat's
+    eval_bundle). `none`: CORE is left out of every stage, and a warning says so. A relative path begins at the pipeline
+    file's folder, in an override at the working directory."""
     trusted_modules: tuple[str, ...] = ()
     """Modules and packages whose functions may be named, beside the modules next to the pipeline file. An override
     cannot set it."""

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.derive import derive
+from nanodag.config.derive_core import with_core
 from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
@@ -30,6 +31,13 @@ KeyPath = tuple[str, ...]
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
 FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile"))
 MAX_PARTS = 12  # of a dotted name
+# Where things lie on this machine: setting -> environment variable.
+ENVIRONMENT = {
+    "mirror": "NANODAG_MIRROR",
+    "core_bundle": "NANODAG_CORE_BUNDLE",
+    "store.url": "NANODAG_STORE",
+    "store.local": "NANODAG_STORE_LOCAL",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +84,7 @@ def resolve(
     _absolute_paths(tree, file.absolute().parent)
     from_file = _what_may_run(tree)
     for text in environment_overrides():
-        name = "NANODAG_MIRROR" if text.startswith("mirror=") else "NANODAG_STORE"
-        name += "_LOCAL" if text.startswith("store.local=") else ""
-        _override(tree, text, origins, f"environment {name}")
+        _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
     for text in overrides:
         _override(tree, text, origins, "override")
     for name, value in _what_may_run(tree).items():
@@ -94,13 +100,15 @@ def resolve(
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
+    pipeline, of_core, left_out = with_core(pipeline)
     pipeline, derived = derive(pipeline, machine)
-    origins.update(derived)
+    origins.update(of_core | derived)
     shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
     of_ours = "preset" if file.absolute() == PROJECT / "pipeline.yaml" else ""
     given = {name for name, origin in shown.items() if _is_given(origin, of_ours)}
-    return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=unwise(pipeline, machine, given))
+    warnings = (*unwise(pipeline, machine, given), *left_out)
+    return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=warnings)
 
 
 def _is_given(origin: str, of_ours: str) -> bool:
@@ -147,9 +155,8 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def environment_overrides() -> list[str]:
-    """What NANODAG_MIRROR, NANODAG_STORE and NANODAG_STORE_LOCAL say, as overrides."""
-    pairs = (("mirror", "NANODAG_MIRROR"), ("store.url", "NANODAG_STORE"), ("store.local", "NANODAG_STORE_LOCAL"))
-    settings = [(name, os.environ.get(variable)) for name, variable in pairs]
+    """What the variables of ENVIRONMENT say, as overrides."""
+    settings = [(name, os.environ.get(variable)) for name, variable in ENVIRONMENT.items()]
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings if value]
 
 
@@ -324,11 +331,12 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
     if "nightly" in tree:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store = tree.setdefault("store", {})
-    places = [(tree, "mirror", "none"), (store, "url", "store"), (store, "local", "auto")]
+    places = [(tree, "mirror", "none"), (tree, "core_bundle", "none")]
+    places += [(store, "url", "store"), (store, "local", "auto")]
     for section, field in (("cluster", "hostfile"), ("server", "password_file")):
         if isinstance(table := tree.get(section), dict):
             places.append((table, field, "none"))
-    for table, field, default in places if isinstance(store, dict) else places[:1]:
+    for table, field, default in places if isinstance(store, dict) else places[:2]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value:
             table[field] = str(base / _expanded(value))

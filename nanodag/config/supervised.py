@@ -113,6 +113,13 @@ class SupervisedStage(StageBase):
     patience: int = Field(0, ge=0)
     """Evaluations without a better validation loss after which training ends and the best weights are kept; 0 for
     never."""
+    core_every: int = operational(0, ge=0)
+    """Steps between evaluations of CORE on the weights under training, by all ranks, and one at the end; 0 for none. It
+    needs core_bundle."""
+    core_limit: int = operational(500, ge=0)
+    """Items of each of CORE's 22 tasks that it is scored on while training; 0 for all."""
+    core_bundle: str = operational("auto", pattern=r"^(auto|none|/.+)$")
+    """The folder of CORE's items, as an absolute path; `auto`: the pipeline's core_bundle."""
     checkpoint_every: int = operational(200, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)

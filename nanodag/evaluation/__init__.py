@@ -14,10 +14,9 @@ forms                which YAML form a config names
 items                a benchmark's items out of our sources
 continuation         the same made out of held-out text
 evaluated_model      the model as lm-eval sees it
-scoring              log-probabilities
 writing              texts by embedded samplers
 answers              how answers are scored
-core                 CORE: 22 in-context tasks as one number
+core                 CORE as a benchmark: one number over 22 tasks
 intervals            mean, standard error, 95 % interval
 paired               two checkpoints on the same items
 ngrams               what a base model must beat

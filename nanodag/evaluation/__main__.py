@@ -89,7 +89,7 @@ def _run_one(
 ) -> None:
     began = time.monotonic()
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
-    if "core" in (benchmark.form, benchmark.name):
+    if benchmark.is_core:
         result = run_core(checkpoint, benchmark)
     else:
         config, mirror = job.config, str(job.mirror or "")

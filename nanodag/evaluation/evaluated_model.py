@@ -20,13 +20,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
 from nanodag.model.headers import faults_of_config, matrix_parameters
+from nanodag.model.scoring import AnswerScore, Question, score_questions
 from nanodag.tokenizer.chat import Switches, check_switches
 
 if TYPE_CHECKING:

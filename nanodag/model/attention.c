@@ -260,7 +260,7 @@ static void group(const Attention *a, const Scratch *s, int64_t number, int64_t 
         }
         for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
             (backward ? attend_back : attend)(a, s, piece[0], piece[1], before, head);
-        if (backward && before) {
+        if (backward && piece != first) {
             give(a, a->d_key, piece[0], piece[1], kv_head, s->d_keys + at);
             give(a, a->d_value, piece[0], piece[1], kv_head, s->d_values + at);
         }

@@ -2,17 +2,19 @@
 
 Letters: B rows, T tokens a row, H query heads, G key-value heads (each serves H / G query heads), D head width.
 
-An `Attend` is made once a batch and used by every layer. Which one, by what the machine does well:
-- CUDA where `flash_takes` it: flash attention over variable lengths, row boundaries being just more boundaries;
-- CPU: our own code over variable lengths (nanodag.model.cpu_attention), for heads that are a multiple of 16 wide;
-- elsewhere: scaled_dot_product_attention under a mask.
+An `Attend` is made once a batch and used by every layer. It lays out on the host where documents lie, so that no device
+is waited for. Which way, by what the machine does well; none holds a mask of queries by keys:
+- `flash`: CUDA where `flash_takes` it: flash attention over variable lengths, row boundaries being just more of them;
+- `own`: CPU, heads that are a multiple of 16 wide: our own code over variable lengths (nanodag.model.cpu_attention);
+- `by_length`: elsewhere: documents of about one length side by side, each in a row of its own.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,48 +23,90 @@ from nanodag.model.cpu_attention import CpuAttention, can_attend, pieces_of_docu
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, T, H, D), key and value (B, T, G, D) -> (B, T, H, D), dtype of the query."""
+Way = Literal["flash", "own", "by_length"]
+Flat = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query (B * T, H, D), key and value (B * T, G, D) -> (B * T, H, D)."""
 
 
-def document_attention(document_ids: Tensor, dtype: torch.dtype, head_dim: int) -> Attend:
-    """The Attend of a packed batch. document_ids: (B, T) integers, one number a document within a row; padding -1."""
-    if flash_takes(document_ids.device, dtype, head_dim):
-        return _variable_length(document_ids)
-    if document_ids.device.type == "cpu":
-        return _on_cpu(document_ids)
-    return _masked(visible(document_ids))
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on a device; on the CPU the array itself. The copy to a GPU goes on while the host does: it is
+    made from pinned memory, for from any other CUDA copies before the call returns."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def visible(document_ids: Tensor) -> Tensor:
-    """Which key each query sees: (B, T, T) bool. Padding sees padding, so that no row of a softmax is empty."""
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return (document_ids[:, :, None] == document_ids[:, None, :]) & causal
+def document_attention(document_ids: np.ndarray) -> Attend:
+    """The Attend of a packed batch. document_ids: (B, T) integers, one number a document within a row; padding -1. What
+    it needs to know of them is laid out on the query's device when it is first called."""
+    made: list[Flat] = []
 
-
-def _masked(mask: Tensor) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask[:, None],
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return out.transpose(1, 2)
+        if not made:
+            made.append(WAYS[way_of(query)](document_ids, query.device))
+        return made[0](query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)).view(query.shape)
 
     return attend
 
 
-def _on_cpu(document_ids: Tensor) -> Attend:
+def way_of(query: Tensor) -> Way:
+    """How documents are attended to. query: (B, T, H, D)."""
+    if flash_takes(query.device, query.dtype, query.shape[-1]):
+        return "flash"
+    return "own" if can_attend(query) else "by_length"
+
+
+def _flash(document_ids: np.ndarray, device: torch.device) -> Flat:
+    lengths = pieces_of_documents(document_ids).pieces[:, 1]
+    where = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+    longest = int(lengths.max())
+    bounds = Boundaries(where, where, longest, longest)
+    return lambda query, key, value: attend_within(query, key, value, bounds)
+
+
+def _own(document_ids: np.ndarray, device: torch.device) -> Flat:
     pieces = pieces_of_documents(document_ids)
+    return lambda query, key, value: CpuAttention.apply(query, key, value, pieces)
+
+
+def _by_length(document_ids: np.ndarray, device: torch.device) -> Flat:
+    classes, back = length_classes(document_ids)
+    laid_out = [on_device(places, device) for places in classes]
+    order = on_device(back, device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not can_attend(query):
-            return _masked(visible(document_ids))(query, key, value)
-        tokens = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        return CpuAttention.apply(*tokens, pieces).view(query.shape)
+        repeats = query.shape[1] // key.shape[1]
+        wide = (query, *(tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value)))
+        found = []
+        for places in laid_out:
+            rows = [t.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2) for t in wide]
+            attended = scaled_dot_product_attention(rows[0], rows[1], rows[2], is_causal=True)
+            found.append(attended.transpose(1, 2).flatten(0, 1))
+        return torch.cat(found).index_select(0, order)
 
     return attend
+
+
+def length_classes(document_ids: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Documents in classes of lengths above one power of two and up to the next: of each class the places of its
+    documents' tokens, (S, longest) int64, a document a row, filled up with its first place; and (B * T,) int64, where
+    each token lies in all rows of all classes, flattened. At most half of the rows is filled up."""
+    pieces = pieces_of_documents(document_ids).pieces
+    powers = np.ceil(np.log2(pieces[:, 1])).astype(int)
+    classes = []
+    back = np.zeros(document_ids.size, np.int64)
+    first = 0
+    for power in np.unique(powers):
+        starts, lengths = pieces[powers == power].T
+        counting = np.arange(lengths.max())
+        is_real = counting < lengths[:, None]
+        places = starts[:, None] + np.where(is_real, counting, 0)
+        back[places[is_real]] = first + np.flatnonzero(is_real)
+        classes.append(places)
+        first += places.size
+    return classes, back
+
+
+WAYS: dict[Way, Callable[[np.ndarray, torch.device], Flat]] = {"flash": _flash, "own": _own, "by_length": _by_length}
 
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -109,20 +153,3 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Boundaries)
     )
     assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
     return out
-
-
-def _variable_length(document_ids: Tensor) -> Attend:
-    rows, length = document_ids.shape
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    begins = starts.flatten().nonzero().squeeze(1)
-    where = torch.cat([begins, begins.new_tensor([starts.numel()])]).to(torch.int32)
-    longest = int(where.diff().max())
-    bounds = Boundaries(where, where, longest, longest)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_within(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), bounds).unflatten(
-            0, (rows, length)
-        )
-
-    return attend

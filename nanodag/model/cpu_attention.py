@@ -40,13 +40,12 @@ class Pieces:
     longest: int
 
 
-def pieces_of_documents(document_ids: Tensor) -> Pieces:
+def pieces_of_documents(document_ids: np.ndarray) -> Pieces:
     """Each document of the rows (B, T) is a group of one piece; padding too."""
-    ids = document_ids.numpy()
-    begins = np.ones(ids.shape, dtype=bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    begins = np.ones(document_ids.shape, dtype=bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=ids.size)
+    lengths = np.diff(starts, append=document_ids.size)
     pieces = np.ascontiguousarray(np.stack([starts, lengths], axis=1))
     return Pieces(np.arange(len(starts) + 1), pieces, int(lengths.max(initial=0)))
 

@@ -179,14 +179,14 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(of.vocab_size, of.hidden_size))
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None, want: Want, temperature: float
+        self, hidden: Tensor, targets: Tensor | None, want: Want, temperature: float, places: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if want == "logits":
             return functional.linear(hidden, self.weight)
         assert targets is not None
         flat, wanted = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
-            return cross_entropy_sum(flat, self.weight, wanted)
+            return cross_entropy_sum(flat, self.weight, wanted, places=places)
         if want == "all_logprobs":
             return selected_logprobs(flat, self.weight, wanted, temperature=temperature, with_entropy=True)
         chosen = (wanted != IGNORED).nonzero().squeeze(1)
@@ -244,9 +244,11 @@ class Decoder(nn.Module):
         want: Want = "loss",
         temperature: float = 1.0,
         attend: Attend | None = None,
+        places: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input_ids, position_ids, document_ids, targets: (B, T) integers as in a data batch; targets -100 = no loss.
-        attend: instead of document_ids, any attention.
+        attend: instead of document_ids, which are read back from their device, any attention. places: (N,) int64, where
+        the flattened targets are not -100, for the loss; without them the device is asked.
 
         Returns by want: `loss`, the float32 sum of -log p(target); `logprobs`, log p(target) at the temperature and the
         entropy, two (N,) float32 over the places with a target, row by row; `all_logprobs`, the same where every place
@@ -256,7 +258,7 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(input_ids)
         if attend is None:
             assert document_ids is not None
-            attend = document_attention(document_ids, x.dtype, self.architecture.head_dim)
+            attend = document_attention(document_ids.cpu().numpy())
         cos, sin = self._rope(position_ids, x.dtype)
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -264,7 +266,7 @@ class Decoder(nn.Module):
             else:
                 x = layer(x, cos, sin, attend)
         x = self.model.norm(x)
-        return x if want == "hidden" else self.lm_head(x, targets, want, temperature)
+        return x if want == "hidden" else self.lm_head(x, targets, want, temperature, places)
 
     def _rope(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self._frequencies = self._frequencies.to(position_ids.device)

@@ -51,14 +51,23 @@ def selected_logprobs(
     return _SelectedLogprobs.apply(hidden, weight, targets, temperature, block_bytes, with_entropy)
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    places: Tensor | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not -100.
 
-    hidden: (N, H) float32 or bfloat16. weight: (V, H), same dtype. targets: (N,) int64, -100 = no loss. Returns a
-    float32 scalar; exactly 0 with zero gradients when no token carries loss. Tokens without loss cost nothing.
+    hidden: (N, H) float32 or bfloat16. weight: (V, H), same dtype. targets: (N,) int64, -100 = no loss. places: of the
+    others, int64, in order; without them the device is asked where they are, and waited for. Returns a float32 scalar;
+    exactly 0 with zero gradients when no token carries loss. Tokens without loss cost nothing.
     """
     _check(hidden, weight, targets)
-    return _CrossEntropySum.apply(hidden, weight, targets, block_bytes)
+    rows = (targets != IGNORED).nonzero().squeeze(1) if places is None else places
+    return _CrossEntropySum.apply(hidden, weight, targets, rows, block_bytes)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
@@ -140,8 +149,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, block_bytes: int) -> Tensor:
-        rows = torch.nonzero(targets != IGNORED).squeeze(1)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, block_bytes: int) -> Tensor:
         dense = rows.numel() == targets.numel()
         used, labels, is_real = (hidden, targets, None) if dense else _rounded_up(hidden, targets, rows)
         needs_gradient = any(ctx.needs_input_grad)
@@ -179,7 +187,8 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if saved is None else saved * d_total.to(saved.dtype) for saved in ctx.saved_tensors), None, None
+        gradients = (None if saved is None else saved * d_total.to(saved.dtype) for saved in ctx.saved_tensors)
+        return *gradients, None, None, None
 
 
 class _Gradients:

@@ -8,6 +8,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
+from nanodag.plan.core_sizes import core_items, core_tokens
 from nanodag.plan.sampling import Samplers, embedded_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
@@ -25,23 +26,19 @@ WRITTEN = ("gsm8k", "problems")
 """Forms whose items are answered in writing; the others are scored by likelihood."""
 WRITTEN_SHARE = 0.5
 """Of max_new_tokens, that answers take on average."""
-SCORED_TOKENS = 16_384  # MAX_BATCH_TOKENS of nanodag.evaluation.scoring
+SCORED_TOKENS = 16_384  # MAX_BATCH_TOKENS of nanodag.model.scoring
 SCORED_LOGITS = 1 << 25  # its MAX_LOGITS
 UNKNOWN_ITEMS = 1000
+CORE_RECORD_BYTES = 150
+"""Of an item of CORE, whose record holds no text."""
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
 REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
-CORE_ITEMS, CORE_TOKENS = 9000, 6_000_000
-"""Of CORE, 22 benchmarks of 500 items at most: items, and tokens read with their worked examples."""
 
 
 def is_written(benchmark: BenchmarkConfig) -> bool:
     """Whether its items are answered in writing."""
     return (benchmark.name if benchmark.form == "auto" else benchmark.form) in WRITTEN
-
-
-def _is_core(benchmark: BenchmarkConfig) -> bool:
-    return "core" in (benchmark.form, benchmark.name)
 
 
 def needed_context(stage: EvalStage, model: ModelSize) -> int:
@@ -130,8 +127,8 @@ def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[
 
 
 def _items(benchmark: BenchmarkConfig) -> int:
-    if _is_core(benchmark):
-        return CORE_ITEMS
+    if benchmark.is_core:
+        return core_items(benchmark.limit)
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     rows = found.rows if found is not None and found.rows is not None else UNKNOWN_ITEMS
     if benchmark.source is not None and (share := held_out_share(benchmark.source)):
@@ -145,6 +142,8 @@ def _written(stage: EvalStage, benchmark: BenchmarkConfig) -> float:
 
 
 def _row_bytes(benchmark: BenchmarkConfig) -> float:
+    if benchmark.is_core:
+        return CORE_RECORD_BYTES
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     return found.row_bytes if found is not None else 500.0
 
@@ -154,8 +153,8 @@ def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
         items, shots = _items(benchmark), 1 + benchmark.num_fewshot
-        if _is_core(benchmark):
-            scored += CORE_TOKENS * (benchmark.limit or CORE_ITEMS) / CORE_ITEMS
+        if benchmark.is_core:
+            scored += core_tokens(benchmark.limit, model.vocabulary)
         elif is_written(benchmark):
             url = benchmark.source.url if benchmark.source is not None else ""
             prompts += items * shots * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)

@@ -3,12 +3,23 @@
 import math
 from collections.abc import Iterator
 
-from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
+from nanodag.config.footprint import (
+    CUDA_BYTES,
+    activations,
+    documents_apart,
+    head_memory,
+    train_state,
+    width_of,
+    working,
+)
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
 from nanodag.plan import processes
+from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
+from nanodag.plan.evaluation import SCORED_LOGITS
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
 from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
@@ -30,6 +41,9 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         notes.append("tokens of its data are not known beforehand")
     if stage.patience:
         notes.append(f"may end sooner (patience {stage.patience})")
+    if stage.core_every:
+        every = f"every {stage.core_every:,} steps and at the end"
+        notes.append(f"CORE {every}, {counted(core_items(stage.core_limit), 'item')} each time")
     tokens = None if steps is None else steps * batch
     if model is None:
         return StagePlan(
@@ -90,6 +104,12 @@ def planned_tokens(stage: SupervisedStage, model: ModelSize | None) -> int | Non
     return None if one_pass is None else int(one_pass * stage.num_epochs)
 
 
+def core_tokens_of(stage: SupervisedStage, model: ModelSize, steps: int) -> float:
+    """Tokens that CORE reads during so many steps and at the end."""
+    times = (steps - 1) // stage.core_every + 1 if stage.core_every else 0
+    return times * core_tokens(stage.core_limit, model.vocabulary)
+
+
 def _validated(stage: SupervisedStage) -> float:
     """Tokens that must be read to hold out those of the validation by a hash, which are kept."""
     shares = [share for source in stage.data if (share := held_out_share(source))]
@@ -119,9 +139,12 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
         "buffers": state.buffers,
         "activations": int(compiled * kept)
         + working(shape, micro, precision)
-        + document_mask(shape, micro, stage.sequence_length, precision=precision, device=device),
+        + documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing),
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
+    if stage.core_every:  # its passes hold less than a micro-batch's, but for the head's
+        largest = min(SCORED_LOGITS, model.vocabulary * max(micro, model.max_positions))
+        held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     base = {"process": processes.TRAINER + (processes.COMPILER if stage.compile else 0), "data": _data(stage)}
@@ -165,10 +188,11 @@ def _seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: 
     held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
     worked = tokens * again + (steps // stage.validation_every + 1) * validated / 3
-    share = shares_of(machine, device, precision).training
-    computing = worked * model.training_flops(stage.sequence_length) / (share * peak)
+    shares = shares_of(machine, device, precision)
+    computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
     packing = tokens / (ranks * PACKED_TOKENS_S)
-    return START_S[device] + max(computing, packing)
+    scoring = core_tokens_of(stage, model, steps) * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
+    return START_S[device] + max(computing, packing) + scoring
 
 
 def _candidates(stage: SupervisedStage) -> Iterator[Candidate]:

@@ -203,12 +203,15 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
 
 
 def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
-    """What the reader of scores must know: what is stale, that RL learned nothing, and items whose prompts were too
-    long. stale: stage -> why."""
+    """What the reader of scores must know: what is stale, that RL learned nothing, and prompts that were too long.
+    stale: stage -> why."""
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
         if issubclass(stage.kind.config, RLStage):
             warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+            num_over = stage.metrics.get("eval_too_long")
+            if _is_number(num_over) and num_over:
+                warnings.append(f"{stage.name}: {counted(num_over, 'held-out prompt')} too long to be asked.")
         for name, score in stage.results["benchmarks"].items() if stage.kind.makes == SCORES else ():
             if score.get("too_long"):
                 many = f"{score['too_long']} of {counted(score['num_items'], 'item')}"

@@ -88,11 +88,12 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
 
 
 def supervised_panels(stage: ReportedStage) -> list[Panel]:
-    """Loss, validation and speed of a pretrain, midtrain or sft stage; what was not recorded is left out."""
+    """Loss, validation, CORE and speed of a pretrain, midtrain or sft stage; what was not recorded is left out."""
     return _panels(
         stage,
         ("Training loss (nats a token)", {"loss": "loss"}, {"smooth": ("loss",)}),
         ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
+        ("CORE", {"core": "CORE"}, {"marked": ("CORE",)}),
         ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
     )
 

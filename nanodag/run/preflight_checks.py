@@ -29,10 +29,11 @@ from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.asking import asking, check_effect, with_names
 from nanodag.data.canonical import Kind, Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.core_tasks import bundle_url, find_files
 from nanodag.data.files import FileSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
-from nanodag.errors import ConfigError, MissingTool, NanodagError
+from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
@@ -82,6 +83,8 @@ class Checks:
                 self._source(f"{name}.{label}.{number}", source, wanted)
         if isinstance(stage, ImportStage):
             self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
+        if isinstance(stage, SupervisedStage) and stage.core_every:
+            self._core(f"{name}.core_bundle", bundle_url(stage.core_bundle))
         if isinstance(stage, EvalStage):
             for number, benchmark in enumerate(stage.benchmarks):
                 self._benchmark(f"{name}.benchmarks.{number}", benchmark, is_chat=stage.chat)
@@ -150,7 +153,11 @@ class Checks:
         return rows
 
     def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
-        if "core" in (benchmark.form, benchmark.name):
+        if benchmark.is_core:
+            if benchmark.source is None or not benchmark.source.url.startswith("file:"):
+                self.faults.append(f"{where}: CORE needs `source: file:BUNDLE/eval_data/*/*.jsonl`")
+            else:
+                self._core(f"{where}.source", benchmark.source.url)
             return
 
         def look() -> None:
@@ -173,6 +180,18 @@ class Checks:
                         _check_columns(form, with_names(rows[0], source), source.url)
 
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
+
+    def _core(self, where: str, url: str) -> None:
+        """CORE's items are all there."""
+        what = "; set core_bundle to the folder of nanochat's eval_bundle, or core_bundle=none to leave CORE out"
+
+        def look() -> None:
+            try:
+                self.relied_on.update(map(str, find_files(url).values()))
+            except SourceError as error:
+                raise SourceError(f"{str(error).rstrip('.')}{what}") from error
+
+        self._try(where, f"core {url}", look)
 
     def _model(self, model: str) -> None:
         files = local_files(model, self._mirror)

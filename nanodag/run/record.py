@@ -371,9 +371,9 @@ def store_of(pipeline: Pipeline) -> Store:
 
 
 def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
-    """Store and mirror as overrides, for a process with another environment and working directory. Quoted: a path may
-    hold what means something in YAML."""
-    values = {"store.url": store.url, "mirror": pipeline.mirror}
+    """Store, mirror and CORE's bundle as overrides, for a process with another environment and working directory.
+    Quoted: a path may hold what means something in YAML."""
+    values = {"store.url": store.url, "mirror": pipeline.mirror, "core_bundle": pipeline.core_bundle}
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
 
 

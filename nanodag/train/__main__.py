@@ -34,6 +34,7 @@ def main() -> None:
         checkpoints=stage.checkpoints,
         write=_write_nothing,
         validate=stage.score if stage.validation else None,
+        score_core=None,
         show_samples=lambda step: None,
     )
     if stage.checkpoint is not None:
@@ -43,6 +44,8 @@ def main() -> None:
     if metrics_log is not None:
         loop.write = metrics_log.write
     loop.show_samples = lambda step: stage.show_samples(step, loop.write)
+    if job.config.core_every:
+        loop.score_core = lambda: stage.score_core(loop.progress.step, loop.write)
     start_seconds = time.perf_counter() - STARTED
     loop.write(loop.progress.step, total=stage.plan.num_steps, event="phase", phase="training", start_s=start_seconds)
     log.info("Started in %.1f s; %d steps to do.", start_seconds, stage.plan.num_steps - loop.progress.step)
@@ -89,6 +92,8 @@ def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
     elif progress.validation_loss is not None:
         metrics["validation_loss"] = progress.validation_loss
         metrics["validation_bits_per_byte"] = progress.validation_bits_per_byte
+    if progress.core is not None:
+        metrics["core"] = progress.core
     return metrics
 
 

@@ -41,7 +41,7 @@ class Cursor(Protocol):
 class Progress:
     """How far a stage is. tokens: input tokens trained, without padding; labels: of them with loss; seconds: of
     training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
-    best_step; evals_since_best: validations since then."""
+    best_step; evals_since_best: validations since then; core: the last CORE, of the weights of core_step."""
 
     step: int = 0
     tokens: float = 0.0
@@ -53,6 +53,8 @@ class Progress:
     best_bits_per_byte: float | None = None
     best_step: int = 0
     evals_since_best: int = 0
+    core: float | None = None
+    core_step: int = 0
     stopped_early: bool = False
     last_losses: list[float] = field(default_factory=list)
 

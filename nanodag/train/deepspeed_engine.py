@@ -234,6 +234,15 @@ class TrainEngine:
                 out[name] = tensor.to("cpu", copy=True)
         return out
 
+    @contextlib.contextmanager
+    def whole(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """One parameter whole on every rank's device, for reading, as long as the block lasts; all ranks must enter."""
+        if self.zero_stage < 3:
+            yield parameter.detach()
+            return
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter.detach()
+
     def snapshot(self) -> list[Tensor]:
         """A copy of this rank's master weights, for `restore`."""
         return [master.detach().clone() for master in self._updates.masters]

@@ -7,7 +7,7 @@ give the data, and a TrainEngine spreads the weights.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanodag.config.supervised import SupervisedStage
+from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -53,7 +54,9 @@ class Loop:
     """One stage on this rank.
 
     source: endless iterator of Batch with a position. validate: scores the held-out part, None without one.
-    show_samples: called with the step after each validation. write: MetricsLog.write on rank 0, nothing elsewhere.
+    score_core: gives the accuracy of each of CORE's tasks, or None once a stop was asked for; itself None where the
+    config asks for no CORE. show_samples: called with the step after each validation. write: MetricsLog.write on rank
+    0, nothing elsewhere.
     """
 
     config: SupervisedStage
@@ -64,16 +67,19 @@ class Loop:
     checkpoints: Checkpoints
     write: WriteMetrics
     validate: Callable[[], ValidationLoss] | None
+    score_core: Callable[[], Mapping[str, float] | None] | None
     show_samples: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self.progress = Progress()
         self.best: list[torch.Tensor] | None = None
+        self._saved_step = -1
         self._keeps_best = self.config.patience > 0 and self.validate is not None
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, the same on every rank."""
         self.progress, self.best = load_checkpoint(folder, self.engine, self.source)
+        self._saved_step = self.progress.step
         log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
 
     def run(self) -> None:
@@ -81,12 +87,14 @@ class Loop:
         progress = self.progress
         if progress.step == 0 and self._keeps_best:
             self._validate()
+        self._core_where_due()  # a stop may have come before it was through
         while progress.step < self.plan.num_steps and not progress.stopped_early:
             self._step()
             last = progress.step == self.plan.num_steps
             if self.validate is not None and (last or progress.step % self.config.validation_every == 0):
                 self._validate()
                 self.show_samples(progress.step)
+            self._core_where_due()
             stopping = self.engine.highest(stop_requested()) > 0
             if stopping or (progress.step % self.config.checkpoint_every == 0 and not last):
                 self._save()
@@ -94,6 +102,8 @@ class Loop:
                 raise Stopped
         if self.best is not None:
             self.engine.restore(self.best)
+        if self.score_core is not None:
+            self._core()
 
     def _step(self) -> None:
         began = time.perf_counter()
@@ -164,6 +174,33 @@ class Loop:
             progress.stopped_early = True
             log.info("No better validation loss since step %d: stopping.", progress.best_step)
 
+    def _core_where_due(self) -> None:
+        """CORE of the weights as they are, every core_every steps; that of the last ones comes when they are chosen."""
+        step, every = self.progress.step, self.config.core_every
+        is_between = 0 < step < self.plan.num_steps and not self.progress.stopped_early
+        if self.score_core is not None and is_between and step % every == 0 and self.progress.core_step != step:
+            self._core()
+
+    def _core(self) -> None:
+        assert self.score_core is not None
+        began, progress = time.perf_counter(), self.progress
+        accuracies = self.score_core()
+        if accuracies is None:
+            if self._saved_step != progress.step:
+                self._save()
+            raise Stopped
+        progress.core, progress.core_step = core_of(accuracies), progress.step
+        self.write(
+            progress.step,
+            total=self.plan.num_steps,
+            event="eval",
+            benchmark="core",
+            core=progress.core,
+            core_seconds=time.perf_counter() - began,
+            **{f"core_{label}": accuracy for label, accuracy in accuracies.items()},
+        )
+        log.info("Step %d: CORE %.4f.", progress.step, progress.core)
+
     def _save(self) -> None:
         began = time.perf_counter()
         save_checkpoint(
@@ -174,6 +211,7 @@ class Loop:
             num_steps=self.plan.num_steps,
             best=self.best,
         )
+        self._saved_step = self.progress.step
         log.info("Step %d: checkpoint in %.2f s.", self.progress.step, time.perf_counter() - began)
 
     def _report(self, *, loss: float, norm: float, factor: float, seconds: float, tokens: float) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodag.model.attention import Attend, document_attention, on_device
+from nanodag.model.decoder import IGNORED
 from nanodag.train.packing import Batch
 
 Model = Callable[..., Any]
@@ -19,31 +21,27 @@ Model = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. num_labels: predictions with
-    loss."""
+    """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. attend: inside its documents.
+    num_labels: predictions with loss. label_places: (num_labels,) int64, where they are in the flattened labels."""
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    document_ids: Tensor
+    attend: Attend
     num_labels: int
-
-
-def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of an array on a device; on the CPU the array itself. The copy to a GPU goes on while the host does: it is
-    made from pinned memory, for from any other CUDA copies before the call returns."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    label_places: Tensor
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
-    """Move a batch of arrays to a device."""
+    """Move a batch of arrays to a device, with what would have to be read back from there: a GPU that is asked for a
+    number is waited for."""
     return DeviceBatch(
         input_ids=on_device(batch.input_ids, device),
         labels=on_device(batch.labels, device),
         position_ids=on_device(batch.position_ids, device),
-        document_ids=on_device(batch.document_ids, device),
+        attend=document_attention(batch.document_ids),
         num_labels=batch.num_labels,
+        label_places=on_device(np.flatnonzero(batch.labels != IGNORED), device),
     )
 
 
@@ -66,5 +64,11 @@ class NextToken:
         return float(batch.num_labels)
 
     def loss(self, model: Model, batch: DeviceBatch) -> tuple[Tensor, float, dict[str, float]]:
-        loss = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+        loss = model(
+            batch.input_ids,
+            batch.position_ids,
+            targets=batch.labels,
+            attend=batch.attend,
+            places=batch.label_places,
+        )
         return loss, float(batch.num_labels), {}

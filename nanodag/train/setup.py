@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.adapters import kind_of
 from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.core_tasks import TASKS, bundle_url, find_files
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError
@@ -31,6 +32,7 @@ from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
+from nanodag.train.core_score import CoreScore
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.greedy_samples import Uncompiled, greedy
 from nanodag.train.held_out_rows import HeldOutRows, held_out_rows
@@ -65,6 +67,24 @@ class PreparedStage:
         # On CPU compiling the forward pass alone takes longer than it saves.
         with Uncompiled(self.model, active=self.engine.device.type == "cpu"):
             return self.validation.score()
+
+    def score_core(self, step: int, write: Callable[..., None]) -> Mapping[str, float] | None:
+        """The accuracy of each of CORE's tasks, of the current weights; None once a stop was asked for."""
+        config = self.job.config
+        core = CoreScore(
+            self.engine,
+            self.model,
+            Encoding(self.tokenizer_path),
+            find_files(bundle_url(config.core_bundle)),
+            limit=config.core_limit,
+            batch_tokens=int(config.micro_batch_tokens),
+        )
+
+        def say(done: int) -> None:
+            write(step, total=self.plan.num_steps, event="phase", phase="CORE", done=done, of=len(TASKS), unit="tasks")
+
+        with Uncompiled(self.model, active=self.engine.device.type == "cpu"):
+            return core.score(say)
 
     def show_samples(self, step: int, write: Callable[..., None]) -> None:
         """Continue the config's sample prompts greedily and write what came out."""

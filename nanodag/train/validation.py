@@ -45,7 +45,9 @@ class Validation:
         )  # nats, labels, nats of labels with bytes, bytes
         for batch in self._batches:
             moved = to_device(batch, engine.device)
-            logprobs, _ = engine(moved.input_ids, moved.position_ids, moved.document_ids, moved.labels, want="logprobs")
+            logprobs, _ = engine(
+                moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
+            )
             num_bytes = self._token_bytes[moved.labels[moved.labels >= 0]]
             nats = -logprobs.double()
             totals += torch.stack(

@@ -78,7 +78,7 @@ def test_every_preset_resolves_on_every_machine_and_says_why(machine, preset):
         if (batch := getattr(stage, "batch_tokens", None)) is not None:
             assert batch % (stage.micro_batch_tokens * resources.num_ranks) == 0, name
             assert stage.micro_batch_tokens % stage.sequence_length == 0, name
-    assert resolved.warnings == ()
+    assert [text for text in resolved.warnings if not text.startswith("CORE is left out")] == []
 
 
 def test_small_memory_differences_change_nothing_that_is_in_a_key():

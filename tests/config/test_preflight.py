@@ -18,6 +18,7 @@ from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
 from tests.config.stages import STAGES
+from tests.core_bundle import write_bundle
 from tests.flow.tiny_mirror import write_mirror
 
 MODULE = """
@@ -266,3 +267,18 @@ def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, monkeypatch):
     for name in pipeline.stages:
         checks.stage(name)
     assert checks.faults == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [(["base.core_every=10"], "base.core_bundle"), (["eval.benchmarks=[{name: core}]"], "eval.benchmarks.0.source")],
+)
+def test_a_bundle_without_a_task_is_refused_by_the_names_of_its_files_and_with_what_to_do(folder, overrides, where):
+    write_bundle(folder)
+    given = [f"core_bundle={folder}", *overrides]
+    assert faults(folder, *given) == []
+    for name in ("squad", "copa"):
+        next(folder.rglob(f"{name}.jsonl")).unlink()
+    (said,) = faults(folder, *given)
+    assert said.startswith(f"{where}: CORE needs all of its tasks; {folder} lacks copa.jsonl, squad.jsonl; set ")
+    assert said.endswith("or core_bundle=none to leave CORE out")

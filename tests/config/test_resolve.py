@@ -177,3 +177,51 @@ def test_a_resolved_pipeline_written_to_a_file_means_itself(file, tmp_path):
     written = pipeline.model_dump(mode="json", exclude={"preset"}, exclude_none=True)
     (tmp_path / "again.yaml").write_text(yaml.safe_dump({"presets": {"one": written}}))
     assert resolve(tmp_path / "again.yaml", "one").pipeline == pipeline
+
+
+def with_core(file, *overrides):
+    resolved = resolve(file, "core", overrides)
+    return resolved, resolved.pipeline.stages
+
+
+@pytest.fixture
+def core_file(file, monkeypatch):
+    """A preset with CORE in training and in an eval stage."""
+    monkeypatch.delenv("NANODAG_CORE_BUNDLE", raising=False)
+    document = yaml.safe_load(file.read_text())
+    bits = {"name": "bits_per_byte", "source": "file:text.txt"}
+    stages = {
+        "base": {"core_every": 10},
+        "eval": {"kind": "eval", "inputs": {"model": "base"}, "benchmarks": [{"name": "core"}, bits]},
+    }
+    document["presets"]["core"] = {"extends": next(iter(document["presets"])), "stages": stages}
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    return file
+
+
+def test_without_a_bundle_core_is_left_out_of_every_stage_and_a_warning_says_so(core_file):
+    resolved, stages = with_core(core_file)
+    assert stages["base"].core_every == 0
+    assert [benchmark.name for benchmark in stages["eval"].benchmarks] == ["bits_per_byte"]
+    (said,) = [text for text in resolved.warnings if "CORE" in text]
+    assert said.startswith("CORE is left out of base, eval: core_bundle is none. Fetch and unpack https://")
+    assert resolved.origins["base.core_every"] == "derived: core_bundle is none"
+    with pytest.raises(ConfigError, match=r"eval.benchmarks: CORE alone, and core_bundle is none"):
+        with_core(core_file, "eval.benchmarks=[{name: core}]")
+
+
+def test_a_bundle_is_what_every_stage_takes_its_items_from(core_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODAG_CORE_BUNDLE", str(tmp_path / "bundle"))
+    resolved, stages = with_core(core_file)
+    assert (stages["base"].core_every, stages["base"].core_bundle) == (10, str(tmp_path / "bundle"))
+    assert stages["eval"].benchmarks[0].source.url == f"file:{tmp_path}/bundle/**/*.jsonl*"
+    assert not [text for text in resolved.warnings if "CORE" in text]
+    assert resolved.origins["core_bundle"] == "environment NANODAG_CORE_BUNDLE"
+    _, stages = with_core(core_file, "eval.benchmarks=[{name: core, source: 'file:/mine/*.jsonl'}]")
+    assert stages["eval"].benchmarks[0].source.url == "file:/mine/*.jsonl"
+
+
+def test_scoring_core_while_training_is_no_part_of_the_result(core_file):
+    _, stages = with_core(core_file, "core_bundle=/bundle")
+    _, others = with_core(core_file, "core_bundle=/other", "base.core_every=0", "base.core_limit=7")
+    assert result_config(stages["base"]) == result_config(others["base"])

@@ -6,20 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.data.core_tasks import TASKS, Task, centred, find_files, prompts_of, read_items
 from nanodag.errors import SourceError
-from nanodag.evaluation.core import TASKS, Task, centred, find_files, prompts_of, read_items, run_core, score_task
+from nanodag.evaluation.core import run_core, score_task
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-
-CHOICE = [
-    {"query": f"the {w}", "choices": ["sat on the mat", "ran", "and after"], "gold": n % 3}
-    for n, w in enumerate("abcdef")
-]
-SCHEMA = [
-    {"context_options": [f"the {w} cat", f"a {w} dog"], "continuation": "sat on it", "gold": n % 2}
-    for n, w in enumerate("abcdef")
-]
-TEXT = [{"context": f" the cat {w} ", "continuation": "sat on"} for w in "abcdef"]
-ROWS = {"multiple_choice": CHOICE, "schema": SCHEMA, "language_modeling": TEXT}
+from nanodag.model.core_scoring import Judged
+from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
 
 
 def task(kind, num_fewshot=0, delimiter=" ") -> Task:
@@ -106,12 +98,15 @@ def test_a_continuation_is_right_when_every_token_is_the_likeliest(checkpoint, m
 
 @pytest.fixture
 def bundle(tmp_path):
-    for number, one in enumerate(TASKS):
-        folder = tmp_path / "eval_data" / f"category{number % 3}"
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = ROWS[one.kind] * 2
-        (folder / f"{one.file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "eval_data"
+    return write_bundle(tmp_path)
+
+
+def test_an_item_whose_answer_alone_has_no_room_is_wrong_and_counted(checkpoint):
+    checkpoint.max_positions = 6
+    long = {"query": "the a", "choices": ["ran", "sat on the mat and the dog ran after the cat"], "gold": 0}
+    short = {"query": "the a", "choices": ["ran", "sat"], "gold": 0}
+    judged = score_task(checkpoint, task("multiple_choice"), [long, short])
+    assert judged[0] == Judged(is_right=False, is_too_long=True)
 
 
 def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):
@@ -131,4 +126,4 @@ def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):
 def test_a_task_that_is_missing_is_named(bundle):
     next(bundle.rglob("squad.jsonl")).unlink()
     with pytest.raises(SourceError, match=r"lacks squad\.jsonl"):
-        find_files(BenchmarkConfig(name="core", source=f"file:{bundle}/*/*.jsonl"))
+        find_files(f"file:{bundle}/*/*.jsonl")

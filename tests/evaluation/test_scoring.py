@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.errors import ConfigError
-from nanodag.evaluation import scoring
-from nanodag.evaluation.scoring import Question, score_questions
+from nanodag.model import scoring
 from nanodag.model.folder import load
+from nanodag.model.scoring import Question, score_questions
 
 QUESTIONS = [
     Question((5, 6, 7, 8, 9, 10), ((11,), (12, 13), (14, 15, 16, 17))),

@@ -7,6 +7,7 @@ from prefect.client.orchestration import get_client
 from flows.speedrun import speedrun
 from nanodag.host.folders import PROJECT
 from nanodag.store import Store
+from tests.core_bundle import write_bundle
 from tests.flow.reduced import write_reduced
 from tests.flow.tiny_mirror import write_mirror
 
@@ -53,8 +54,14 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "pocket"])
 def test_every_other_preset_runs_through_a_mirror(preset, folder, mirror):
     write_reduced(preset, folder / "pipeline.yaml")
-    state = speedrun(preset, overrides=[f"mirror={mirror}"], return_state=True)
+    overrides = [f"mirror={mirror}", f"core_bundle={write_bundle(folder)}"]
+    state = speedrun(preset, overrides=overrides, return_state=True)
     assert state.is_completed(), state.message
+    store = Store(folder / "store")
+    stages = store.read_run(preset).stages.items()
+    scored = {name for name, stage in stages if "core" in store.attempt(*stage.artifact).metrics}
+    of_speedrun = {"pretrain", "eval_base", "eval_mid", "eval_sft", "eval_rl"}
+    assert scored == (of_speedrun if preset in ("speedrun", "single-gpu") else set())
 
 
 def markdown_artifacts():

@@ -52,7 +52,7 @@ def seen_in_documents(ids):
 @pytest.mark.parametrize(("num_kv_heads", "width"), [(4, 32), (2, 16), (1, 48), (2, 64)])
 def test_output_and_gradients_of_documents_are_those_of_float64(num_kv_heads, width, dtype):
     tensors = tensors_of(DOCUMENTS.numel(), num_kv_heads, width, dtype)
-    assert_exact(pieces_of_documents(DOCUMENTS), seen_in_documents(DOCUMENTS), tensors)
+    assert_exact(pieces_of_documents(DOCUMENTS.numpy()), seen_in_documents(DOCUMENTS), tensors)
 
 
 @pytest.fixture
@@ -67,28 +67,28 @@ def older_processor(tmp_path, monkeypatch):
 
 def test_a_processor_without_avx512_computes_the_same(older_processor):
     tensors = tensors_of(DOCUMENTS.numel(), 2, 48)
-    assert_exact(pieces_of_documents(DOCUMENTS), seen_in_documents(DOCUMENTS), tensors)
+    assert_exact(pieces_of_documents(DOCUMENTS.numpy()), seen_in_documents(DOCUMENTS), tensors)
 
 
-# A prompt of 50 tokens with responses of 60, 0 and 3; a prompt of 2 with one of 100.
-PIECES = [[(0, 50), (50, 60), (110, 0), (110, 3)], [(113, 2), (115, 100)]]
+# A prompt of 50 tokens with responses of 60, 0 and 3; one of 2 with a response of 100; one of 0 with two of 5 and 7.
+PIECES = [[(0, 50), (50, 60), (110, 0), (110, 3)], [(113, 2), (115, 100)], [(215, 0), (215, 5), (220, 7)]]
 
 
 def test_pieces_of_a_group_see_its_first_one_and_themselves():
     pieces = torch.tensor([piece for group in PIECES for piece in group]).numpy()
-    mask = torch.zeros(215, 215, dtype=torch.bool)
+    mask = torch.zeros(227, 227, dtype=torch.bool)
     for (first, size), *others in PIECES:
         mask[first : first + size, first : first + size] = True
         for start, length in others:
             mask[start : start + length, first : first + size] = True
             mask[start : start + length, start : start + length] = True
-    groups = torch.tensor([0, 4, 6]).numpy()
-    assert_exact(Pieces(groups, pieces, longest=110), mask.tril(), tensors_of(215, 2, 32))
+    groups = torch.tensor([0, 4, 6, 9]).numpy()
+    assert_exact(Pieces(groups, pieces, longest=110), mask.tril(), tensors_of(227, 2, 32))
 
 
 def test_the_number_of_threads_changes_no_bit():
     tensors = tensors_of(DOCUMENTS.numel(), 2, 32)
-    pieces, mix, found = pieces_of_documents(DOCUMENTS), torch.randn(tensors[0].shape), []
+    pieces, mix, found = pieces_of_documents(DOCUMENTS.numpy()), torch.randn(tensors[0].shape), []
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -103,7 +103,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 def test_heads_that_are_views_with_gaps_between_tokens_are_read_in_place():
     fused = torch.randn(DOCUMENTS.numel(), 3, 4, 32)
-    pieces = pieces_of_documents(DOCUMENTS)
+    pieces = pieces_of_documents(DOCUMENTS.numpy())
     views, copies = fused.unbind(1), [part.contiguous() for part in fused.unbind(1)]
     assert torch.equal(CpuAttention.apply(*views, pieces), CpuAttention.apply(*copies, pieces))
 
@@ -111,6 +111,6 @@ def test_heads_that_are_views_with_gaps_between_tokens_are_read_in_place():
 def test_not_a_number_in_a_document_stays_in_it():
     tensors = [torch.randn(1, 177, 2, 16) for _ in range(3)]
     tensors[1][0, 150] = float("nan")
-    out = document_attention(DOCUMENTS[:1], torch.float32, 16)(*tensors)
+    out = document_attention(DOCUMENTS[:1].numpy())(*tensors)
     assert out[0, :150].isfinite().all()
     assert out[0, 150:].isnan().all()

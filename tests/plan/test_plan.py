@@ -8,11 +8,14 @@ import pytest
 
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
+from nanodag.config.derive import model_of as derived_model
 from nanodag.errors import ConfigError
-from nanodag.evaluation import scoring, writing
+from nanodag.evaluation import writing
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.model import scoring
 from nanodag.plan import evaluation
+from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import bytes_per_token, size_of
 from nanodag.plan.speeds import decoding_seconds, peak_of
@@ -47,6 +50,25 @@ def test_pretraining_of_pocket_in_numbers():
 def test_constants_are_those_of_the_evaluation():
     assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
     assert (evaluation.SCORED_TOKENS, evaluation.SCORED_LOGITS) == (scoring.MAX_BATCH_TOKENS, scoring.MAX_LOGITS)
+
+
+def test_core_while_training_takes_its_tokens_every_core_every_steps_and_at_the_end():
+    of_core = ("core_bundle=/bundle", "pretrain.core_limit=500")
+    without = stage_of(planned("speedrun", EIGHT, *of_core, "pretrain.core_every=0"), "pretrain")
+    scored = stage_of(planned("speedrun", EIGHT, *of_core), "pretrain")
+    model = derived_model(resolved("speedrun", EIGHT), "pretrain")
+    times = (scored.steps - 1) // 2000 + 1
+    flops = times * core_tokens(500, 32768) * model.forward_flops(CORE_CONTEXT)
+    assert scored.seconds - without.seconds == pytest.approx(flops / (0.20 * 8 * 989e12))
+    (said,) = [note for note in scored.notes if note.startswith("CORE")]
+    assert said == f"CORE every 2,000 steps and at the end, {core_items(500):,} items each time"
+
+
+def test_an_evaluation_of_core_reads_all_of_its_items_or_some_of_each_task():
+    assert core_items(1) == 22 and core_items(0) > core_items(500) > core_items(100)
+    small = stage_of(planned("speedrun", EIGHT, "core_bundle=/bundle"), "eval_base")
+    without = stage_of(planned("speedrun", EIGHT), "eval_base")
+    assert small.tokens - without.tokens == pytest.approx(core_tokens(0, 32768), rel=1e-6)
 
 
 def test_price_is_that_of_the_machine_for_so_long():

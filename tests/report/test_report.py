@@ -181,6 +181,11 @@ def test_items_whose_prompts_were_too_long_are_said_first_and_beside_the_score(r
     assert [cell.detail for cell in row[3:]] == ["30.0 to 70.0", "60.0 to 100.0, 3 too long"]
 
 
+def test_held_out_prompts_that_rl_did_not_ask_are_said_first(run):
+    run["stages"]["rl"]["metrics"] |= {"eval_too_long": 2}
+    assert report_of(run).warnings == ["rl: 2 held-out prompts too long to be asked."]
+
+
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
 
 

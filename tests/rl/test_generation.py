@@ -420,7 +420,8 @@ def test_held_out_prompts_that_are_too_long_are_said(tmp_path, caplog):
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceConfig(url=f"file:{tmp_path}/held_out.jsonl")
     mixture = Mixture([source], kind="prompt", seed=0, part="all", once=True, shuffle=False)
-    assert ids(first_prompts(mixture, FakeRenderer(), count=10, longest=2)) == ["p0", "p2"]
+    prompts, num_too_long = first_prompts(mixture, FakeRenderer(), count=10, longest=2)
+    assert (ids(prompts), num_too_long) == (["p0", "p2"], 2)
     (said,) = caplog.records
     assert said.getMessage().startswith("Not evaluated: 2 held-out prompts of more than 2 tokens, what sampler.context")
 

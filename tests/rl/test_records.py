@@ -113,8 +113,9 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2"}, token_ids=(1,))]
     for step in (1, 2):
         records.rollouts(step, RolloutBatch(kept=[(prompts[0], [rollout([0])])]))
-        records.evaluation(step, [rollout([0])], 0.1, prompts)
+        records.evaluation(step, [rollout([0])], 0.1, prompts, too_long=3)
     records.close()
+    assert [line["eval_too_long"] for line in lines(job.metrics_path) if line["event"] == "eval"] == [3, 3]
     folder = job.records / "rollouts"
     for name in ("step-00000001", "eval-00000001"):
         assert lines(folder / f"{name}.answers.jsonl") == [{"prompt_id": "p", "answer": "1 2"}]

@@ -19,8 +19,8 @@ class Uniform:
     def summed(self, *values):
         return list(values)
 
-    def __call__(self, input_ids, position_ids, document_ids, labels, *, want):
-        return torch.full((int((labels >= 0).sum()),), -math.log(8)), None
+    def __call__(self, input_ids, position_ids, *, targets, want, attend):
+        return torch.full((int((targets >= 0).sum()),), -math.log(8)), None
 
 
 def test_bits_per_byte_are_over_the_bytes_of_the_text_not_those_of_a_blank_put_before_it():

@@ -19,13 +19,18 @@ class BenchmarkConfig(Section):
     """How an item is asked: a form shipped in nanodag/evaluation/benchmarks, the path of an lm-eval YAML file, or
     `lm_eval:folder/file.yaml`. `auto`: the form called like the benchmark."""
     source: SourceConfig | None = None
-    """Where the items come from."""
+    """Where the items come from; CORE without one takes the pipeline's core_bundle."""
     num_fewshot: int = Field(0, ge=0)
     """Worked examples before each item."""
     fewshot: SourceConfig | None = None
     """Where the worked examples come from."""
     limit: int = Field(0, ge=0)
-    """Items, drawn at random by the stage's seed; 0 for all."""
+    """Items, drawn at random by the stage's seed; 0 for all. Of CORE the first of each task, in nanochat's order."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it is CORE, which no form describes."""
+        return "core" in (self.form, self.name)
 
 
 class EvalSamplerConfig(Section):

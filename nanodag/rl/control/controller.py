@@ -76,7 +76,7 @@ class Controller:
             seed=int(self._config.seed),
         )
         self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
-        self._held_out = self._held_out_prompts(longest)
+        self._held_out, self._num_too_long = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
         generate = self._config.rollout.generate
@@ -159,7 +159,9 @@ class Controller:
         with self._stopwatch.timed("evaluate"):
             rollouts = await _unless_stopped(self._generator.answers(self._held_out))
         seconds = time.monotonic() - began
-        self._state["evals"][str(policy)] = self._records.evaluation(policy, rollouts, seconds, self._held_out)
+        self._state["evals"][str(policy)] = self._records.evaluation(
+            policy, rollouts, seconds, self._held_out, too_long=self._num_too_long
+        )
 
     # The trainer's side
 
@@ -313,6 +315,8 @@ class Controller:
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
             metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
+        if evals or self._num_too_long:
+            metrics["eval_too_long"] = self._num_too_long
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
         forward = totals["sampled"] + totals["prompt"]
         flops = 6 * parameters * totals["computed"] + 2 * parameters * forward
@@ -327,13 +331,14 @@ class Controller:
             },
         )
 
-    def _held_out_prompts(self, longest: int) -> list[Prompt]:
+    def _held_out_prompts(self, longest: int) -> tuple[list[Prompt], int]:
+        """Those that each evaluation asks, and how many were too long to be asked."""
         config, job = self._config, self._job
         if config.evaluation.eval_prompts == 0:
-            return []
+            return [], 0
         if not config.evaluation.validation and not any(source.held_out for source in config.data):
             log.warning("No evaluation: there is neither `validation` nor a source with `held_out`.")
-            return []
+            return [], 0
         mixture = Mixture(
             config.evaluation.validation or config.data,
             kind="prompt",

@@ -61,9 +61,16 @@ class Records:
         self._timeline.flush()
 
     def evaluation(
-        self, step: int, rollouts: Sequence[Rollout], seconds: float, prompts: Sequence[Prompt] = ()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        prompts: Sequence[Prompt] = (),
+        *,
+        too_long: int = 0,
     ) -> float | None:
-        """Rollouts and metrics of answers to the held-out prompts; returns their mean reward."""
+        """Rollouts and metrics of answers to the held-out prompts; returns their mean reward. too_long: prompts that
+        were not asked, as they leave an answer no room."""
         metrics = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
         several = [name for name in metrics if name.startswith("pass_at_") and name != "pass_at_n"]
@@ -76,6 +83,7 @@ class Records:
             total=self._config.num_steps,
             event="eval",
             prompts=len({rollout.group_id for rollout in rollouts}),
+            eval_too_long=too_long,
             seconds_evaluate=seconds,
             **values,
         )

@@ -177,9 +177,11 @@ def rendered(record: Mapping[str, Any], renderer: ChatRenderer) -> tuple[int, ..
     return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
 
 
-def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int) -> list[Prompt]:
-    """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on. What is
-    too long is counted in the log."""
+def first_prompts(
+    mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int
+) -> tuple[list[Prompt], int]:
+    """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on; and how
+    many among them were too long."""
     prompts: list[Prompt] = []
     num_overlong = 0
     for drawn in mixture:
@@ -196,4 +198,4 @@ def first_prompts(mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: in
             counted(num_overlong, "held-out prompt"),
             longest,
         )
-    return prompts
+    return prompts, num_overlong

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanodag.model.attention import Attend, Boundaries, attend_within, flash_takes
+from nanodag.model.attention import Attend, Boundaries, attend_within, flash_takes, on_device
 from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
 from nanodag.rl.trainer.rows import MicroBatch
-from nanodag.train.objective import on_device
 
 Way = Literal["own", "flash", "causal"]
 Flat = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,6 +13,7 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
+from nanodag.model.attention import on_device
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
 from nanodag.model.headers import faults_of_config
@@ -21,7 +22,6 @@ from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.objective import on_device
 
 
 @dataclass(frozen=True, slots=True)

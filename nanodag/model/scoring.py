@@ -9,6 +9,7 @@ tokens instead of 136. One-token answers cost nothing beyond the context.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -49,6 +50,9 @@ class AnswerScore:
     is_greedy: bool
 
 
+Numbered = list[tuple[int, Question]]
+
+
 def score_questions(
     models: Sequence[Decoder],
     questions: Sequence[Question],
@@ -65,38 +69,47 @@ def score_questions(
 
     Raises ConfigError when an answer alone is longer than max_positions.
     """
-    fitted = [_fit(question, max_positions) for question in questions]
-    # Longest first: an out-of-memory comes at once, and rows of one batch are of about one length.
-    order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
+    batches = in_batches(questions, batch_size=batch_size, batch_tokens=MAX_BATCH_TOKENS, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]
-    batches: list[list[int]] = []
-    start = 0
-    while start < len(order):
-        num_rows = min(batch_size, max(1, MAX_BATCH_TOKENS // fitted[order[start]].num_tokens))
-        batches.append(order[start : start + num_rows])
-        start += num_rows
     num_done = 0
-    for chosen, found in zip(batches, _each_batch(models, [[fitted[i] for i in b] for b in batches]), strict=True):
-        for index, row_scores in zip(chosen, found, strict=True):
+    for batch, found in zip(batches, _each_batch(models, batches), strict=True):
+        for (index, _), row_scores in zip(batch, found, strict=True):
             scores[index] = row_scores
-        num_done += len(chosen)
+        num_done += len(batch)
         on_batch(num_done)
     return scores
 
 
-def _each_batch(models: Sequence[Decoder], batches: Sequence[Sequence[Question]]) -> Iterator[list[list[AnswerScore]]]:
+def in_batches(
+    questions: Sequence[Question], *, batch_size: int, batch_tokens: int, max_positions: int
+) -> list[Numbered]:
+    """All questions with their numbers, in batches of at most batch_size rows and, padding included, batch_tokens
+    tokens; a row that is longer comes alone. Contexts are cut as in `score_questions`, which says what is raised."""
+    fitted = [_fit(question, max_positions) for question in questions]
+    # Longest first: an out-of-memory comes at once, and rows of one batch are of about one length.
+    order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
+    batches: list[Numbered] = []
+    start = 0
+    while start < len(order):
+        num_rows = min(batch_size, max(1, batch_tokens // fitted[order[start]].num_tokens))
+        batches.append([(number, fitted[number]) for number in order[start : start + num_rows]])
+        start += num_rows
+    return batches
+
+
+def _each_batch(models: Sequence[Decoder], batches: Sequence[Numbered]) -> Iterator[list[list[AnswerScore]]]:
     """The scores of each batch, in order. A thread a model: it waits for its device most of the time."""
     if len(models) == 1:
-        yield from (_score_batch(models[0], batch) for batch in batches)
+        yield from (_score_on(models[0], batch) for batch in batches)
         return
     free: SimpleQueue[Decoder] = SimpleQueue()
     for model in models:
         free.put(model)
 
-    def score(batch: Sequence[Question]) -> list[list[AnswerScore]]:
+    def score(batch: Numbered) -> list[list[AnswerScore]]:
         model = free.get()
         try:
-            return _score_batch(model, batch)
+            return _score_on(model, batch)
         finally:
             free.put(model)
 
@@ -111,11 +124,22 @@ def _fit(question: Question, max_positions: int) -> Question:
     return Question(question.context[-room:], question.answers)
 
 
-@torch.inference_mode()
-def _score_batch(model: Decoder, questions: Sequence[Question]) -> list[list[AnswerScore]]:
+def _score_on(model: Decoder, batch: Numbered) -> list[list[AnswerScore]]:
+    weight = model.lm_head.weight
+    return score_batch(model, lambda: nullcontext(weight), weight.device, [question for _, question in batch])
+
+
+@torch.no_grad()
+def score_batch(
+    forward: Callable[..., Tensor],
+    head: Callable[[], AbstractContextManager[Tensor]],
+    device: torch.device,
+    questions: Sequence[Question],
+) -> list[list[AnswerScore]]:
+    """Scores of questions in one forward pass. forward: a Decoder on the device, or an engine around it. head: gives
+    the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
     rows = [_row(question) for question in questions]
     width = max(len(row.ids) for row in rows)
-    device = model.lm_head.weight.device
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     positions = torch.zeros(len(rows), width, dtype=torch.long)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
@@ -124,16 +148,17 @@ def _score_batch(model: Decoder, questions: Sequence[Question]) -> list[list[Ans
         ids[number, :size] = torch.tensor(row.ids)
         positions[number, :size] = torch.tensor(row.positions)
         segments[number, :size] = torch.tensor(row.segments)
-    hidden = model(ids.to(device), positions.to(device), want="hidden", attend=_attention(segments.to(device)))
+    hidden = forward(ids.to(device), positions.to(device), want="hidden", attend=_attention(segments.to(device)))
     where = torch.tensor([(b, t) for b, row in enumerate(rows) for t in row.predict_at], device=device)  # (N, 2)
     targets = torch.tensor([token for row in rows for token in row.targets], device=device)  # (N,)
-    logprobs, greedy = _score_targets(model, hidden[where[:, 0], where[:, 1]], targets)
+    with head() as weight:
+        logprobs, greedy = _score_targets(weight, hidden[where[:, 0], where[:, 1]], targets)
     return _collect(questions, logprobs, greedy)
 
 
-def _score_targets(model: Decoder, hidden: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
-    """Logprob of each target, and whether it is the likeliest token. hidden: (N, D). targets: (N,) int64."""
-    weight = model.lm_head.weight
+def _score_targets(weight: Tensor, hidden: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
+    """Logprob of each target, and whether it is the likeliest token. weight: (V, D). hidden: (N, D). targets: (N,)
+    int64."""
     size = max(1, MAX_LOGITS // len(weight))
     logprobs: list[float] = []
     greedy: list[bool] = []

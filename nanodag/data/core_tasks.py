@@ -1,0 +1,119 @@
+"""CORE's tasks: 22 in-context tasks of the DCLM paper, their files, their items, and the texts of an item.
+
+For a task, accuracy is centred so that guessing is 0 and all right is 1; CORE is the mean of the 22. Order, few-shot
+examples and limit are nanochat's, so no stage's seed has a part in them.
+
+The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` and so on (also .gz or .zst), as in the
+eval_bundle that nanochat fetches.
+
+Sources: DataComp-LM, arXiv:2406.11794; tasks, shots and baselines of mlfoundations/dclm eval/heavy.yaml,
+additional_aggregation.json (low_variance_datasets) and eval_meta_data_v1.csv; karpathy/nanochat nanochat/core_eval.py.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from nanodag.data.sources import open_source
+from nanodag.errors import SourceError
+
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+ANSWER = "\nAnswer: "
+
+
+@dataclass(frozen=True)
+class Task:
+    """file: name in the bundle, without ending. baseline: accuracy of guessing."""
+
+    label: str
+    file: str
+    kind: Kind
+    num_fewshot: int
+    delimiter: str
+    baseline: float
+
+
+TASKS = (
+    Task("hellaswag_zeroshot", "hellaswag", "multiple_choice", 0, " ", 0.25),
+    Task("jeopardy", "jeopardy_all", "language_modeling", 10, ANSWER, 0.0),
+    Task("bigbench_qa_wikidata", "bigbench_qa_wikidata", "language_modeling", 10, " ", 0.0),
+    Task("arc_easy", "arc_easy", "multiple_choice", 10, ANSWER, 0.25),
+    Task("arc_challenge", "arc_challenge", "multiple_choice", 10, ANSWER, 0.25),
+    Task("copa", "copa", "multiple_choice", 0, " ", 0.5),
+    Task("commonsense_qa", "commonsense_qa", "multiple_choice", 10, " ", 0.2),
+    Task("piqa", "piqa", "multiple_choice", 10, ANSWER, 0.5),
+    Task("openbook_qa", "openbook_qa", "multiple_choice", 0, " ", 0.25),
+    Task("lambada_openai", "lambada_openai", "language_modeling", 0, " ", 0.0),
+    Task("hellaswag", "hellaswag", "multiple_choice", 10, " ", 0.25),
+    Task("winograd", "winograd_wsc", "schema", 0, " ", 0.5),
+    Task("winogrande", "winogrande", "schema", 0, " ", 0.5),
+    Task("bigbench_dyck_languages", "bigbench_dyck_languages", "language_modeling", 10, " ", 0.0),
+    Task("agi_eval_lsat_ar", "agi_eval_lsat_ar", "multiple_choice", 3, " ", 0.2),
+    Task("bigbench_cs_algorithms", "bigbench_cs_algorithms", "language_modeling", 10, " ", 0.0),
+    Task("bigbench_operators", "bigbench_operators", "language_modeling", 10, " ", 0.0),
+    Task("bigbench_repeat_copy_logic", "bigbench_repeat_copy_logic", "language_modeling", 10, " ", 0.0),
+    Task("squad", "squad", "language_modeling", 10, " ", 0.0),
+    Task("coqa", "coqa", "language_modeling", 0, " ", 0.0),
+    Task("boolq", "boolq", "multiple_choice", 10, ANSWER, 0.62),
+    Task("bigbench_language_identification", "bigbench_language_identification", "multiple_choice", 10, " ", 0.091),
+)
+
+Item = Mapping[str, Any]
+
+
+def centred(accuracy: float, baseline: float) -> float:
+    """0 for guessing, 1 for all right."""
+    return (accuracy - baseline) / (1 - baseline)
+
+
+def core_of(accuracies: Mapping[str, float]) -> float:
+    """CORE, of the accuracy of each task by its label."""
+    return sum(centred(accuracies[task.label], task.baseline) for task in TASKS) / len(TASKS)
+
+
+def bundle_url(folder: str) -> str:
+    """The source of a bundle's items."""
+    return f"file:{folder}/**/*.jsonl*"
+
+
+def find_files(url: str) -> dict[str, Path]:
+    """The file of each task below the folder where a `file:` URL's pattern begins.
+
+    Raises SourceError naming the files of tasks that are not there: a mean over fewer tasks is another number.
+    """
+    parts = Path(url.removeprefix("file:")).parts
+    root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
+    path_by_task = {path.name.split(".")[0]: path for path in sorted(root.rglob("*.jsonl*"))}
+    if missing := sorted({task.file for task in TASKS} - path_by_task.keys()):
+        raise SourceError(
+            f"CORE needs all of its tasks; {root} lacks {', '.join(f'{name}.jsonl' for name in missing)}."
+        )
+    return path_by_task
+
+
+def read_items(path: Path, limit: int) -> list[Item]:
+    """A task's items, shuffled as nanochat does, the first `limit` of them (0: all)."""
+    items: list[Item] = [row for _, row in open_source(f"file:{path}").rows()]
+    random.Random(1337).shuffle(items)
+    return items[:limit] if limit else items
+
+
+def prompts_of(task: Task, data: Sequence[Item], number: int) -> list[str]:
+    """The texts of one item: with each choice, with each context, or without and with the continuation."""
+    others = [i for i in range(len(data)) if i != number]
+    examples = (
+        [data[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)] if task.num_fewshot else []
+    )
+    item, delimiter = data[number], task.delimiter
+    if task.kind == "multiple_choice":
+        before = "".join(f"{e['query']}{delimiter}{e['choices'][e['gold']]}\n\n" for e in examples)
+        return [f"{before}{item['query']}{delimiter}{choice}" for choice in item["choices"]]
+    if task.kind == "schema":
+        before = "".join(f"{e['context_options'][e['gold']]}{delimiter}{e['continuation']}\n\n" for e in examples)
+        return [f"{before}{context}{delimiter}{item['continuation']}" for context in item["context_options"]]
+    before = "".join(f"{e['context'].strip()}{delimiter}{e['continuation']}\n\n" for e in examples)
+    without = f"{before}{item['context'].strip()}{delimiter}"
+    return [without.strip(), f"{without}{item['continuation']}"]

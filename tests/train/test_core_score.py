@@ -1,0 +1,121 @@
+"""CORE while training: by all ranks, at its steps, without a trace in the weights."""
+
+import json
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.data.core_tasks import TASKS
+from nanodag.evaluation.core import run_core
+from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.train.loop import Loop, Stopped
+from tests.core_bundle import write_bundle
+from tests.train import forks, stages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("core")
+    stages.write_prose(folder / "prose.jsonl")
+    stages.write_tokenizer(folder / "tokenizer")
+    write_bundle(folder)
+    return folder
+
+
+def job(folder, name, *, every, **changes):
+    config = stages.pretrain(
+        folder, core_every=every, core_limit=11, core_bundle=str(folder / "eval_data"), sample_prompts=[], **changes
+    )
+    config["shape"] |= {"max_positions": 512}  # of ten worked examples none is cut
+    return stages.make_job(folder / name, config, {"tokenizer": folder / "tokenizer"})
+
+
+def core_lines(workspace):
+    lines = [line for line in stages.metrics(workspace) if line["event"] == "eval" and "core" in line]
+    return {line["step"]: [line["core"], *(line[f"core_{task.label}"] for task in TASKS)] for line in lines}
+
+
+def of_eval_stage(folder, workspace):
+    """The published model's, as an eval stage scores it."""
+    model = EvaluatedModel(workspace / "output", precision="fp32", device="cpu", batch_size=64, max_new_tokens=4)
+    config = BenchmarkConfig(name="core", source=f"file:{folder}/eval_data/*/*.jsonl", limit=11)
+    scores = run_core(model, config).scores
+    return pytest.approx([scores["core"].value, *(scores[task.label].value for task in TASKS)])
+
+
+SLOW = pytest.mark.slow
+RANKS = [(1, 1), (2, 3), pytest.param(2, 0, marks=SLOW), pytest.param(2, 1, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("num_ranks", "zero_stage"), RANKS)
+def test_it_is_the_eval_stages_and_leaves_every_byte_as_it_was(folder, num_ranks, zero_stage):
+    changes = {"zero_stage": zero_stage, "resources": {**stages.RESOURCES, "num_ranks": num_ranks}}
+    changes |= {"horizon_tokens": 512 * 6, "micro_batch_tokens": 128}
+    workspaces = []
+    for every in (0, 4):
+        workspaces.append(job(folder, f"{num_ranks}-{zero_stage}-{every}", every=every, **changes))
+        forks.end(forks.start(workspaces[-1], num_ranks=num_ranks))
+        assert (workspaces[-1] / "result.json").exists(), (workspaces[-1] / "worker.log").read_text()[-6000:]
+    without, scored = workspaces
+    assert stages.content(scored / "output") == stages.content(without / "output")
+    found = core_lines(scored)
+    assert list(found) == [4, 6]
+    assert found[6] == of_eval_stage(folder, scored)
+    assert json.loads((scored / "result.json").read_text())["metrics"]["core"] == found[6][0]
+
+
+def test_a_killed_stage_ends_on_the_same_weights_and_the_same_scores(folder):
+    wanted, killed = (job(folder, name, every=5) for name in ("undisturbed", "killed"))
+    stages.finish(wanted)
+    stages.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
+    assert not (killed / "result.json").exists()
+    stages.finish(killed)
+    assert stages.content(killed / "output") == stages.content(wanted / "output")
+    assert core_lines(killed) == core_lines(wanted)
+    assert list(core_lines(killed)) == [5, 10, 12]
+
+
+class CountedLoop(Loop):
+    """A loop whose steps train nothing."""
+
+    def _step(self):
+        self.progress.step += 1
+
+    num_saved = 0
+
+    def _save(self):
+        self.num_saved, self._saved_step = self.num_saved + 1, self.progress.step
+
+
+def loop_of(score_core, *, every):
+    written = []
+    config = SimpleNamespace(core_every=every, patience=0, validation_every=1, checkpoint_every=100)
+    loop = CountedLoop(
+        config=config,
+        plan=SimpleNamespace(num_steps=5),
+        engine=SimpleNamespace(highest=float),
+        objective=None,
+        source=None,
+        checkpoints=None,
+        write=lambda step, **values: written.append((step, values["core"])),
+        validate=None,
+        score_core=score_core,
+        show_samples=None,
+    )
+    return loop, written
+
+
+def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
+    all_right = dict.fromkeys([task.label for task in TASKS], 1.0)
+    answers = [all_right, None, None, all_right, all_right]
+    loop, written = loop_of(lambda: answers.pop(0), every=2)
+    with pytest.raises(Stopped):
+        loop.run()
+    assert (loop.num_saved, loop.progress.core_step, written) == (1, 2, [(2, 1.0)])
+    with pytest.raises(Stopped):  # started again and stopped again: its checkpoint is there already
+        loop.run()
+    assert (loop.num_saved, loop.progress.step) == (1, 4)
+    loop.run()
+    assert written == [(2, 1.0), (4, 1.0), (5, 1.0)]
