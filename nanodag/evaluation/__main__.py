@@ -13,7 +13,7 @@ from typing import Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.forms import check_likelihood
+from nanodag.evaluation.forms import check_likelihood, is_core
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.kept import KeptLines
 from nanodag.model.headers import matrix_parameters
@@ -93,7 +93,7 @@ def _run_one(
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
     kept_path = done_path.with_suffix(".jsonl")
     checkpoint.kept = KeptLines(kept_path)
-    if "core" in (benchmark.form, benchmark.name):
+    if is_core(benchmark):
         check_likelihood(benchmark)
         result = run_core(checkpoint, benchmark)
     else:

@@ -48,6 +48,16 @@ def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     return path, is_chat
 
 
+def is_core(config: BenchmarkConfig) -> bool:
+    """Whether a benchmark is CORE, which has no YAML file."""
+    return "core" in (config.form, config.name)
+
+
+def is_written(config: BenchmarkConfig) -> bool:
+    """Whether a benchmark's items are answered in writing. Raises ConfigError for a form that does not exist."""
+    return not is_core(config) and read_form(_file_of(config, chat=True)[0]).get("output_type", WRITTEN) == WRITTEN
+
+
 def check_likelihood(config: BenchmarkConfig) -> None:
     """Raise ConfigError for a setting of written answers: the benchmark has none."""
     for name in OF_WRITTEN:

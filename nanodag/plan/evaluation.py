@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
+from nanodag.evaluation.forms import is_core, is_written
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
@@ -21,8 +22,6 @@ from nanodag.plan.sizes import (
 from nanodag.plan.speeds import EVALUATION_START_S, decoding_seconds, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
-WRITTEN = ("gsm8k", "problems")
-"""Forms whose items are answered in writing; the others are scored by likelihood."""
 WRITTEN_SHARE = 0.5
 """Of max_new_tokens, that answers take on average."""
 SCORED_LOGITS = 1 << 25  # MAX_LOGITS of nanodag.evaluation.scoring
@@ -32,15 +31,6 @@ PROMPT_ROOM = 512
 REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
 CORE_ITEMS, CORE_TOKENS = 9000, 6_000_000
 """Of CORE, 22 benchmarks of 500 items at most: items, and tokens read with their worked examples."""
-
-
-def is_written(benchmark: BenchmarkConfig) -> bool:
-    """Whether its items are answered in writing."""
-    return (benchmark.name if benchmark.form == "auto" else benchmark.form) in WRITTEN
-
-
-def _is_core(benchmark: BenchmarkConfig) -> bool:
-    return "core" in (benchmark.form, benchmark.name)
 
 
 def needed_context(stage: EvalStage, model: ModelSize) -> int:
@@ -135,7 +125,7 @@ def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[
 
 
 def _items(benchmark: BenchmarkConfig) -> int:
-    if _is_core(benchmark):
+    if is_core(benchmark):
         return CORE_ITEMS
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     rows = found.rows if found is not None and found.rows is not None else UNKNOWN_ITEMS
@@ -159,7 +149,7 @@ def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
         items, shots = _items(benchmark), 1 + benchmark.num_fewshot
-        if _is_core(benchmark):
+        if is_core(benchmark):
             scored += CORE_TOKENS * (benchmark.limit or CORE_ITEMS) / CORE_ITEMS
         elif is_written(benchmark):
             url = benchmark.source.url if benchmark.source is not None else ""

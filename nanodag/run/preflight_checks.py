@@ -31,7 +31,7 @@ from nanodag.data.files import FileSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError
-from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, read_form
+from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, is_core, read_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -149,7 +149,7 @@ class Checks:
 
     def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
         def look() -> None:
-            if "core" in (benchmark.form, benchmark.name):
+            if is_core(benchmark):
                 check_likelihood(benchmark)
                 return
             form, _ = find_form(benchmark, chat=is_chat)

@@ -38,8 +38,9 @@ def make_job(tmp_path, model_folder):
 
     def made(name: str, **changes) -> Job:
         (tmp_path / name).mkdir()
+        changed = config.model_copy(update=changes)
         return Job(
-            name="eval_sft", run="r", config=config.model_copy(update=changes), inputs={"model": model_folder}, workspace=tmp_path / name,
+            name="eval_sft", run="r", config=changed, inputs={"model": model_folder}, workspace=tmp_path / name,
             context={"mirror": "none"},
         )  # fmt: skip
 
