@@ -16,6 +16,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood, is_core
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.kept import KeptLines
+from nanodag.evaluation.results import BenchmarkResult
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
@@ -92,13 +93,9 @@ def _run_one(
     began = time.monotonic()
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
     kept_path = done_path.with_suffix(".jsonl")
-    checkpoint.kept = KeptLines(kept_path)
-    if is_core(benchmark):
-        check_likelihood(benchmark)
-        result = run_core(checkpoint, benchmark)
-    else:
-        config, mirror = job.config, str(job.mirror or "")
-        result = run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
+    with KeptLines(kept_path) as checkpoint.kept:
+        result = _asked(job, checkpoint, benchmark, forms)
+    checkpoint.kept = None
     log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
     lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
     text = "".join(line + "\n" for line in lines)
@@ -106,9 +103,15 @@ def _run_one(
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
-    checkpoint.kept.close()
-    checkpoint.kept = None
     kept_path.unlink()
+
+
+def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path) -> BenchmarkResult:
+    if is_core(benchmark):
+        check_likelihood(benchmark)
+        return run_core(checkpoint, benchmark)
+    config, mirror = job.config, str(job.mirror or "")
+    return run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ class KeptLines:
     """Values by key, in a file that grows.
 
     A line is with the operating system when `add` returns, so a killed process loses none. It reaches the disk within a
-    second of more being added, and at `close`: what a power cut may cost.
+    second of more being added, and at the end of the `with` block: what a power cut may cost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,8 +58,11 @@ class KeptLines:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
 
-    def close(self) -> None:
-        """Have all lines reach the disk."""
+    def __enter__(self) -> "KeptLines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Have all lines reach the disk, and close the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 

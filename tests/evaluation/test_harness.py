@@ -622,17 +622,17 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
 
     whole, undisturbed, _ = attempt(None, 10**6)
     path, kills, rng = tmp_path / "kept.jsonl", 0, random.Random(0)
-    while True:
-        kept = KeptLines(path)
-        try:
-            found, checkpoint, _ = attempt(kept, rng.randrange(1, 4) + kills)
-        except Killed:
-            kills += 1
-            with path.open("ab") as stream:  # and a line that was being written
-                stream.write(b'00000000 {"half')
-            continue
-        break
-    assert len(path.read_bytes().splitlines()) == len(kept), "something was asked twice"
+    found = None
+    while found is None:
+        with KeptLines(path) as kept:
+            try:
+                found, checkpoint, _ = attempt(kept, rng.randrange(1, 4) + kills)
+            except Killed:
+                kills += 1
+        num_kept = len(kept)
+        assert len(path.read_bytes().splitlines()) == num_kept, "something was asked twice"
+        with path.open("ab") as stream:  # and a line that was being written
+            stream.write(b'00000000 {"half')
     assert kills >= 2
     assert found == whole
     assert (checkpoint.tokens_read, checkpoint.tokens_written) == (
