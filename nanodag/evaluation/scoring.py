@@ -62,9 +62,9 @@ def score_questions(
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
     micro_batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that
-    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done. kept: batches
-    that are done already, and where others are kept. A batch is kept whole: in another one, its scores could be rounded
-    otherwise.
+    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done.
+    kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
+    could be rounded otherwise.
 
     Raises ConfigError when an answer alone is longer than max_positions.
     """
