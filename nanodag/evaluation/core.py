@@ -13,8 +13,8 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS, Item, Task, centred, core_of, find_files, read_items
 from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.harness import BenchmarkResult
 from nanodag.evaluation.intervals import Z95, Score, score_of
+from nanodag.evaluation.results import BenchmarkResult
 from nanodag.model.core_scoring import CHUNK_ITEMS, Judged, judge_items
 
 
@@ -44,6 +44,7 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
         name=config.name,
         form="core",
         metric="core",
+        base_metric="core",
         higher_is_better=True,
         is_chat=False,
         num_fewshot=0,

@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanodag.errors import ConfigError
 from nanodag.model.attention import Attend
 from nanodag.model.decoder import Decoder
+from nanodag.store.kept_lines import KeptLines, content_key
 
-MAX_BATCH_TOKENS = 16_384  # padding included; bounds the attention masks
 MAX_LOGITS = 1 << 25  # numbers of one slice of (N, V): 128 MB in fp32
 
 
@@ -57,22 +57,33 @@ def score_questions(
     models: Sequence[Decoder],
     questions: Sequence[Question],
     *,
-    batch_size: int,
+    micro_batch_tokens: int,
     max_positions: int,
     on_batch: Callable[[int], None] = lambda done: None,
+    kept: KeptLines | None = None,
 ) -> list[list[AnswerScore]]:
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
-    batch_size: rows at once, fewer where they are long. max_positions: a context that leaves its longest answer no
-    room loses tokens at its front. on_batch gets the number of questions done.
+    micro_batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that
+    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done.
+    kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
+    could be rounded otherwise.
 
     Raises ConfigError when an answer alone is longer than max_positions.
     """
-    batches = in_batches(questions, batch_size=batch_size, batch_tokens=MAX_BATCH_TOKENS, max_positions=max_positions)
+    batches = in_batches(questions, micro_batch_tokens=micro_batch_tokens, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]
+    known = [None if kept is None else kept.get(_key(batch)) for batch in batches]
+    computed = _each_batch(models, [batch for batch, found in zip(batches, known, strict=True) if found is None])
     num_done = 0
-    for batch, found in zip(batches, _each_batch(models, batches), strict=True):
+    for batch, before in zip(batches, known, strict=True):
+        if before is not None:
+            found = [[AnswerScore(*one) for one in row] for row in before]
+        else:
+            found = next(computed)
+            if kept is not None:
+                kept.add({_key(batch): [[(one.logprob, one.is_greedy) for one in row] for row in found]})
         for (index, _), row_scores in zip(batch, found, strict=True):
             scores[index] = row_scores
         num_done += len(batch)
@@ -80,21 +91,23 @@ def score_questions(
     return scores
 
 
-def in_batches(
-    questions: Sequence[Question], *, batch_size: int, batch_tokens: int, max_positions: int
-) -> list[Numbered]:
-    """All questions with their numbers, in batches of at most batch_size rows and, padding included, batch_tokens
-    tokens; a row that is longer comes alone. Contexts are cut as in `score_questions`, which says what is raised."""
+def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[Numbered]:
+    """All questions with their numbers, in batches of at most micro_batch_tokens, padding included; a row that is
+    longer comes alone. Contexts are cut as in `score_questions`, which says what is raised."""
     fitted = [_fit(question, max_positions) for question in questions]
     # Longest first: an out-of-memory comes at once, and rows of one batch are of about one length.
     order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
     batches: list[Numbered] = []
     start = 0
     while start < len(order):
-        num_rows = min(batch_size, max(1, batch_tokens // fitted[order[start]].num_tokens))
+        num_rows = max(1, micro_batch_tokens // fitted[order[start]].num_tokens)
         batches.append([(number, fitted[number]) for number in order[start : start + num_rows]])
         start += num_rows
     return batches
+
+
+def _key(batch: Numbered) -> str:
+    return content_key("scored", [[question.context, question.answers] for _, question in batch])
 
 
 def _each_batch(models: Sequence[Decoder], batches: Sequence[Numbered]) -> Iterator[list[list[AnswerScore]]]:

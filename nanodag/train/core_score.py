@@ -11,7 +11,6 @@ from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.worker.job import stop_requested
 
-BATCH_ROWS = 64
 EMPTY = [(-1, Question((0,), ((0,),)))]
 """A batch of a rank that has no more, for under ZeRO-3 all ranks go through the model together."""
 
@@ -65,9 +64,7 @@ class CoreScore:
 
     def _answers(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
         engine, head = self._engine, self._model.lm_head
-        batches = in_batches(
-            questions, batch_size=BATCH_ROWS, batch_tokens=self._batch_tokens, max_positions=self._max_positions
-        )
+        batches = in_batches(questions, micro_batch_tokens=self._batch_tokens, max_positions=self._max_positions)
         scores: list[list[AnswerScore]] = [[] for _ in questions]
         for number in range(int(engine.highest(len(batches)))):
             batch = batches[number] if number < len(batches) else EMPTY

@@ -49,7 +49,7 @@ def test_pretraining_of_pocket_in_numbers():
 
 def test_constants_are_those_of_the_evaluation():
     assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
-    assert (evaluation.SCORED_TOKENS, evaluation.SCORED_LOGITS) == (scoring.MAX_BATCH_TOKENS, scoring.MAX_LOGITS)
+    assert evaluation.SCORED_LOGITS == scoring.MAX_LOGITS
 
 
 def test_core_while_training_takes_its_tokens_every_core_every_steps_and_at_the_end():
