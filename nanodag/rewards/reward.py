@@ -14,11 +14,14 @@ MAX_NUMBER_CHARACTERS = 64
 @dataclass(frozen=True, slots=True)
 class Reward:
     """value: what is trained on. components: named parts, each logged by itself. steps: of a process reward
-    (nanodag.rewards.step_reward): the end of each step, in characters of the completion, and its score."""
+    (nanodag.rewards.step_reward): the end of each step, in characters of the completion, and its score. parsed: the
+    answer that was found in the completion, in a form in which equal answers are equal strings; empty where there is
+    none; None where the reward does not say."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     steps: Sequence[tuple[int, float]] | None = None
+    parsed: str | None = None
 
     def __post_init__(self) -> None:
         of_steps = {f"step that ends at {end}": score for end, score in self.steps or ()}
@@ -27,9 +30,9 @@ class Reward:
                 raise ValueError(f"the reward's {name} is {number}; it must be finite")
 
 
-def right_or_wrong(is_right: bool) -> Reward:
-    """1 for right, 0 for wrong."""
-    return Reward(1.0 if is_right else 0.0)
+def right_or_wrong(is_right: bool, parsed: str | None = None) -> Reward:
+    """1 for right, 0 for wrong. parsed: as Reward's."""
+    return Reward(1.0 if is_right else 0.0, parsed=parsed)
 
 
 def plain_number(text: str) -> Fraction | None:
