@@ -156,8 +156,8 @@ def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
 def derive_evaluation(
     name: str, stage: EvalStage, machine: Machine, model: ModelSize | None, origins: dict[str, str]
 ) -> EvalStage:
-    """The evaluation with no `auto` among what concerns its samplers. The context is what each benchmark needs, so it
-    is no setting."""
+    """The evaluation with no `auto` among what concerns its samplers and their answers. The context is what each
+    benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
     gpus = stage.resources.gpus_per_node or machine.num_gpus
@@ -180,7 +180,14 @@ def derive_evaluation(
     if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
         room = min(room, int(USABLE * machine.gpu.memory) - 2 * weights - BESIDE_IN_EVALUATION)
     fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
-    return stage.model_copy(update={"sampler": config.model_copy(update=fill.updates)})
+    benchmarks = []
+    for number, benchmark in enumerate(stage.benchmarks):
+        answers = _Filler(benchmark, f"{name}.benchmarks.{number}", origins)
+        answers("seed", stage.seed, "the stage's seed")
+        answers("max_new_tokens", stage.max_new_tokens, "the stage's max_new_tokens")
+        benchmarks.append(benchmark.model_copy(update=answers.updates))
+    sampler = config.model_copy(update=fill.updates)
+    return stage.model_copy(update={"sampler": sampler, "benchmarks": tuple(benchmarks)})
 
 
 class _Filler:

@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("threads", "reward_processes", "tensor_parallel", "sequence_parallel"), (1, 1024)),
     **dict.fromkeys(("nodes", "gpus_per_node"), (0, 10_000)),
     "num_ranks": (1, 100_000),
-    **dict.fromkeys(("max_batch", "samples_per_prompt", "eval_samples", "batch_size", "num_fewshot"), (0, 1e6)),
+    **dict.fromkeys(("max_batch", "samples_per_prompt", "eval_samples", "num_samples", "num_fewshot"), (0, 1e6)),
     **dict.fromkeys(("width", "num_heads", "num_kv_heads", "head_width", "mlp_width"), (1, 1e6)),
     **dict.fromkeys(("sequence_length", "max_positions", "context", "max_new_tokens"), (1, 1e8)),
     **dict.fromkeys(("num_epochs", "epochs", "epochs_per_step", "tokens_per_parameter"), (0, 1e6)),
@@ -87,4 +87,6 @@ def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, tuple[float, t
 def _range_of(name: str) -> tuple[float, float]:
     parts = name.split(".")
     field = "reward" if parts[1:2] == ["reward"] and parts[-1] == "weight" else parts[-1]
+    if field == "temperature" and "benchmarks" in parts:
+        field = "eval_temperature"
     return RANGES.get(field, SECONDS if field.endswith("_s") else OTHERS)

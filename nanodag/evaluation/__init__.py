@@ -3,22 +3,32 @@
 Writes into output/ (the same bytes for the same job):
 
     results.json                 {"benchmarks": {name: {"metric", "value", "stderr", "low", "high", "num_items",
-                                  "too_long", ...}},
+                                  "num_samples", "too_long", "unparsed", "truncated", ...}},
                                   "samples": [{"prompt", "completion"}]}
-    samples/<benchmark>.jsonl    one item a line: id, scores by metric, prompt, output or logprobs, target; `weight`
-                                 where items do not count alike, `too_long` where the prompt had no room. What
-                                 nanodag.evaluation.paired compares.
+    samples/<benchmark>.jsonl    one item a line: id, scores by metric, prompt, output or logprobs, target; `samples`
+                                 of several answers; `weight` where items do not count alike; what is counted by
+                                 itself. What nanodag.evaluation.paired compares.
 
-harness              one lm-eval run a benchmark, its records
-forms                which YAML form a config names
+Without torch and lm-eval, for RL and others too (an import contract says so):
+
+benchmark            items as chat messages, scores of the answers to them
+forms                which YAML form a config names, and what stands in it
 items                a benchmark's items out of our sources
-continuation         the same made out of held-out text
+written              a written answer: its text, how it ended, its thinking
+answers              how forms score an answer
+samples              avg@n, pass@k, maj@n
+results              records, scores, counts
+intervals            mean, standard error, 95 % interval
+paired               two checkpoints on the same items
+kept                 what is finished, for a killed evaluation to go on behind
+
+With them:
+
+harness              one lm-eval run a benchmark
+continuation         items made out of held-out text
 evaluated_model      the model as lm-eval sees it
 scoring              log-probabilities
 writing              texts by embedded samplers
-answers              how answers are scored
 core                 CORE: 22 in-context tasks as one number
-intervals            mean, standard error, 95 % interval
-paired               two checkpoints on the same items
 ngrams               what a base model must beat
 """

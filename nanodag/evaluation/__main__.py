@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.errors.words import counted
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.harness import BenchmarkResult, run_benchmark
+from nanodag.evaluation.forms import check_likelihood, is_core
+from nanodag.evaluation.harness import run_benchmark
+from nanodag.evaluation.kept import KeptLines
+from nanodag.evaluation.results import BenchmarkResult
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
@@ -38,7 +40,8 @@ def main() -> None:
 def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill the job's output; returns the stage's metrics and cost.
 
-    A benchmark that was finished before a restart is not asked again. Progress is told in thousandths of the
+    A benchmark that was finished before a restart is not asked again, nor are the items that were finished of the one
+    that was under way. Progress is told in thousandths of the
     benchmarks, and in requests of the benchmark that is under way.
     """
     config = job.config
@@ -47,7 +50,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
         job.inputs["model"],
         precision=config.precision,
         device=config.resources.device,
-        batch_size=config.batch_size,
+        batch_tokens=config.batch_tokens,
         max_new_tokens=config.max_new_tokens,
         replicas=int(config.sampler.replicas),
         sampler_batch=int(config.sampler.max_batch),
@@ -89,29 +92,26 @@ def _run_one(
 ) -> None:
     began = time.monotonic()
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
-    if "core" in (benchmark.form, benchmark.name):
-        result = run_core(checkpoint, benchmark)
-    else:
-        config, mirror = job.config, str(job.mirror or "")
-        result = run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
-    log.info("%s", summary(result))
-    if num_over := sum(bool(record.get("too_long")) for record in result.records):
-        log.warning("%s: the prompts of %s were too long.", result.name, counted(num_over, "item"))
+    kept_path = done_path.with_suffix(".jsonl")
+    with KeptLines(kept_path) as checkpoint.kept:
+        result = _asked(job, checkpoint, benchmark, forms)
+    checkpoint.kept = None
+    log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
     lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
     text = "".join(line + "\n" for line in lines)
     write_bytes(samples_folder / f"{benchmark.name}.jsonl", text.encode("utf-8", "surrogatepass"))
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
+    kept_path.unlink()
 
 
-def summary(result: BenchmarkResult) -> str:
-    """`gsm8k exact_match 0.412 +- 0.025, 95 % interval 0.364 to 0.461, 400 items`."""
-    score = result.scores[result.metric]
-    return (
-        f"{result.name} {result.metric} {score.value:.3f} +- {score.stderr:.3f}, "
-        f"95 % interval {score.low:.3f} to {score.high:.3f}, {counted(score.num_items, 'item')}"
-    )
+def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path) -> BenchmarkResult:
+    if is_core(benchmark):
+        check_likelihood(benchmark)
+        return run_core(checkpoint, benchmark)
+    config, mirror = job.config, str(job.mirror or "")
+    return run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
@@ -121,7 +121,7 @@ def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool
     checkpoint.is_chat = chat
     checkpoint.switch_template({})
     texts = [checkpoint.apply_chat_template([{"role": "user", "content": p}]) if chat else p for p in prompts]
-    completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts], [()] * len(texts))
+    completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts])
     return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]
 
 

@@ -24,8 +24,8 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.harness import BenchmarkResult
 from nanodag.evaluation.intervals import Z95, Score, score_of
+from nanodag.evaluation.results import BenchmarkResult
 from nanodag.evaluation.scoring import AnswerScore, Question
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
@@ -99,6 +99,7 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
         name=config.name,
         form="core",
         metric="core",
+        base_metric="core",
         higher_is_better=True,
         is_chat=False,
         num_fewshot=0,

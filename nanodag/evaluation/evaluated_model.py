@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,15 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.evaluation.benchmark import sampling_params
+from nanodag.evaluation.kept import KeptLines, content_key
 from nanodag.evaluation.scoring import AnswerScore, Question, score_questions
+from nanodag.evaluation.written import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
-from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
@@ -39,23 +44,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[int, int], None]
 
 
-class TooLong(str):
-    """The empty answer to a prompt that leaves max_new_tokens no room in the model's positions: it is not asked."""
-
-    __slots__ = ()
-
-
 class CutScore(tuple[float, bool]):
     """The score of an answer behind a context that was too long and lost its beginning, as in lm-eval's HFLM."""
 
     __slots__ = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A benchmark that is asked. seed: the stage's."""
+
+    config: BenchmarkConfig
+    seed: int
+
+
 class EvaluatedModel(TemplateLM):
     """A Hugging Face folder for lm-eval.
 
-    is_chat: prompts come from the chat template; set by the harness benchmark by benchmark. bos: as EvalStage's.
-    batch_size: questions scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
+    is_chat: prompts come from the chat template. under_way: the benchmark. kept: what was written and scored for
+    it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where the benchmark
+    does not say. bos: as EvalStage's.
+    batch_tokens: scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
     on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
@@ -66,7 +75,7 @@ class EvaluatedModel(TemplateLM):
         *,
         precision: str,
         device: str,
-        batch_size: int,
+        batch_tokens: int = 16_384,
         max_new_tokens: int,
         replicas: int = 1,
         sampler_batch: int = 64,
@@ -79,12 +88,14 @@ class EvaluatedModel(TemplateLM):
 
         self.folder = folder
         self.is_chat = False
+        self.under_way: Asked | None = None
+        self.kept: KeptLines | None = None
         self._switches: dict[str, Any] = {}
         self.tokens_read = 0
         self.tokens_written = 0
         self._device = device
         self._precision = precision
-        self._batch_size = batch_size
+        self._batch_tokens = batch_tokens
         self._max_new_tokens = max_new_tokens
         self._replicas, self._sampler_batch, self._cache_bytes = replicas, sampler_batch, cache_bytes
         self._sampler: Sampler | None = None
@@ -224,42 +235,91 @@ class EvaluatedModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Greedy texts, each cut before the first of its `until` strings; TooLong for a prompt without room. Raises
-        ConfigError for sampling settings."""
-        prompts, stops = [], []
+        """What the model writes as the benchmark under way says, without thinking: Answers in the order given. A
+        request's number among the documents says which sample of its item it is (nanodag.evaluation.harness)."""
+        assert self.under_way is not None
+        config, tags = self.under_way.config, self.under_way.config.thinking
+        prompts, params, opened = [], [], []
         for request in requests:
             context, settings = request.args
-            if settings.get("do_sample") or settings.get("temperature", 0.0) > 0:
-                raise ConfigError(f"Benchmarks are answered greedily; {request.task_name} asks for {settings}.")
             prompts.append(self.tok_encode(context))
-            stops.append(tuple(settings.get("until", ())))
-        return self.complete(prompts, stops)
+            params.append(
+                sampling_params(
+                    config,
+                    item_id=str(request.doc.get("item_id", context)),
+                    sample=int(request.doc_id or 0) % config.num_samples,
+                    seed=self.under_way.seed,
+                    max_new_tokens=self._max_new_tokens,
+                    until=settings.get("until") or (),
+                    stop_token_ids=self._stop_ids,
+                )
+            )
+            opened.append(tags is not None and context.rstrip().endswith(tags.begin))
+        answers: list[str] = []
+        for (ids, ending), one, is_open in zip(self.write(prompts, params), params, opened, strict=True):
+            text = _before(self._decode(ids, keep=() if tags is None else (tags.begin, tags.end)), one.stop or ())
+            answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open))
+        return answers
 
-    def complete(self, prompts: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[str]:
-        """Greedy continuations of token ids as text, each up to its first stop string or the end of its turn; TooLong
-        for a prompt that leaves max_new_tokens no room in the model's positions."""
-        most, limit = self.max_positions - self._max_new_tokens, self._max_new_tokens
-        asked = [number for number, prompt in enumerate(prompts) if len(prompt) <= most]
-        if num_over := len(prompts) - len(asked):
+    def complete(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Greedy continuations of token ids as text, each up to the end of its turn; empty for a prompt that is too
+        long."""
+        params = SamplingParams(
+            max_new_tokens=self._max_new_tokens, temperature=0.0, stop_token_ids=tuple(self._stop_ids)
+        )
+        return [self._decode(ids) for ids, _ in self.write(prompts, [params] * len(prompts))]
+
+    def write(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[tuple[list[int], Ending]]:
+        """The new token ids of each prompt without the one that ended them, and how they ended.
+
+        A prompt that leaves its answer no room in the model's positions is not asked. What was kept of the benchmark is
+        not written again.
+        """
+        limits = [one.max_new_tokens or 0 for one in params]
+        asked = [n for n, prompt in enumerate(prompts) if len(prompt) + limits[n] <= self.max_positions]
+        self._warn_of_too_long(prompts, len(prompts) - len(asked), max(limits, default=0))
+        written: list[tuple[list[int], Ending]] = [([], "too_long")] * len(prompts)
+        keys = {n: content_key("written", prompts[n], params[n].model_dump(mode="json")) for n in asked}
+        missing = []
+        for n in asked:
+            found = None if self.kept is None else self.kept.get(keys[n])
+            if found is None:
+                missing.append(n)
+            else:
+                written[n] = (found["ids"], found["ending"])
+        if missing:
+            requests = [Request(input_ids=prompts[n], params=params[n], return_logprob=False) for n in missing]
+            context = min(slot_tokens(max(len(prompts[n]) + limits[n] for n in asked)), self.max_positions)
+            sampler = self._sampler_for(context, sum(len(prompts[n]) + limits[n] for n in asked))
+            num_done = len(asked) - len(missing)
+
+            def keep(number: int, completion: Completion) -> None:
+                nonlocal num_done
+                n = missing[number]
+                written[n] = self._ended(completion)
+                if self.kept is not None:
+                    self.kept.add({keys[n]: {"ids": written[n][0], "ending": written[n][1]}})
+                num_done += 1
+                self._on_progress(num_done, len(asked))
+
+            sampler.write(requests, keep)
+        self.tokens_read += sum(len(prompts[n]) for n in asked)
+        self.tokens_written += sum(len(written[n][0]) for n in asked)
+        return written
+
+    def _ended(self, completion: Completion) -> tuple[list[int], Ending]:
+        ids, reason = completion.output_ids, completion.finish_reason
+        if ids and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        return ids, "length" if reason is not None and reason.type == "length" else "stop"
+
+    def _warn_of_too_long(self, prompts: Sequence[list[int]], num_over: int, limit: int) -> None:
+        if num_over:
             log.warning(
                 "%d of %s are longer than %d tokens, what max_new_tokens %d leaves of the model's %d; they are not "
                 "asked, and count as wrong and as too_long.",
-                num_over, counted(len(prompts), "prompt"), most, limit, self.max_positions,
+                num_over, counted(len(prompts), "prompt"), self.max_positions - limit, limit, self.max_positions,
             )  # fmt: skip
-        texts: list[str] = [TooLong()] * len(prompts)
-        if not asked:
-            return texts
-        requests = [_greedy_request(prompts[number], limit, self._stop_ids, stops[number]) for number in asked]
-        num_read = sum(len(prompts[number]) for number in asked)
-        context = min(slot_tokens(max(len(prompts[number]) for number in asked) + limit), self.max_positions)
-        sampler = self._sampler_for(context, num_read + limit * len(asked))
-        written = sampler.greedy(requests, lambda done: self._on_progress(done, len(asked)))
-        self.tokens_read += num_read
-        for number, ids in zip(asked, written, strict=True):
-            ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
-            self.tokens_written += len(ids)
-            texts[number] = _before(self._decode(ids), stops[number])
-        return texts
 
     @cached_property
     def _stop_ids(self) -> list[int]:
@@ -269,8 +329,18 @@ class EvaluatedModel(TemplateLM):
         ends = named if isinstance(named, list) else [named]
         return sorted({i for i in (*ends, self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) if i is not None})
 
-    def _decode(self, ids: Iterable[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def _decode(self, ids: Iterable[int], keep: Sequence[str] = ()) -> str:
+        """The text of token ids without special tokens, but those in keep."""
+        added = self.tokenizer.get_added_vocab() if keep else {}
+        kept = {added[token]: token for token in keep if token in added}
+        text, piece = "", list[int]()
+        for token in ids:
+            if token in kept:
+                text += str(self.tokenizer.decode(piece, skip_special_tokens=True)) + kept[token]
+                piece = []
+            else:
+                piece.append(token)
+        return text + str(self.tokenizer.decode(piece, skip_special_tokens=True))
 
     def score(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
         """Scores of every answer of every question, in order."""
@@ -278,19 +348,11 @@ class EvaluatedModel(TemplateLM):
         return score_questions(
             self.models,
             questions,
-            batch_size=self._batch_size,
+            batch_tokens=self._batch_tokens,
             max_positions=self.max_positions,
             on_batch=lambda done: self._on_progress(done, len(questions)),
+            kept=self.kept,
         )
-
-
-def _greedy_request(
-    prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], stops: Sequence[str]
-) -> Request:
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=0.0, stop_token_ids=tuple(stop_ids), stop=tuple(stops) or None
-    )
-    return Request(input_ids=prompt, params=params, return_logprob=False)
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ the form. The file stays in the workspace, so the question can be read afterward
 import json
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +19,13 @@ from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel, TooLong
+from nanodag.evaluation.evaluated_model import Asked, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
-from nanodag.evaluation.intervals import Score, score_of
+from nanodag.evaluation.items import item_options
+from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, result_of, shortened, written_record
+from nanodag.evaluation.written import Answer
 
 log = logging.getLogger(__name__)
-
-MAX_RECORDED_CHARACTERS = 20_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkResult:
-    """metric: the main one, the first of the form's list. scores: by metric. records: one an item, with `too_long`
-    where its prompt had no room: a written answer is then wrong, a likelihood that of a context without its beginning.
-    """
-
-    name: str
-    form: str
-    metric: str
-    higher_is_better: bool
-    is_chat: bool
-    num_fewshot: int
-    scores: Mapping[str, Score]
-    records: list[dict[str, Any]]
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything but the records."""
-        return {
-            "metric": self.metric,
-            "higher_is_better": self.higher_is_better,
-            "form": self.form,
-            "chat": self.is_chat,
-            "num_fewshot": self.num_fewshot,
-            "too_long": sum(bool(record.get("too_long")) for record in self.records),
-            **self.scores[self.metric].as_json(),
-            "metrics": {name: score.as_json() for name, score in self.scores.items()},
-        }
 
 
 def run_benchmark(
@@ -68,37 +38,78 @@ def run_benchmark(
     form, is_chat = find_form(config, chat=chat)
     path = folder / f"{config.name}.yaml"
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
-    task = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
+    tasks = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
+    task = tasks["tasks"][config.name]
+    returned = _keep_what_is_returned(task)
+    _repeat_items(task, config)
     checkpoint.is_chat = is_chat
+    checkpoint.under_way = Asked(config=config, seed=seed)
     checkpoint.switch_template({} if config.source is None else config.source.template_options)
     evaluated = evaluate(
         checkpoint,
-        task,
+        tasks,
         bootstrap_iters=0,  # its standard errors would be drawn at random; ours are computed from the records
+        system_instruction=config.system or None,
         apply_chat_template=is_chat,
         fewshot_as_multiturn=True,
     )
     assert evaluated is not None
-    table = evaluated["configs"][config.name]
-    metric_list = table["metric_list"]
-    first_filter = evaluated["samples"][config.name][0]["filter"]  # lm-eval's own gsm8k has two, its main one first
-    samples = [sample for sample in evaluated["samples"][config.name] if sample["filter"] == first_filter]
-    records = [_record(sample, [m["metric"] for m in metric_list]) for sample in samples]
-    weights = [record.get("weight", 1.0) for record in records]
-    scores = {m["metric"]: score_of([r["scores"][m["metric"]] for r in records], weights) for m in metric_list}
-    for name, score in scores.items():
-        reported = evaluated["results"][config.name][f"{name},{first_filter}"]
-        assert math.isclose(score.value, reported, rel_tol=1e-6, abs_tol=1e-9), (name, score.value, reported)
-    return BenchmarkResult(
-        name=config.name,
+    metric_list = evaluated["configs"][config.name]["metric_list"]
+    metrics = [metric["metric"] for metric in metric_list]
+    logged = evaluated["samples"][config.name]
+    first_filter = logged[0]["filter"]  # lm-eval's own gsm8k has two, its main one first
+    samples = [sample for sample in logged if sample["filter"] == first_filter]
+    if isinstance(samples[0]["resps"][0][0], str):
+        own = returned[: len(samples)] or [None] * len(samples)
+        judged = [_judged(sample, metrics, found) for sample, found in zip(samples, own, strict=True)]
+        groups = range(0, len(samples), config.num_samples)
+        records = [
+            _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])
+            for i in groups
+        ]
+        means = {name: math.fsum(one.scores[name] for one in judged) / len(judged) for name in metrics}
+    else:
+        records = [_likelihood_record(sample, metrics) for sample in samples]
+        means = {}
+    result = result_of(
+        config,
         form=form.stem,
-        metric=metric_list[0]["metric"],
-        higher_is_better=bool(metric_list[0]["higher_is_better"]),
         is_chat=is_chat,
-        num_fewshot=config.num_fewshot,
-        scores=scores,
+        base_metric=metrics[0],
+        higher_is_better=bool(metric_list[0]["higher_is_better"]),
         records=records,
     )
+    for name in metrics:
+        value = means[name] if means else result.scores[name].value
+        reported = evaluated["results"][config.name][f"{name},{first_filter}"]
+        assert math.isclose(value, reported, rel_tol=1e-6, abs_tol=1e-9), (name, value, reported)
+    return result
+
+
+def _keep_what_is_returned(task: Any) -> list[Mapping[str, Any]]:
+    """What the form's `process_results` returns, answer by answer in the order of lm-eval's samples. lm-eval gets the
+    metrics only: it takes the mean of whatever else there is."""
+    returned: list[Mapping[str, Any]] = []
+    function = task.config.process_results
+    metrics = list(task.aggregation())
+
+    def process_results(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+        found = function(doc, results)
+        returned.append(found)
+        return {name: found[name] for name in metrics if name in found}
+
+    if callable(function):
+        task.config.process_results = process_results
+    return returned
+
+
+def _repeat_items(task: Any, config: BenchmarkConfig) -> None:
+    """Give lm-eval each item once for each sample: number i of its documents is sample i % num_samples."""
+    if config.num_samples > 1:
+        split = task.config.test_split
+        items = task.dataset[split]
+        numbers = [number for number in range(len(items)) for _ in range(config.num_samples)]
+        task.dataset = {**task.dataset, split: items.select(numbers)}
 
 
 def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> str:
@@ -106,37 +117,45 @@ def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> st
     made: dict[str, Any] = {"include": str(form), "task": config.name, "num_fewshot": config.num_fewshot}
     is_ours = form.is_relative_to(FORMS)
     if config.source is None:
-        if is_ours or config.limit:
+        if is_ours or config.limit or config.num_samples > 1:
             raise ConfigError(f"Benchmark {config.name!r} needs `source:`, where its items come from.")
         return yaml.safe_dump(made, sort_keys=False)
-    if config.num_fewshot and config.fewshot is None:
-        raise ConfigError(
-            f"Benchmark {config.name!r}: num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked "
-            "examples that are no items, such as the training split."
-        )
     made |= {"test_split": "test", "validation_split": None, "training_split": None}
     if config.num_fewshot:
         made |= {"fewshot_split": "fewshot", "fewshot_config": {"sampler": "first_n"}}
     else:
         made["fewshot_split"] = None
-    made["dataset_kwargs"] = {
-        "benchmark": config.name,
-        "source": config.source.model_dump(mode="json"),
-        "fewshot": config.fewshot.model_dump(mode="json") if config.fewshot else None,
-        "num_fewshot": config.num_fewshot,
-        "limit": config.limit,
-        "seed": seed,
-        "mirror": mirror,
-    }
+    made["dataset_kwargs"] = item_options(config, seed=seed, mirror=mirror)
     text = yaml.safe_dump(made, sort_keys=False)
     # lm-eval's own forms speak of the data set's own columns, which is what `rows` gives.
     return text if is_ours else f"{text}custom_dataset: !function nanodag.evaluation.items.rows\n"
 
 
-def _record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
-    """One line of samples/<benchmark>.jsonl, out of what lm-eval logs for an item."""
-    doc = sample["doc"]
-    record: dict[str, Any] = {"id": doc.get("item_id", sample["doc_hash"][:16])}
+def _judged(sample: Mapping[str, Any], metrics: list[str], returned: Mapping[str, Any] | None) -> Judged:
+    """An answer as lm-eval scored it. returned: by the form's own function, where it has one."""
+    text = sample["filtered_resps"][0]
+    return judged_from(returned or sample, text if isinstance(text, str) else "", metrics)
+
+
+def _written_record(
+    config: BenchmarkConfig, samples: Sequence[Mapping[str, Any]], judged: Sequence[Judged]
+) -> dict[str, Any]:
+    """An item's line of samples/<benchmark>.jsonl, out of what lm-eval logs for its answers."""
+    first = samples[0]
+    texts = [sample["resps"][0][0] for sample in samples]
+    return written_record(
+        config,
+        item_id=_id_of(first),
+        prompt=first["arguments"][0][0],
+        target=_plain(first["target"]),
+        answers=[text if isinstance(text, Answer) else Answer(text) for text in texts],
+        judged=judged,
+    )
+
+
+def _likelihood_record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
+    """An item's line of samples/<benchmark>.jsonl, out of what lm-eval logs for it."""
+    record: dict[str, Any] = {"id": _id_of(sample)}
     scores: dict[str, float] = {}
     for name in metrics:
         value = sample[name]
@@ -147,19 +166,21 @@ def _record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
         else:
             scores[name] = float(value)
     record["scores"] = scores
-    if any(isinstance(response[0], TooLong | CutScore) for response in sample["resps"]):
+    if any(isinstance(response[0], CutScore) for response in sample["resps"]):
         record["too_long"] = True
     prompts = [arguments[0] for arguments in sample["arguments"]]
-    if isinstance(sample["resps"][0][0], str):  # a text
-        record |= {"prompt": prompts[0], "target": _plain(sample["target"]), "output": sample["resps"][0][0]}
-    elif "weight" in record:
+    if "weight" in record:
         record["prompt"] = prompts[0]
     else:  # choices, each with its log-probability
         record["prompt"] = prompts[0] if len(set(prompts)) == 1 else prompts
         record["choices"] = [arguments[1] for arguments in sample["arguments"]]
         record["logprobs"] = [round(float(response[0][0]), 4) for response in sample["resps"]]
         record["target"] = _plain(sample["target"])
-    return {key: value[:MAX_RECORDED_CHARACTERS] if isinstance(value, str) else value for key, value in record.items()}
+    return {key: shortened(value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def _id_of(sample: Mapping[str, Any]) -> str:
+    return str(sample["doc"].get("item_id", sample["doc_hash"][:16]))
 
 
 def _plain(value: Any) -> Any:

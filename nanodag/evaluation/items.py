@@ -1,7 +1,7 @@
 """Where a benchmark's items come from: our sources, read for lm-eval as its `custom_dataset`.
 
 Each function here is named in a YAML file of benchmarks/ and called by lm-eval with the `dataset_kwargs` that
-nanodag.evaluation.harness writes. It returns a table of splits: `test`, and `fewshot` where worked examples were asked
+`item_options` makes. It returns a table of splits: `test`, and `fewshot` where worked examples were asked
 for. An item has the columns that its YAML file names, and `item_id`, a hash of the row it was made from. A benchmark's
 text form and chat form have the same ids, so a base and a chat model can be compared item by item.
 """
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.asking import asking, check_effect, with_names
 from nanodag.data.canonical import Kind, message_text
 from nanodag.data.config import SourceConfig
 from nanodag.data.parts import open_part
 from nanodag.data.sources import Row, open_source
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,6 +43,28 @@ def problems(**options: Any) -> "dict[str, Dataset]":
 def documents(**options: Any) -> "dict[str, Dataset]":
     """Documents: `text`."""
     return _splits(_documents, options)
+
+
+def item_options(config: BenchmarkConfig, *, seed: int, mirror: str) -> dict[str, Any]:
+    """What the functions above are called with. seed: of the draw. mirror: a folder, empty for the hub.
+
+    Raises ConfigError where worked examples are asked for and no source of them is named.
+    """
+    assert config.source is not None
+    if config.num_fewshot and config.fewshot is None:
+        raise ConfigError(
+            f"Benchmark {config.name!r}: num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked "
+            "examples that are no items, such as the training split."
+        )
+    return {
+        "benchmark": config.name,
+        "source": config.source.model_dump(mode="json"),
+        "fewshot": config.fewshot.model_dump(mode="json") if config.fewshot else None,
+        "num_fewshot": config.num_fewshot,
+        "limit": config.limit,
+        "seed": seed,
+        "mirror": mirror,
+    }
 
 
 def select(pairs: Iterable[tuple[Row, Item]], limit: int, seed: int) -> list[Item]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanodag.errors import ConfigError
+from nanodag.evaluation.kept import KeptLines, content_key
 from nanodag.model.attention import Attend
 from nanodag.model.decoder import Decoder
 
-MAX_BATCH_TOKENS = 16_384  # padding included; bounds the attention masks
 MAX_LOGITS = 1 << 25  # numbers of one slice of (N, V): 128 MB in fp32
 
 
@@ -53,15 +53,18 @@ def score_questions(
     models: Sequence[Decoder],
     questions: Sequence[Question],
     *,
-    batch_size: int,
+    batch_tokens: int,
     max_positions: int,
     on_batch: Callable[[int], None] = lambda done: None,
+    kept: KeptLines | None = None,
 ) -> list[list[AnswerScore]]:
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
-    batch_size: rows at once, fewer where they are long. max_positions: a context that leaves its longest answer no
-    room loses tokens at its front. on_batch gets the number of questions done.
+    batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that leaves
+    its longest answer no room loses tokens at its front. on_batch gets the number of questions done. kept: batches that
+    are done already, and where others are kept. A batch is kept whole: in another one, its scores could be rounded
+    otherwise.
 
     Raises ConfigError when an answer alone is longer than max_positions.
     """
@@ -72,11 +75,22 @@ def score_questions(
     batches: list[list[int]] = []
     start = 0
     while start < len(order):
-        num_rows = min(batch_size, max(1, MAX_BATCH_TOKENS // fitted[order[start]].num_tokens))
+        num_rows = max(1, batch_tokens // fitted[order[start]].num_tokens)
         batches.append(order[start : start + num_rows])
         start += num_rows
+    keys = [content_key("scored", [[q.context, q.answers] for q in map(fitted.__getitem__, b)]) for b in batches]
+    known = {key: found for key in keys if kept is not None and (found := kept.get(key)) is not None}
     num_done = 0
-    for chosen, found in zip(batches, _each_batch(models, [[fitted[i] for i in b] for b in batches]), strict=True):
+    computed = _each_batch(
+        models, [[fitted[i] for i in b] for b, key in zip(batches, keys, strict=True) if key not in known]
+    )
+    for chosen, key in zip(batches, keys, strict=True):
+        if key in known:
+            found = [[AnswerScore(*one) for one in row] for row in known[key]]
+        else:
+            found = next(computed)
+            if kept is not None:
+                kept.add({key: [[(one.logprob, one.is_greedy) for one in row] for row in found]})
         for index, row_scores in zip(chosen, found, strict=True):
             scores[index] = row_scores
         num_done += len(chosen)

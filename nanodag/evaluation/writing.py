@@ -1,4 +1,4 @@
-"""Greedy texts by embedded samplers: one inside this process, or several, each a process on a GPU or core of its own.
+"""Texts by embedded samplers: one inside this process, or several, each a process on a GPU or core of its own.
 SGLang takes a minute to start, in which eight GPUs write the answers of a benchmark.
 
 On a CPU a sampler has one thread and is deterministic, so an answer does not depend on how many of them there are, nor
@@ -29,7 +29,7 @@ REPLICA_FLOPS = 2e11  # what starting another sampler costs: some 3 s of a core
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 6 * 3600.0  # of silence; a sampler that dies is noticed at once
 
-OnDone = Callable[[int], None]
+OnWritten = Callable[[int, Completion], None]
 T = TypeVar("T")
 
 
@@ -51,8 +51,8 @@ class Sampler(Protocol):
     context: int
     num_replicas: int
 
-    def greedy(self, requests: Sequence[Request], on_done: OnDone) -> list[list[int]]:
-        """The new token ids of each request, in order. on_done gets how many are done, now and then."""
+    def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
+        """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""
 
     def close(self) -> None:
         """End it, and give its memory back."""
@@ -95,26 +95,20 @@ class InProcess:
             deterministic=self._is_exact,
         )
 
-    def greedy(self, requests: Sequence[Request], on_done: OnDone) -> list[list[int]]:
+    def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """As Sampler says."""
-        return self._on_one_thread(partial(self._greedy, requests, on_done))
+        self._on_one_thread(partial(self._write, requests, on_written))
 
-    def _greedy(self, requests: Sequence[Request], on_done: OnDone) -> list[list[int]]:
+    def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         self._engine.forget_prompts()  # what an earlier call left in the cache must not change how this one rounds
-        written: dict[int, list[int]] = {}
 
-        def keep(number: int, index: int, completion: Completion) -> None:
-            written[number] = completion.output_ids
+        def written(number: int, index: int, completion: Completion) -> None:
+            on_written(number, completion)
 
         for number, request in enumerate(requests):
-            self._engine.submit(request, partial(keep, number))
-        reported = 0
+            self._engine.submit(request, partial(written, number))
         while self._engine.has_work:
             self._engine.step()
-            if len(written) > reported:
-                reported = len(written)
-                on_done(reported)
-        return [written[number] for number in range(len(requests))]
 
     def _on_one_thread(self, work: Callable[[], T]) -> T:
         """Work as the samplers do that are processes: on a CPU with one thread of torch, else with all of them."""
@@ -167,20 +161,18 @@ class Replicas:
         )
         self._servers.append(server)
 
-    def greedy(self, requests: Sequence[Request], on_done: OnDone) -> list[list[int]]:
+    def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """As Sampler says."""
-        return asyncio.run(self._greedy(requests, on_done))
+        asyncio.run(self._write(requests, on_written))
 
-    async def _greedy(self, requests: Sequence[Request], on_done: OnDone) -> list[list[int]]:
+    async def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         waiting = deque(enumerate(requests))
-        written: dict[int, list[int]] = {}
 
         async def work(client: SamplerClient) -> None:
             while waiting:
                 number, request = waiting.popleft()
                 ((completion,),) = await client.generate([request])
-                written[number] = completion.output_ids
-                on_done(len(written))
+                on_written(number, completion)
 
         clients = [
             SamplerClient(server.url, token=self._token, request_timeout_s=REQUEST_TIMEOUT_S)
@@ -191,7 +183,6 @@ class Replicas:
         finally:
             for client in clients:
                 await client.close()
-        return [written[number] for number in range(len(requests))]
 
     def close(self) -> None:
         """As Sampler says."""

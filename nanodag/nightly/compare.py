@@ -18,7 +18,7 @@ from nanodag.store import Store
 from nanodag.store.run_record import NightScore, RunRecord
 
 # What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
-SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot")
+SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot", "sampling")
 SAME_ANSWERS = "the same answers to the same items"
 
 

@@ -7,7 +7,10 @@ from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
 from nanodag.store.run_record import NightScore
 
-KEPT = ("metric", "higher_is_better", "form", "chat", "num_fewshot", "value", "stderr", "low", "high", "num_items")
+KEPT = (
+    *("metric", "higher_is_better", "form", "chat", "num_fewshot", "sampling"),
+    *("value", "stderr", "low", "high", "num_items"),
+)
 
 
 def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightScore]:
@@ -24,6 +27,6 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightSco
             for benchmark, values in benchmarks.items():
                 line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
                 artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
-                kept = {field: values[field] for field in KEPT}
+                kept = {field: values[field] for field in KEPT if field in values}
                 scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
     return scores

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
+from nanodag.evaluation.forms import is_core, is_written
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
@@ -21,12 +22,9 @@ from nanodag.plan.sizes import (
 from nanodag.plan.speeds import EVALUATION_START_S, decoding_seconds, peak_of, shares_of
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
-WRITTEN = ("gsm8k", "problems")
-"""Forms whose items are answered in writing; the others are scored by likelihood."""
 WRITTEN_SHARE = 0.5
 """Of max_new_tokens, that answers take on average."""
-SCORED_TOKENS = 16_384  # MAX_BATCH_TOKENS of nanodag.evaluation.scoring
-SCORED_LOGITS = 1 << 25  # its MAX_LOGITS
+SCORED_LOGITS = 1 << 25  # MAX_LOGITS of nanodag.evaluation.scoring
 UNKNOWN_ITEMS = 1000
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
@@ -35,20 +33,16 @@ CORE_ITEMS, CORE_TOKENS = 9000, 6_000_000
 """Of CORE, 22 benchmarks of 500 items at most: items, and tokens read with their worked examples."""
 
 
-def is_written(benchmark: BenchmarkConfig) -> bool:
-    """Whether its items are answered in writing."""
-    return (benchmark.name if benchmark.form == "auto" else benchmark.form) in WRITTEN
-
-
-def _is_core(benchmark: BenchmarkConfig) -> bool:
-    return "core" in (benchmark.form, benchmark.name)
-
-
 def needed_context(stage: EvalStage, model: ModelSize) -> int:
     """Tokens of the longest prompt and answer of its written benchmarks; 0 without one."""
+    widest = _widest(stage, model)
+    return 0 if widest is None else _longest(widest, model) + stage.answer_tokens(widest)
+
+
+def _widest(stage: EvalStage, model: ModelSize) -> BenchmarkConfig | None:
+    """The written benchmark with the longest prompt and answer."""
     written = [b for b in stage.benchmarks if is_written(b)]
-    longest = [_longest(b, model) for b in written]
-    return max(longest) + stage.max_new_tokens if longest else 0
+    return max(written, key=lambda b: _longest(b, model) + stage.answer_tokens(b), default=None)
 
 
 def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
@@ -113,15 +107,16 @@ def plan_evaluation(name: str, stage: EvalStage, model: ModelSize | None, machin
 
 def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[Fault]:
     """Answers that would be cut, prompts without room, and a cache without room for one sample."""
-    if model is None or not needed_context(stage, model):
+    if model is None or (widest := _widest(stage, model)) is None:
         return
-    needed = needed_context(stage, model)
+    prompt, answer = _longest(widest, model), stage.answer_tokens(widest)
+    needed = prompt + answer
     if needed > model.max_positions:
-        room = model.max_positions - (needed - stage.max_new_tokens)
-        why = f"tokens and a prompt of about {needed - stage.max_new_tokens} are more than the model's "
-        why += f"{model.max_positions} positions: items would not be asked"
-        mend = (f"max_new_tokens={room}",) if room > 0 else ()
-        yield Fault(setting="max_new_tokens", found=str(stage.max_new_tokens), why=why, mend=mend)
+        room = model.max_positions - prompt
+        why = f"tokens and a prompt of about {prompt} are more than the model's {model.max_positions} positions: items "
+        why += f"of {widest.name} would not be asked"
+        mend = (f"max_new_tokens={room}",) if room > 0 and answer == stage.max_new_tokens else ()
+        yield Fault(setting="max_new_tokens", found=str(answer), why=why, mend=mend)
     samplers = samplers_of(stage, model)
     if samplers is not None and not samplers.at_once:
         why = f"bytes hold no sample of {needed} tokens, which takes {samplers.needed_bytes}"
@@ -130,7 +125,7 @@ def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[
 
 
 def _items(benchmark: BenchmarkConfig) -> int:
-    if _is_core(benchmark):
+    if is_core(benchmark):
         return CORE_ITEMS
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
     rows = found.rows if found is not None and found.rows is not None else UNKNOWN_ITEMS
@@ -141,7 +136,7 @@ def _items(benchmark: BenchmarkConfig) -> int:
 
 def _written(stage: EvalStage, benchmark: BenchmarkConfig) -> float:
     """Tokens that are written for a benchmark."""
-    return _items(benchmark) * WRITTEN_SHARE * stage.max_new_tokens
+    return _items(benchmark) * benchmark.num_samples * WRITTEN_SHARE * stage.answer_tokens(benchmark)
 
 
 def _row_bytes(benchmark: BenchmarkConfig) -> float:
@@ -154,7 +149,7 @@ def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
         items, shots = _items(benchmark), 1 + benchmark.num_fewshot
-        if _is_core(benchmark):
+        if is_core(benchmark):
             scored += CORE_TOKENS * (benchmark.limit or CORE_ITEMS) / CORE_ITEMS
         elif is_written(benchmark):
             url = benchmark.source.url if benchmark.source is not None else ""
@@ -168,11 +163,11 @@ def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
 def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) -> tuple[Process, ...]:
     """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
-    wide = width_of(precision)
+    wide, scored = width_of(precision), stage.batch_tokens
     held = {
         "weights": wide * model.total,
-        "activations": SCORED_TOKENS * wide * (6 * shape.width + 3 * shape.mlp_width) + SCORED_TOKENS * 512,
-        "logits": min(SCORED_LOGITS, SCORED_TOKENS * model.vocabulary // 4) * (wide + 4),
+        "activations": scored * wide * (6 * shape.width + 3 * shape.mlp_width) + scored * 512,
+        "logits": min(SCORED_LOGITS, scored * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     base = {"process": processes.EVALUATION, "data": int(processes.PARSED * in_memory(sources))}

@@ -15,6 +15,9 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
 
+ASKED = ("form", "num_fewshot", "sampling")
+"""What must agree for two scores of a benchmark to be of the same question."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedStage:
@@ -187,7 +190,7 @@ def _compared(name: str, before: Column, after: Column, *, is_parent: bool) -> C
         after=after,
         higher_is_better=bool(second["higher_is_better"]),
         is_parent=is_parent,
-        same_form=(first["form"], first["num_fewshot"]) == (second["form"], second["num_fewshot"]),
+        same_form=all(first.get(name) == second.get(name) for name in ASKED),
         found=paired(before.samples_path(name), after.samples_path(name), second["metric"]),
     )
 

@@ -11,6 +11,9 @@ from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
 from nanodag.report.lineage import sources_of
 
+COUNTS = ("too_long", "unparsed", "truncated")
+"""What an evaluation counts by themselves: prompts, answers in which nothing was parsed, answers cut at their limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -50,7 +53,9 @@ def scores_table(columns: Sequence[Column]) -> Table:
         metric = known[0]["metric"]
         unit = "%" if words.is_share(metric) else "lower is better"
         items = sorted({score["num_items"] for score in known})
-        lead = Cell(text=benchmark, detail=f"{metric}, {unit}, {' / '.join(map(str, items))} items")
+        base = known[0].get("base_metric", metric)
+        named = metric if base == metric else f"{metric} of {base}"
+        lead = Cell(text=benchmark, detail=f"{named}, {unit}, {' / '.join(map(str, items))} items")
         cells = [_score_cell(score) if score else Cell(text="") for score in scores]
         rows.append([lead, *cells])
     headers = ["benchmark", *(column.label for column in columns)]
@@ -80,10 +85,10 @@ def short_scores_table(columns: Sequence[Column]) -> Table:
 def _score_cell(score: Mapping[str, Any]) -> Cell:
     metric = score["metric"]
     value = words.value(score["value"], metric)
-    too_long = f", {score['too_long']} too long" if score.get("too_long") else ""
+    counts = [f", {score[name]} {name.replace('_', ' ')}" for name in COUNTS if score.get(name)]
     return Cell(
         text=f"{value} ± {words.value(score['stderr'], metric)}",
-        detail=words.interval(score["low"], score["high"], metric) + too_long,
+        detail=words.interval(score["low"], score["high"], metric) + "".join(counts),
     )
 
 
@@ -228,16 +233,23 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
     for record in read_records(comparison.after.samples_path(name)):
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
-        if "output" in record and "output" in earlier and change == wanted:
+        if change == wanted and (said := _written(record)) is not None and (once := _written(earlier)) is not None:
             examples.append(
                 Example(
                     prompt=words.shortened(record["prompt"]),
                     target=words.shortened(str(record["target"])),
-                    before=words.shortened(earlier["output"]),
-                    after=words.shortened(record["output"]),
+                    before=words.shortened(once),
+                    after=words.shortened(said),
                 )
             )
     return examples[:limit]
+
+
+def _written(record: Mapping[str, Any]) -> str | None:
+    """An item's written answer, the best one of several; None where likelihoods answer."""
+    samples = record.get("samples", [record] if "output" in record else [])
+    best = max(samples, key=lambda sample: sum(sample["scores"].values()), default=None)
+    return None if best is None else str(best["output"])
 
 
 def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:

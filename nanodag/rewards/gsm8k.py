@@ -20,4 +20,5 @@ def gsm8k(prompt: Mapping[str, Any], completion: str) -> Reward:
     if wanted is None:
         raise ValueError(f"the prompt's answer {prompt['answer']!r:.80} has no number")
     _, *given = completion.split("####")
-    return right_or_wrong(len(given) == 1 and plain_number(given[0].strip(" \t").partition("\n")[0]) == wanted)
+    found = plain_number(given[0].strip(" \t").partition("\n")[0]) if len(given) == 1 else None
+    return right_or_wrong(found == wanted, "" if found is None else str(found))

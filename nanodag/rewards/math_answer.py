@@ -21,18 +21,20 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
 
     given = _answer_of(completion)
     if given is None:
-        return right_or_wrong(False)
+        return right_or_wrong(False, "")
     gold = _parsed(parse, _answer_of(prompt["answer"]) or prompt["answer"])
     if not gold:
         raise ValueError(f"math-verify cannot read the prompt's answer {prompt['answer']!r:.80}")
     # Time limits of math-verify need the alarm signal; the pool's own limit covers all of this.
-    return right_or_wrong(verify(gold, _parsed(parse, given), timeout_seconds=None))
+    found = _parsed(parse, given)
+    # The text, not the expression: writing out what an expression comes to may take for ever.
+    return right_or_wrong(verify(gold, found, timeout_seconds=None), "".join(given.split()) if found else "")
 
 
 @entry("reward", "boxed_math")
 def boxed_math(prompt: Mapping[str, Any], completion: str) -> Reward:
     """As `math`, and 0 without a `\\boxed{}`: for prompts that ask for one. slime's `--rm-type math` needs one too."""
-    return math_answer(prompt, completion) if _boxes(completion) else right_or_wrong(False)
+    return math_answer(prompt, completion) if _boxes(completion) else right_or_wrong(False, "")
 
 
 def _parsed(parse: Any, answer: str) -> Any:

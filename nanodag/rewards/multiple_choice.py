@@ -25,7 +25,7 @@ def multiple_choice(prompt: Mapping[str, Any], completion: str) -> Reward:
     stated = {letter.upper() for letter in _STATED.findall(completion)}
     if not stated:
         stated = _leading_letters(completion.strip())
-    return right_or_wrong(stated == {wanted})
+    return right_or_wrong(stated == {wanted}, next(iter(stated)) if len(stated) == 1 else "")
 
 
 def _leading_letters(text: str) -> set[str]:

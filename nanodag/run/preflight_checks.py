@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
@@ -33,7 +31,7 @@ from nanodag.data.files import FileSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError
-from nanodag.evaluation.forms import FORMS, find_form
+from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, is_core, read_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -150,10 +148,10 @@ class Checks:
         return rows
 
     def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
-        if "core" in (benchmark.form, benchmark.name):
-            return
-
         def look() -> None:
+            if is_core(benchmark):
+                check_likelihood(benchmark)
+                return
             form, _ = find_form(benchmark, chat=is_chat)
             self.relied_on.add(str(form))
             reader = _reader_of(form)
@@ -281,40 +279,16 @@ _KIND_OF_READER: dict[str, Kind] = {
 }
 
 
-MAX_INCLUDES = 20
-
-
-class FormLoader(yaml.SafeLoader):
-    """Reads lm-eval's forms without what their functions are."""
-
-
-FormLoader.add_constructor("!function", lambda loader, node: node.value)
-
-
-def _form(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file of lm-eval's with the one that it includes; `!function x` as the text x."""
-    try:
-        form = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is no form of lm-eval's: {with_place(error)}") from error
-    if not isinstance(form, dict):
-        raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
-    above = form.get("include")
-    if isinstance(above, str) and len(below) > MAX_INCLUDES:
-        raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
-    return {**_form(path.parent / above, (*below, path)), **form} if isinstance(above, str) else form
-
-
 def _reader_of(form: Path) -> str:
     """The function that reads a form's items; empty where lm-eval has data of its own."""
-    return str(_form(form).get("custom_dataset", ""))
+    return str(read_form(form).get("custom_dataset", ""))
 
 
 def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
     """Raise ConfigError where a form speaks of a column that the row lacks: lm-eval would take it as empty."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
-    read = _form(form)
+    read = read_form(form)
     if "process_docs" in read:  # which makes columns of its own
         return
     wanted: set[str] = set()

@@ -133,6 +133,7 @@ class NightScore(_Part):
     form: str
     chat: bool
     num_fewshot: int
+    sampling: str = "greedy"
     value: float
     stderr: float
     low: float

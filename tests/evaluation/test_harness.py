@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import shutil
 
 import pytest
@@ -16,9 +17,12 @@ from nanodag.data.asking import asking
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation import writing
-from nanodag.evaluation.evaluated_model import EvaluatedModel, TooLong
-from nanodag.evaluation.forms import shipped_forms
+from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.forms import FORMS, shipped_forms
 from nanodag.evaluation.harness import run_benchmark
+from nanodag.evaluation.kept import KeptLines
+from nanodag.evaluation.written import Answer
+from nanodag.inference.protocol import SamplingParams
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.tokenizer.chat import load_renderer
 
@@ -267,8 +271,12 @@ ARC = [
 ]
 
 
+def greedy_params(**more) -> SamplingParams:
+    return SamplingParams(max_new_tokens=12, temperature=0.0, **more)
+
+
 def checkpoint_of(folder, **more) -> EvaluatedModel:
-    return EvaluatedModel(folder, precision="fp32", device="cpu", batch_size=4, max_new_tokens=12, **more)
+    return EvaluatedModel(folder, precision="fp32", device="cpu", batch_tokens=96, max_new_tokens=12, **more)
 
 
 def without_bos_in_front(folder, target):
@@ -372,15 +380,20 @@ def test_texts_are_the_models_greedy_ones_up_to_a_stop(run, model_folder, chat):
         assert record["output"] == tokenizer.decode(said, skip_special_tokens=True)
 
 
-def test_stop_strings_cut_the_text(model_folder):
+WORDS = [{"question": f"{word}:", "answer": "the mat"} for word in ("cat", "dog", "mat", "sat on the", "ran")]
+
+
+def outputs(result):
+    return [[one["output"] for one in record.get("samples", [record])] for record in result.records]
+
+
+def test_stop_strings_cut_the_text(run, model_folder):
     checkpoint = checkpoint_of(model_folder)
-    prompts = [checkpoint.tok_encode(text) for text in ("the cat", "the dog sat")]
-    whole = checkpoint.complete(prompts, [(), ()])
-    assert all(len(text) > 4 for text in whole)
-    stops = [(text[2:4],) for text in whole]
-    assert checkpoint.complete(prompts, stops) == [
-        text[: text.index(stop)] for text, (stop,) in zip(whole, stops, strict=True)
-    ]
+    asked = {"form": "problems", "adapter": "problem"}
+    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked))]
+    stop = next(text[2:4] for text in whole if len(text) > 4)
+    cut = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked, stop=[stop]))]
+    assert cut == [text.partition(stop)[0] for text in whole] != whole
 
 
 def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model_folder, caplog):
@@ -390,10 +403,14 @@ def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model
     stops = {checkpoint.tokenizer.eos_token_id, checkpoint.tokenizer.bos_token_id}
     said = checkpoint.tokenizer.decode(greedy(model, ids[:180], stops, 12), skip_special_tokens=True)
     assert said
-    found = checkpoint.complete([ids, ids[:180], ids[:181]], [()] * 3)
-    assert found == ["", said, ""]
-    assert [isinstance(text, TooLong) for text in found] == [True, False, True]
-    assert checkpoint.tokens_read == 180
+    prompts = [ids, ids[:180], ids[:181]]
+    assert checkpoint.complete(prompts) == ["", said, ""]
+    assert [ending for _, ending in checkpoint.write(prompts, [greedy_params()] * 3)] == [
+        "too_long",
+        "length",
+        "too_long",
+    ]
+    assert checkpoint.tokens_read == 2 * 180
     assert "2 of 3 prompts are longer than 180 tokens, what max_new_tokens 12 leaves" in caplog.text
 
 
@@ -415,7 +432,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_the_answer_in_whole_slots
     checkpoint = checkpoint_of(model_folder)
     contexts = []
     for length in (10, 52, 53, 180, 10):
-        checkpoint.complete([[5] * length], [()])
+        checkpoint.complete([[5] * length])
         contexts.append(checkpoint._sampler.context)
     assert contexts == [64, 64, 128, 192, 192]
 
@@ -424,14 +441,14 @@ def test_the_context_is_that_of_the_longest_prompt_and_the_answer_in_whole_slots
 def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
     alone = checkpoint_of(models[kind], replicas=2)
     prompts = [alone.tok_encode(f"{word} {other}") for word in ("the cat", "a dog sat on") for other in "abcdefgh"]
-    stops = [("t",) if number % 3 == 0 else () for number in range(len(prompts))]
-    expected = alone.complete(prompts, stops)
+    params = [greedy_params(stop=("t",) if number % 3 == 0 else None) for number in range(len(prompts))]
+    expected = alone.write(prompts, params)
     assert alone._sampler.num_replicas == 1, "so little is not worth a second one"
     monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
     seen = []
     both = checkpoint_of(models[kind], replicas=2, on_progress=lambda done, total: seen.append((done, total)))
     try:
-        assert both.complete(prompts, stops) == expected
+        assert both.write(prompts, params) == expected
         assert both._sampler.num_replicas == 2
         assert seen == [(done, 16) for done in range(1, 17)]
     finally:
@@ -444,3 +461,181 @@ def test_progress_reaches_the_end(run, model_folder):
     seen = []
     run(checkpoint_of(model_folder, on_progress=lambda done, total: seen.append((done, total))), "arc_easy", ARC)
     assert seen[-1] == (10, 10) and seen == sorted(seen)
+
+
+SAMPLED = {"form": "problems", "adapter": "problem", "num_samples": 4, "temperature": 1.5, "top_p": 0.9, "top_k": 40}
+
+
+def test_a_sample_depends_on_seed_item_and_number_and_on_nothing_that_is_beside_it(run, model_folder, monkeypatch):
+    checkpoint = checkpoint_of(model_folder, replicas=2)
+    lines = [*WORDS, WORDS[0]]  # a row that stands twice is two items
+    base = run(checkpoint, "p", lines, **SAMPLED)
+    samples = {record["id"]: record["samples"] for record in base.records}
+    assert len(samples) == 6
+    assert all(len({one["output"] for one in four}) > 1 for four in samples.values())
+    assert outputs(base)[0] != outputs(base)[5]
+    # others beside it, or fewer of them
+    fewer = run(checkpoint, "p", lines[2:4], **SAMPLED | {"num_samples": 2})
+    assert [record["samples"] for record in fewer.records] == [samples[record["id"]][:2] for record in fewer.records]
+    # batches of one, or two samplers
+    alone = checkpoint_of(model_folder, sampler_batch=1)
+    assert run(alone, "p", lines, **SAMPLED).records == base.records
+    monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
+    try:
+        assert run(checkpoint, "p", lines, **SAMPLED).records == base.records
+        assert checkpoint._sampler.num_replicas == 2
+    finally:
+        checkpoint.close()
+    assert outputs(run(alone, "p", lines, **SAMPLED | {"seed": 5})) != outputs(base)
+
+
+def test_metrics_over_samples_of_known_answers(run):
+    """Sample by sample: the fake counts how often it was asked each question."""
+    said = {"Q1": ["#### 24", "#### 24", "24", "#### 2"], "Q2": ["?", "?", "so 1,234", "?"]}
+
+    class InTurn(Scripted):
+        def generate_until(self, requests):
+            texts = []
+            for request in requests:
+                word = next(word for word in said if word in request.args[0].split())
+                texts.append(said[word][self.asked.count(word)])
+                self.asked.append(word)
+            return [Answer(text, ending="length" if text == "?" else "stop") for text in texts]
+
+    asked = {"num_samples": 4, "temperature": 1.0, "metrics": ["pass@2", "maj@4"]}
+    result = run(InTurn(), "gsm8k", GSM8K[:2], **asked)
+    assert [record["scores"] for record in result.records] == [
+        {"pass@2": pytest.approx(5 / 6), "maj@4": 1.0, "avg@4": 0.5, "flexible": 0.75},
+        {"pass@2": 0.0, "maj@4": 0.0, "avg@4": 0.0, "flexible": 0.25},
+    ]
+    told = result.as_json()
+    assert (told["metric"], told["base_metric"], told["num_samples"]) == ("pass@2", "exact_match", 4)
+    assert told["value"] == pytest.approx(5 / 12)
+    assert (told["unparsed"], told["truncated"], told["too_long"]) == (5, 3, 0)
+    assert str(result).endswith("2 items, 5 answers unparsed, 3 answers truncated")
+    first = result.records[0]["samples"]
+    assert first[0] == {"output": "#### 24", "parsed": "24", "scores": {"exact_match": 1.0, "flexible": 1.0}}
+    assert first[2] == {"output": "24", "parsed": "", "scores": {"exact_match": 0.0, "flexible": 1.0}}
+
+
+def test_answers_that_reach_their_limit_and_those_without_an_answer_are_counted_by_themselves(run, model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    asked = {"form": "problems", "adapter": "problem", "options": {"reward": "boxed_math"}}
+    lines = [{"question": f"{word} the cat", "answer": "7"} for word in "abcdef"]
+    whole = run(checkpoint, "p", lines, **asked, max_new_tokens=40)
+    short = run(checkpoint, "p", lines, **asked, max_new_tokens=3)
+    for (text,), (start,) in zip(outputs(whole), outputs(short), strict=True):
+        assert text.startswith(start)
+    ended = [not record.get("truncated") for record in short.records]
+    assert short.counts == {"too_long": 0, "unparsed": 6, "truncated": 6 - sum(ended)}
+    assert short.counts["truncated"] > whole.counts["truncated"]
+
+
+def test_thinking_is_left_out_of_what_is_judged(run, model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    asked = {"form": "problems", "adapter": "problem"}
+    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked))]
+    end = next(text[3:5] for text in whole if len(text) > 8)
+    lines = [{**row, "answer": text.rpartition(end)[2]} for row, text in zip(WORDS, whole, strict=True)]
+    result = run(checkpoint, "p", lines, **asked, thinking={"begin": "never written", "end": end})
+    expected = [text.rpartition(end)[2].lstrip() for text in whole]
+    assert [text for (text,) in outputs(result)] == expected != whole
+    assert scores_of(result, "exact_match") == [float(text.strip() != "") for text in expected]
+    for text, record in zip(whole, result.records, strict=True):
+        assert record.get("thinking", "") == text.rpartition(end)[0]
+
+
+def test_tags_that_are_special_tokens_are_seen_in_what_was_written(model_folder):
+    checkpoint = checkpoint_of(model_folder)
+    start = checkpoint.tokenizer.bos_token
+    ids = [*checkpoint.tok_encode("the cat", add_special_tokens=False), checkpoint.tokenizer.bos_token_id]
+    assert checkpoint._decode([*ids, *ids]) == "the catthe cat"
+    assert checkpoint._decode([*ids, *ids], keep=("none", start)) == f"the cat{start}the cat{start}"
+
+
+def test_a_system_prompt_stands_before_that_of_the_item_and_worked_examples_are_turns(run):
+    model = Scripted({"?<assistant>": "#### 24"})
+    examples = [{"question": "QF ?", "answer": "#### 2"}]
+    run(model, "gsm8k", GSM8K[:2], chat=True, system="Be brief.", num_fewshot=1, fewshot=examples)
+    assert model.asked[0] == "<system>Be brief.<user>QF ?<assistant>#### 2<user>Q1 ?<assistant>"
+    with pytest.raises(ConfigError, match=r"put as plain text .*; leave out its `system`"):
+        run(model, "gsm8k", GSM8K[:2], system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("num_samples", 2), ("stop", ["a"]), ("thinking", {}), ("temperature", 1.0)]
+)
+def test_settings_of_written_answers_are_refused_where_likelihoods_are_scored(run, setting, value):
+    given = {setting: value, "temperature": 1.0}
+    with pytest.raises(ConfigError, match=r"'mmlu' is scored by likelihood, so its \w+ means nothing"):
+        run(Scripted(), "mmlu", MMLU, **given)
+
+
+def test_a_form_that_asks_for_sampling_is_not_answered_greedily(run, tmp_path):
+    (tmp_path / "warm.yaml").write_text(
+        f"include: {FORMS / 'gsm8k.yaml'}\ntask: warm\ngeneration_kwargs: {{do_sample: true, temperature: 0.6}}\n"
+    )
+    form = str(tmp_path / "warm.yaml")
+    with pytest.raises(
+        ConfigError, match=r"would be answered greedily, and warm.yaml asks for .* Set temperature: 0.6"
+    ):
+        run(Scripted(GSM8K_TEXTS), "w", GSM8K, form=form)
+    assert run(Scripted(GSM8K_TEXTS), "w", GSM8K, form=form, temperature=0.6).scores["exact_match"].value == 0.4
+    (tmp_path / "warm.yaml").write_text(f"include: {FORMS / 'gsm8k.yaml'}\ntask: warm\nrepeats: 3\n")
+    with pytest.raises(ConfigError, match=r"has repeats 3\. Name a form without, and set num_samples"):
+        run(Scripted(GSM8K_TEXTS), "w", GSM8K, form=form)
+
+
+def test_what_lm_eval_s_own_filters_find_nothing_in_is_unparsed(run):
+    """Its own gsm8k, whose main filter is the number behind ####."""
+    result = run(Scripted(GSM8K_TEXTS), "mine", GSM8K, form="lm_eval:gsm8k/gsm8k.yaml")
+    assert [record["parsed"] for record in result.records] == ["24", "", "-5.0", "7", ""]
+    assert result.counts == {"too_long": 0, "unparsed": 2, "truncated": 0}
+
+
+class Killed(BaseException):
+    """A kill."""
+
+
+@pytest.mark.parametrize("benchmark", ["p", "arc_easy", "bits_per_byte"])
+def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_it_had_not_been(
+    run, model_folder, tmp_path, benchmark
+):
+    asked = {
+        "p": {"lines": [*WORDS, *({**row, "question": row["question"] * 2} for row in WORDS)], **SAMPLED},
+        "arc_easy": {"lines": [{**row, "question": row["question"] * n} for n, row in enumerate(ARC, start=1)]},
+        "bits_per_byte": {"lines": [{"text": "the cat sat " * n} for n in range(1, 16)]},
+    }[benchmark]
+
+    def attempt(kept, num_done):
+        """The result, and how much was done before it ended; Killed behind num_done more."""
+        seen = []
+
+        def progress(done, total):
+            seen.append(done)
+            if len(seen) > num_done:
+                raise Killed
+
+        checkpoint = checkpoint_of(model_folder, on_progress=progress, sampler_batch=3)
+        checkpoint.kept = kept
+        return run(checkpoint, benchmark, **asked), checkpoint, seen
+
+    whole, undisturbed, _ = attempt(None, 10**6)
+    path, kills, rng = tmp_path / "kept.jsonl", 0, random.Random(0)
+    found = None
+    while found is None:
+        with KeptLines(path) as kept:
+            try:
+                found, checkpoint, _ = attempt(kept, rng.randrange(1, 4) + kills)
+            except Killed:
+                kills += 1
+        num_kept = len(kept)
+        assert len(path.read_bytes().splitlines()) == num_kept, "something was asked twice"
+        with path.open("ab") as stream:  # and a line that was being written
+            stream.write(b'00000000 {"half')
+    assert kills >= 2
+    assert found == whole
+    assert (checkpoint.tokens_read, checkpoint.tokens_written) == (
+        undisturbed.tokens_read,
+        undisturbed.tokens_written,
+    )

@@ -1,11 +1,13 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.evaluation import __main__ as worker
 from nanodag.store.atomic import sha256_of
 from nanodag.worker.job import Job, MetricsLog, write_job
@@ -34,10 +36,11 @@ def make_job(tmp_path, model_folder):
         sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
     )
 
-    def made(name: str) -> Job:
+    def made(name: str, **changes) -> Job:
         (tmp_path / name).mkdir()
+        changed = config.model_copy(update=changes)
         return Job(
-            name="eval_sft", run="r", config=config, inputs={"model": model_folder}, workspace=tmp_path / name,
+            name="eval_sft", run="r", config=changed, inputs={"model": model_folder}, workspace=tmp_path / name,
             context={"mirror": "none"},
         )  # fmt: skip
 
@@ -104,6 +107,61 @@ def test_killed_and_started_again_it_ends_on_the_same_bytes_without_asking_twice
     assert asked == ["words", "bits_per_byte", "bits_per_byte", "continuation"]
     assert bytes_of(broken) == bytes_of(whole)
     assert len(bytes_of(whole)) == 4
+
+
+def test_killed_between_items_it_goes_on_behind_them_and_ends_on_the_same_bytes(make_job, monkeypatch):
+    """Each kill comes 3 progress reports later than the last one: within every benchmark, and between them."""
+    whole = make_job("whole")
+    _, cost = evaluate(whole)
+    broken, kills = make_job("broken"), 0
+    report = worker._Progress.__call__
+    with monkeypatch.context() as patch:
+        for most in range(2, 60, 3):
+            seen = []
+
+            def dies(progress, done, total, seen=seen, most=most):
+                seen.append(done)
+                if len(seen) > most:
+                    raise KeyboardInterrupt
+                report(progress, done, total)
+
+            patch.setattr(worker._Progress, "__call__", dies)
+            try:
+                _, found = evaluate(broken)
+                break
+            except KeyboardInterrupt:
+                kills += 1
+                assert not (broken.output / "results.json").exists()
+    assert kills >= 2
+    assert bytes_of(broken) == bytes_of(whole)
+    assert found["forward_tokens"] == cost["forward_tokens"]
+    assert not list((broken.workspace / "finished").glob("*.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_whenever_it_has_finished_something_ends_on_the_same_bytes(make_job):
+    sampled = BenchmarkConfig(**{
+        **make_job("config").config.benchmarks[0].model_dump(), "num_samples": 64, "temperature": 1.0, "limit": 0,
+    })  # fmt: skip
+    benchmarks = (sampled, *make_job("others").config.benchmarks[1:])
+    whole = make_job("whole", benchmarks=benchmarks)
+    evaluate(whole)
+    job = make_job("killed", benchmarks=benchmarks)
+    command = [sys.executable, "-m", "nanodag.evaluation", str(write_job(job))]
+    finished, kills, last = job.workspace / "finished", 0, 0
+    while True:
+        process = subprocess.Popen(command)
+        while process.poll() is None:
+            size = sum(path.stat().st_size for path in finished.glob("*") if path.is_file())
+            if kills < 4 and size > last + 2000 * kills:
+                process.kill()
+                last, kills = size, kills + 1
+            time.sleep(0.005)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert kills == 4
+    assert bytes_of(job) == bytes_of(whole)
 
 
 def test_the_worker_runs_as_a_process_and_publishes_its_result_last(make_job):

@@ -46,7 +46,7 @@ def test_pretraining_of_pocket_in_numbers():
 
 def test_constants_are_those_of_the_evaluation():
     assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
-    assert (evaluation.SCORED_TOKENS, evaluation.SCORED_LOGITS) == (scoring.MAX_BATCH_TOKENS, scoring.MAX_LOGITS)
+    assert evaluation.SCORED_LOGITS == scoring.MAX_LOGITS
 
 
 def test_price_is_that_of_the_machine_for_so_long():

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from nanodag.errors import CorruptArtifact, StoreError
+from nanodag.evaluation.forms import FormLoader
 from nanodag.host.folders import PROJECT
-from nanodag.run.preflight_checks import FormLoader
 from nanodag.store import Store
 from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish

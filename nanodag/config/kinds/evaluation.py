@@ -1,6 +1,7 @@
 """Evaluation of a model."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -8,6 +9,21 @@ from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
+from nanodag.errors.words import counted
+
+GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
+"""Settings that mean nothing at temperature 0, with the values that they have there."""
+OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
+"""A metric over the samples of an item: its name, and how many samples it is of."""
+
+
+class ThinkingConfig(Section):
+    """The tags around thinking text."""
+
+    begin: str = Field("<think>", min_length=1)
+    """What thinking begins with. A chat template may have written it already."""
+    end: str = Field("</think>", min_length=1)
+    """What thinking ends with. An answer is what stands behind the last of these."""
 
 
 class BenchmarkConfig(Section):
@@ -26,6 +42,66 @@ class BenchmarkConfig(Section):
     """Where the worked examples come from."""
     limit: int = Field(0, ge=0)
     """Items, drawn at random by the stage's seed; 0 for all."""
+    num_samples: int = Field(1, ge=1)
+    """Answers that are written to each item."""
+    temperature: float = Field(0.0, ge=0.0)
+    """Sampling temperature; at 0 each token is the likeliest one."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Tokens are drawn from the likeliest ones that together have this probability."""
+    top_k: int = Field(0, ge=0)
+    """Tokens are drawn from that many likeliest ones; 0 for all."""
+    seed: int | Auto = "auto"
+    """What answers are drawn with, together with the item and the number of the sample. `auto`: the stage's seed."""
+    metrics: tuple[Annotated[str, Field(pattern=f"^{OVER_SAMPLES.pattern}$")], ...] = ()
+    """What is told of several samples, the main one first: `avg@n` (mean), `pass@k` (chance that one of k is right),
+    `maj@n` (whether most samples agree on the right answer), n being num_samples. `avg@n` is always there."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer, beside those of the form. They end thinking too."""
+    system: str = ""
+    """The system prompt of a chat, before that of the item."""
+    max_new_tokens: Positive | Auto = "auto"
+    """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
+    thinking: ThinkingConfig | None = None
+    """Thinking text between these tags is left out of the answer that is scored."""
+
+    @model_validator(mode="after")
+    def _samples_fit(self) -> "BenchmarkConfig":
+        if self.temperature == 0:
+            for name, value in GREEDY_ONLY.items():
+                if (found := getattr(self, name)) != value:
+                    raise ValueError(
+                        f"benchmark {self.name!r}: {name} {found} means nothing at temperature 0, where all answers to "
+                        "an item are the same; set temperature"
+                    )
+        for metric in self.metrics:
+            kind, count = metric.split("@")
+            if int(count) > self.num_samples or (kind != "pass" and int(count) != self.num_samples):
+                how = "at most" if kind == "pass" else "all of"
+                raise ValueError(
+                    f"benchmark {self.name!r}: {metric} is of {how} num_samples, which is {self.num_samples}; write "
+                    f"{kind}@{self.num_samples}, or change num_samples"
+                )
+        if twice := sorted({metric for metric in self.metrics if self.metrics.count(metric) > 1}):
+            raise ValueError(f"benchmark {self.name!r}: {twice[0]} stands twice among its metrics")
+        return self
+
+    @property
+    def sampling(self) -> str:
+        """How answers are drawn, in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
+        if not self.temperature:
+            return "greedy"
+        said = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
+        said += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+        said += [f"top_k {self.top_k}"] if self.top_k else []
+        return ", ".join(said)
+
+    @property
+    def metrics_over_samples(self) -> tuple[str, ...]:
+        """The metrics over samples, the main one first; none for one sample that asks for none."""
+        mean = f"avg@{self.num_samples}"
+        if mean in self.metrics or (self.num_samples == 1 and not self.metrics):
+            return self.metrics
+        return (*self.metrics, mean)
 
 
 class EvalSamplerConfig(Section):
@@ -48,8 +124,8 @@ class EvalStage(StageBase):
     """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "fp32"
     """Number format of the model."""
-    batch_size: int = operational(64, ge=1)
-    """Questions scored at once, where likelihoods answer them."""
+    batch_tokens: Positive = operational(16_384)
+    """Tokens that are scored at once, padding included, where likelihoods answer. A longer question goes alone."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()
     """The samplers that write answers."""
     chat: bool = True
@@ -58,8 +134,8 @@ class EvalStage(StageBase):
     """Whether texts outside the chat template begin with the tokenizer's bos token. `auto`: where the tokenizer itself
     puts it there, as lm-eval does."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest written answer, in tokens. An item whose prompt leaves it no room in the model's positions is not asked
-    and counts as wrong, as `too_long`."""
+    """Longest written answer of a benchmark that does not say, in tokens. An item whose prompt leaves it no room in the
+    model's positions is not asked and counts as wrong, as `too_long`."""
     sample_prompts: tuple[str, ...] = ()
     """Prompts whose answers the report shows."""
 
@@ -70,15 +146,19 @@ class EvalStage(StageBase):
             raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
         return self
 
+    def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
+        """The longest written answer of a benchmark, in tokens."""
+        return self.max_new_tokens if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
+
 
 KIND = Kind(
     name="eval",
     config=EvalStage,
     module="nanodag.evaluation",
-    code_version=3,
+    code_version=4,
     makes=SCORES,
     needs={"model": MODEL},
     is_beside=True,
     order=80,
-    less_memory="batch_size=8",
+    less_memory="batch_tokens=2048",
 )

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
@@ -24,7 +25,6 @@ from nanodag.rl.rollouts.rollout import Rollout, reward_spread
 from nanodag.rl.rollouts.segments import (
     as_it_ended,
     continued,
-    derived_seed,
     group_seed,
     is_unfinished,
     joined,

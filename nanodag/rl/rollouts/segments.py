@@ -6,21 +6,15 @@ long responses do not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2
 length of a segment depends on counts, never on time. Each token keeps the version that sampled it.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from nanodag.errors import SamplerError
 from nanodag.inference import protocol
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, prompt_span
-
-
-def derived_seed(*parts: int | str) -> int:
-    """63 bits that depend on these alone."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def group_seed(seed: int, step: int, group_id: str) -> int:

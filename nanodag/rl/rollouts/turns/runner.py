@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span
-from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of
+from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
 from nanodag.tokenizer.encoding import Encoding

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.rollout import FinishReason, Span
-from nanodag.rl.rollouts.segments import derived_seed, finish_reason_of, span_of
+from nanodag.rl.rollouts.segments import finish_reason_of, span_of
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 

@@ -1,0 +1,194 @@
+"""What comes out of a benchmark: a record for each item, scores with intervals, and counts. No torch here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors.words import counted
+from nanodag.evaluation.intervals import Score, score_of
+from nanodag.evaluation.samples import over_samples
+from nanodag.evaluation.written import Answer
+
+MAX_RECORDED_CHARACTERS = 20_000
+INVALID = "[invalid]"
+"""What filters of lm-eval make of an answer in which they find nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One answer, judged. scores: by metric of the form. parsed: the answer in it, in a form in which equal answers are
+    equal strings; empty where none could be parsed. details: what else the record shows."""
+
+    scores: Mapping[str, float]
+    parsed: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) -> Judged:
+    """Of what a form's `process_results` returned for an answer: its metrics, and maybe `parsed` and `details`.
+
+    text: as lm-eval's filters left it; it is the parsed answer where the function does not name one. metrics: of the
+    form, the main one first. Raises KeyError for a metric that the function did not return.
+    """
+    parsed = returned.get("parsed", text)
+    return Judged(
+        scores={name: float(returned[name]) for name in metrics},
+        parsed="" if parsed in (None, INVALID) else str(parsed).strip(),
+        details=returned.get("details") or {},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkResult:
+    """metric: the main one. base_metric: the form's, of each answer; metrics over samples are made of it. sampling: in
+    words. scores: by metric. records: one an item; `too_long` where its prompt had no room: a written answer is then
+    wrong, a likelihood that of a context without its beginning. `unparsed`, `truncated`: how many answers of the item.
+    """
+
+    name: str
+    form: str
+    metric: str
+    higher_is_better: bool
+    is_chat: bool
+    num_fewshot: int
+    scores: Mapping[str, Score]
+    records: list[dict[str, Any]]
+    base_metric: str
+    sampling: str = "greedy"
+    num_samples: int = 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Items whose prompt is too long, answers that could not be parsed, answers that reached their limit. Each is
+        counted by itself: a truncated answer is often unparsed, too."""
+        return {
+            name: sum(int(record.get(name, 0)) for record in self.records)
+            for name in ("too_long", "unparsed", "truncated")
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the records."""
+        return {
+            "metric": self.metric,
+            "base_metric": self.base_metric,
+            "higher_is_better": self.higher_is_better,
+            "form": self.form,
+            "chat": self.is_chat,
+            "num_fewshot": self.num_fewshot,
+            "num_samples": self.num_samples,
+            "sampling": self.sampling,
+            **self.counts,
+            **self.scores[self.metric].as_json(),
+            "metrics": {name: score.as_json() for name, score in self.scores.items()},
+        }
+
+    def __str__(self) -> str:
+        """`gsm8k exact_match 0.412 +- 0.025, 95 % interval 0.364 to 0.461, 400 items, 3 answers unparsed`."""
+        score, counts = self.scores[self.metric], self.counts
+        said = [
+            f"{self.name} {self.metric} {score.value:.3f} +- {score.stderr:.3f}",
+            f"95 % interval {score.low:.3f} to {score.high:.3f}",
+            counted(score.num_items, "item"),
+        ]
+        if counts["too_long"]:
+            said.append(f"{counted(counts['too_long'], 'prompt')} too long")
+        said += [f"{counted(counts[name], 'answer')} {name}" for name in ("unparsed", "truncated") if counts[name]]
+        return ", ".join(said)
+
+
+def result_of(
+    config: BenchmarkConfig,
+    *,
+    form: str,
+    is_chat: bool,
+    base_metric: str,
+    higher_is_better: bool,
+    records: list[dict[str, Any]],
+) -> BenchmarkResult:
+    """The result of a benchmark's records. Their first score is the main metric.
+
+    Standard errors are over items, not answers: the samples of an item are not independent. With as many samples for
+    each item that is the error of a mean of clusters.
+
+    Source: Miller, arXiv:2411.00640 (clustered standard errors).
+    """
+    weights = [record.get("weight", 1.0) for record in records]
+    names = list(records[0]["scores"])
+    scores = {name: score_of([record["scores"][name] for record in records], weights) for name in names}
+    return BenchmarkResult(
+        name=config.name,
+        form=form,
+        metric=names[0],
+        higher_is_better=higher_is_better,
+        is_chat=is_chat,
+        num_fewshot=config.num_fewshot,
+        scores=scores,
+        records=records,
+        base_metric=base_metric,
+        num_samples=config.num_samples,
+        sampling=config.sampling,
+    )
+
+
+def written_record(
+    config: BenchmarkConfig,
+    *,
+    item_id: str,
+    prompt: str,
+    target: Any,
+    answers: Sequence[Answer],
+    judged: Sequence[Judged],
+) -> dict[str, Any]:
+    """An item's record. answers, judged: of each of its samples, in order.
+
+    One sample stands in the record itself: `output`, and where they say something `parsed`, `thinking`, `details`.
+    Several stand in `samples`, each with its `scores`.
+    """
+    record: dict[str, Any] = {"id": item_id, "scores": _scores(config, judged), "prompt": prompt, "target": target}
+    if answers[0].ending == "too_long":
+        record["too_long"] = True
+    else:
+        num_unparsed = sum(not one.parsed for one in judged)
+        num_truncated = sum(answer.ending == "length" for answer in answers)
+        record |= {name: n for name, n in (("unparsed", num_unparsed), ("truncated", num_truncated)) if n}
+    samples = [_sample(answer, one) for answer, one in zip(answers, judged, strict=True)]
+    if config.num_samples == 1:
+        return shortened({**record, **samples[0]})
+    listed = [{**sample, "scores": dict(one.scores)} for sample, one in zip(samples, judged, strict=True)]
+    return shortened({**record, "samples": listed})
+
+
+def _scores(config: BenchmarkConfig, judged: Sequence[Judged]) -> dict[str, float]:
+    """Of an item: the metrics over samples that the benchmark asks for, made of the form's first one, and the means of
+    the form's others; of a single sample that asks for none, the form's as they are."""
+    means = {name: math.fsum(one.scores[name] for one in judged) / len(judged) for name in judged[0].scores}
+    if not config.metrics_over_samples:
+        return means
+    first = next(iter(means))
+    base, parsed = [one.scores[first] for one in judged], [one.parsed for one in judged]
+    over = {metric: over_samples(metric, base, parsed) for metric in config.metrics_over_samples}
+    return over | {name: value for name, value in means.items() if name != first}
+
+
+def _sample(answer: Answer, judged: Judged) -> dict[str, Any]:
+    sample: dict[str, Any] = {"output": str(answer)}
+    if judged.parsed != str(answer).strip():
+        sample["parsed"] = judged.parsed
+    if answer.thinking:
+        sample["thinking"] = answer.thinking
+    if judged.details:
+        sample["details"] = dict(judged.details)
+    return sample
+
+
+def shortened(value: Any) -> Any:
+    """The value with each text in it cut to what a record holds."""
+    if isinstance(value, str):
+        return value[:MAX_RECORDED_CHARACTERS]
+    if isinstance(value, dict):
+        return {key: shortened(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shortened(inner) for inner in value]
+    return value

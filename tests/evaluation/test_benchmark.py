@@ -1,0 +1,114 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors import ConfigError
+from nanodag.evaluation.benchmark import open_benchmark
+from nanodag.evaluation.harness import run_benchmark
+from nanodag.evaluation.written import Answer
+from tests.evaluation.test_harness import GSM8K, Scripted
+
+
+class Varied(Scripted):
+    """Answers by the number of the request, and keeps messages and answers."""
+
+    def generate_until(self, requests):
+        self.said = [
+            Answer(f"{number} so #### {number % 3} \\boxed{{{number % 2}}}", ending=("stop", "length")[number % 2])
+            for number in range(len(requests))
+        ]
+        self.params = [request.args[1] for request in requests]
+        return self.said
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        return json.dumps(chat_history)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {**row, "problem": row["question"], "solution": f"{number % 2}", "instruction": f"I{number}"}
+        for number, row in enumerate(GSM8K)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"file:{path}"
+
+
+FORMS = {
+    "gsm8k": {},
+    "problems": {
+        "form": "problems",
+        "source": {
+            "adapter": "problem", "columns": {"question": "problem", "answer": "solution"}, "reward": "boxed_math",
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"num_samples": 3, "temperature": 1.0, "metrics": ["pass@2"]}])
+@pytest.mark.parametrize("name", list(FORMS))
+def test_items_prompts_and_scores_are_those_of_lm_eval(source, tmp_path, name, more):
+    given = {**FORMS[name], **more, "name": name, "limit": 3, "system": "Be brief.", "num_fewshot": 2}
+    given |= {side: {"url": source, **FORMS[name].get("source", {})} for side in ("source", "fewshot")}
+    config = BenchmarkConfig(**given)
+    model = Varied()
+    theirs = run_benchmark(model, config, chat=True, seed=4, mirror="", folder=tmp_path)
+    benchmark = open_benchmark(config, seed=4)
+    number = config.num_samples
+    answers = {item.id: model.said[i * number : (i + 1) * number] for i, item in enumerate(benchmark.items)}
+    ours = benchmark.result(answers)
+    assert [json.dumps(item.messages) for item in benchmark.items] == [record["prompt"] for record in theirs.records]
+    assert [len(item.messages) for item in benchmark.items] == [6] * 3
+    for mine, other in zip(ours.records, theirs.records, strict=True):
+        assert {**mine, "prompt": ""} == {**other, "prompt": ""}
+    assert ours.as_json() == theirs.as_json()
+    assert ours.counts["truncated"] == 3 * number // 2
+
+
+def test_how_a_sample_is_drawn_follows_from_seed_item_and_number(source):
+    config = BenchmarkConfig(name="gsm8k", source=source, num_samples=2, temperature=0.7, top_k=5, stop=["END"])
+    first, second = open_benchmark(config, seed=1), open_benchmark(config, seed=1)
+    drawn = [first.params(item, n, max_new_tokens=9, stop_token_ids=(3,)) for item in first.items for n in range(2)]
+    assert len({one.sampling_seed for one in drawn}) == 10
+    assert drawn[3] == second.params(second.items[1], 1, max_new_tokens=9, stop_token_ids=(3,))
+    assert (drawn[0].temperature, drawn[0].top_k, drawn[0].stop, drawn[0].max_new_tokens) == (0.7, 5, ("END",), 9)
+    own = config.model_copy(update={"seed": 1, "max_new_tokens": 4})
+    other = open_benchmark(own, seed=8).params(first.items[0], 0, max_new_tokens=9)
+    assert (other.sampling_seed, other.max_new_tokens) == (drawn[0].sampling_seed, 4)
+    greedy = open_benchmark(BenchmarkConfig(name="gsm8k", source=source), seed=1)
+    assert greedy.params(greedy.items[0], 0, max_new_tokens=9).sampling_seed is None
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"name": "arc_easy"}, "is scored by likelihood"),
+        ({"name": "g", "form": "lm_eval:gsm8k/gsm8k.yaml"}, "has no chat form"),
+    ],
+)
+def test_what_needs_lm_eval_itself_is_refused_by_name(source, given, why):
+    with pytest.raises(ConfigError, match=rf"{why}.*; only an eval stage can ask it"):
+        open_benchmark(BenchmarkConfig(source=source, **given), seed=0)
+
+
+def test_another_number_of_answers_than_samples_is_refused(source):
+    benchmark = open_benchmark(BenchmarkConfig(name="gsm8k", source=source, limit=2), seed=0)
+    with pytest.raises(ValueError, match="has 2 answers, not 1"):
+        benchmark.result({item.id: [Answer("#### 24")] * 2 for item in benchmark.items})
+
+
+def test_a_benchmark_is_opened_and_scored_without_torch_and_lm_eval(source):
+    script = f"""
+import sys
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.evaluation.benchmark import open_benchmark
+benchmark = open_benchmark(BenchmarkConfig(name="gsm8k", source={source!r}), seed=0)
+result = benchmark.result({{item.id: [benchmark.answer("#### 24", ending="stop")] for item in benchmark.items}})
+print(result.scores["exact_match"].value, sorted({{"torch", "lm_eval", "transformers"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "0.2 []\n"

@@ -1,0 +1,56 @@
+import random
+
+import pytest
+
+from nanodag.evaluation.kept import KeptLines, content_key
+
+
+def test_what_was_added_is_there_after_a_restart(tmp_path):
+    path = tmp_path / "kept.jsonl"
+    with KeptLines(path) as first:
+        first.add({"a": [0.1, True], "b": "é\n"})
+        first.add({"c": {"ids": [1, 2]}})
+        whole = path.read_bytes()  # not closed: what a kill leaves
+    path.write_bytes(whole)
+    again = KeptLines(path)
+    assert (again.get("a"), again.get("b"), again.get("c"), again.get("d")) == (
+        [0.1, True],
+        "é\n",
+        {"ids": [1, 2]},
+        None,
+    )
+    with again:
+        again.add({"d": 4})
+    with KeptLines(path) as last:
+        assert last.get("d") == 4
+
+
+def test_a_file_cut_or_changed_at_any_byte_gives_whole_lines_only_and_grows_on(tmp_path):
+    path = tmp_path / "kept.jsonl"
+    with KeptLines(path) as kept:
+        for number in range(6):
+            kept.add({f"k{number}": number, f"l{number}": -number})
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    rng = random.Random(0)
+    for place in [0, *ends, *rng.sample(range(len(whole)), 60)]:
+        num_lines = sum(end <= place for end in ends)
+        changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :] if place < len(whole) else whole
+        for content in (whole[:place], changed):
+            path.write_bytes(content)
+            with KeptLines(path) as found:
+                assert [found.get(f"k{n}") for n in range(6)] == [n if n < num_lines else None for n in range(6)]
+                assert [found.get(f"l{n}") for n in range(6)] == [-n if n < num_lines else None for n in range(6)]
+                found.add({"more": 1})
+            with KeptLines(path) as found:
+                assert found.get("more") == 1
+
+
+def test_keys_differ_where_anything_asked_does():
+    asked = [([1, 2], {"t": 0.0}), ([1, 2], {"t": 1.0}), ([1], {"t": 0.0}), ([12], {"t": 0.0})]
+    assert len({content_key("written", *one) for one in asked}) == len(asked)
+
+
+def test_a_number_that_json_has_not_is_refused(tmp_path):
+    with KeptLines(tmp_path / "kept.jsonl") as kept, pytest.raises(ValueError, match="JSON"):
+        kept.add({"a": float("nan")})
