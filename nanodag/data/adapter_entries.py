@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -324,8 +325,11 @@ def mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _called(code: str, tests: Sequence[str]) -> str:
     """The function of a program that its tests call first."""
-    made = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
-    for node in (node for test in tests for node in ast.walk(ast.parse(test))):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid escapes
+        made = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
             return node.func.id
     raise ValueError(f"no test calls a function of the solution, which makes {', '.join(sorted(made)) or 'none'}")

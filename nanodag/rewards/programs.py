@@ -26,14 +26,16 @@ def program_of(answer: str, *, before: str = "", entry_point: str = "") -> str:
     return _joined(before, answer, entry_point) or _joined(before, _code_in_prose(answer), entry_point)
 
 
+def is_python(text: str) -> bool:
+    """Whether a text is a program, and not an empty one."""
+    tree = _tree(text)
+    return tree is not None and bool(tree.body)
+
+
 def _joined(before: str, text: str, entry_point: str) -> str:
     """One program, empty where it is not Python. An empty text is no program."""
-    if not text.strip():
-        return ""
-    if not before:
-        return text if _tree(text) else ""
-    joined = f"{before}\n{text}" if _makes(text, entry_point) else before + text
-    return joined if _tree(joined) else ""
+    joined = f"{before}\n{text}" if before and _makes(text, entry_point) else before + text
+    return joined if text.strip() and is_python(joined) else ""
 
 
 def _makes(text: str, name: str) -> bool:

@@ -8,7 +8,7 @@ from nanodag.registry import entry
 from nanodag.rewards.multiple_choice import multiple_choice
 from nanodag.rewards.reward import Reward, right_or_wrong
 
-_STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)[ \t]*[:*\"]*[ \t]*(\S.*)", re.IGNORECASE)
+_STATING = re.compile(r"\b(?:the )?(?:final )?answer(?:\s+is|\s*:|\s*=)[ \t:]*", re.IGNORECASE)
 _LETTER = re.compile(r"\(([A-Z])\)")
 _ARTICLE = re.compile(r"^(?:an?|the) ")
 MAX_ANSWER_CHARACTERS = 300
@@ -29,8 +29,9 @@ def short_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     wanted = _plain(prompt["answer"])
     if not wanted:
         raise ValueError(f"the prompt's answer {prompt['answer']!r:.80} has no words")
-    last_line = completion.strip().rpartition("\n")[2]
-    given = {_plain(text) for text in _STATED.findall(completion) or [last_line] if len(text) <= MAX_ANSWER_CHARACTERS}
+    stated = [text.partition("\n")[0] for text in _STATING.split(completion)[1:]]
+    texts = stated or [completion.strip().rpartition("\n")[2]]
+    given = {_plain(text) for text in texts if len(text) <= MAX_ANSWER_CHARACTERS}
     return right_or_wrong(given == {wanted}, given.pop() if len(given) == 1 else "")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,7 +73,9 @@ def _source() -> str:
 
 def _names_candidate(test: str) -> bool:
     try:
-        nodes = list(ast.walk(ast.parse(test)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes
+            nodes = list(ast.walk(ast.parse(test)))
     except SyntaxError as error:
         raise ValueError(f"the test {test!r:.80} is no Python: {error}") from error
     return any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes)
