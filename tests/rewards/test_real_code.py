@@ -13,7 +13,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.rewards.code import judge
 
-MUTANTS = 3  # of each solution
+MUTANTS = 3
 OPERATORS = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -36,8 +36,8 @@ def prompts_of(url: str, folder: str) -> list:
 
 
 def mutants(program: str, name: str) -> list[tuple[str, str]]:
-    """The function with one operator, number or returned value changed, the first MUTANTS of them: what was changed,
-    and the program."""
+    """What was changed, and the program: one operator, number or returned value of the function each, the first MUTANTS
+    and the last."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of invalid escapes
         tree = ast.parse(program)
@@ -58,7 +58,7 @@ def mutants(program: str, name: str) -> list[tuple[str, str]]:
         else:
             continue
         found.append((f"{ast.unparse(node)} -> {ast.unparse(twin)}", ast.unparse(changed)))
-    return found[:MUTANTS]
+    return [*found[:MUTANTS], *found[MUTANTS:][-1:]]
 
 
 def passed(samples: list) -> list[bool]:
