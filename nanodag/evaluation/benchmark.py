@@ -7,8 +7,8 @@
     benchmark.result({item.id: [benchmark.answer(text, ending="stop")], ...})      # scores, intervals, counts, records
 
 RL's own evaluation asks its samplers so. An eval stage goes through lm-eval (nanodag.evaluation.harness); both make the
-same records of the same answers. Only forms whose answers are written and scored by a `process_results` function can be
-asked here; lm-eval's filters and metrics are its own.
+same records of the same answers, but that `prompt` is here the question's turn alone. Only forms whose answers are
+written and scored by a `process_results` function can be asked here; lm-eval's filters and metrics are its own.
 """
 
 import ast

@@ -20,7 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.kept import KeptLines, content_key
@@ -64,7 +64,7 @@ class EvaluatedModel(TemplateLM):
     is_chat: prompts come from the chat template. under_way: the benchmark. kept: what was written and scored for
     it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where the benchmark
     does not say. bos: as EvalStage's.
-    batch_tokens: scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
+    micro_batch_tokens: scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
     on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
@@ -75,7 +75,7 @@ class EvaluatedModel(TemplateLM):
         *,
         precision: str,
         device: str,
-        batch_tokens: int = 16_384,
+        micro_batch_tokens: int = 16_384,
         max_new_tokens: int,
         replicas: int = 1,
         sampler_batch: int = 64,
@@ -95,7 +95,7 @@ class EvaluatedModel(TemplateLM):
         self.tokens_written = 0
         self._device = device
         self._precision = precision
-        self._batch_tokens = batch_tokens
+        self._micro_batch_tokens = micro_batch_tokens
         self._max_new_tokens = max_new_tokens
         self._replicas, self._sampler_batch, self._cache_bytes = replicas, sampler_batch, cache_bytes
         self._sampler: Sampler | None = None
@@ -308,7 +308,11 @@ class EvaluatedModel(TemplateLM):
         return written
 
     def _ended(self, completion: Completion) -> tuple[list[int], Ending]:
+        """An answer's token ids and ending. Raises SamplerError for one that the sampler gave up, as of a model whose
+        numbers are not finite."""
         ids, reason = completion.output_ids, completion.finish_reason
+        if reason is not None and reason.type == "abort":
+            raise SamplerError(f"The sampler gave up an answer: {reason.message}")
         if ids and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         return ids, "length" if reason is not None and reason.type == "length" else "stop"
@@ -348,7 +352,7 @@ class EvaluatedModel(TemplateLM):
         return score_questions(
             self.models,
             questions,
-            batch_tokens=self._batch_tokens,
+            micro_batch_tokens=self._micro_batch_tokens,
             max_positions=self.max_positions,
             on_batch=lambda done: self._on_progress(done, len(questions)),
             kept=self.kept,

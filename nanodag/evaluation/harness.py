@@ -60,8 +60,8 @@ def run_benchmark(
     first_filter = logged[0]["filter"]  # lm-eval's own gsm8k has two, its main one first
     samples = [sample for sample in logged if sample["filter"] == first_filter]
     if isinstance(samples[0]["resps"][0][0], str):
-        own = returned[: len(samples)] or [None] * len(samples)
-        judged = [_judged(sample, metrics, found) for sample, found in zip(samples, own, strict=True)]
+        # What the form's own function returned stands in the order of the samples, those of the first filter in front.
+        judged = [_judged(sample, found, metrics) for sample, found in zip(samples, returned or samples, strict=False)]
         groups = range(0, len(samples), config.num_samples)
         records = [
             _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])
@@ -131,10 +131,10 @@ def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> st
     return text if is_ours else f"{text}custom_dataset: !function nanodag.evaluation.items.rows\n"
 
 
-def _judged(sample: Mapping[str, Any], metrics: list[str], returned: Mapping[str, Any] | None) -> Judged:
-    """An answer as lm-eval scored it. returned: by the form's own function, where it has one."""
+def _judged(sample: Mapping[str, Any], returned: Mapping[str, Any], metrics: list[str]) -> Judged:
+    """An answer as lm-eval scored it. returned: by the form's own function; without one the sample itself."""
     text = sample["filtered_resps"][0]
-    return judged_from(returned or sample, text if isinstance(text, str) else "", metrics)
+    return judged_from(returned, text if isinstance(text, str) else "", metrics)
 
 
 def _written_record(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.evaluation.intervals import Score, score_of
 from nanodag.evaluation.samples import over_samples
@@ -30,8 +31,10 @@ def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) 
     """Of what a form's `process_results` returned for an answer: its metrics, and maybe `parsed` and `details`.
 
     text: as lm-eval's filters left it; it is the parsed answer where the function does not name one. metrics: of the
-    form, the main one first. Raises KeyError for a metric that the function did not return.
+    form, the main one first. Raises ConfigError for a metric that the function did not return.
     """
+    if missing := [name for name in metrics if name not in returned]:
+        raise ConfigError(f"A form's process_results returned {sorted(returned)} without its metric {missing[0]!r}.")
     parsed = returned.get("parsed", text)
     return Judged(
         scores={name: float(returned[name]) for name in metrics},

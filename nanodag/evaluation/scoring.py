@@ -53,7 +53,7 @@ def score_questions(
     models: Sequence[Decoder],
     questions: Sequence[Question],
     *,
-    batch_tokens: int,
+    micro_batch_tokens: int,
     max_positions: int,
     on_batch: Callable[[int], None] = lambda done: None,
     kept: KeptLines | None = None,
@@ -61,10 +61,10 @@ def score_questions(
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
-    batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that leaves
-    its longest answer no room loses tokens at its front. on_batch gets the number of questions done. kept: batches that
-    are done already, and where others are kept. A batch is kept whole: in another one, its scores could be rounded
-    otherwise.
+    micro_batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that
+    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done.
+    kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
+    could be rounded otherwise.
 
     Raises ConfigError when an answer alone is longer than max_positions.
     """
@@ -75,7 +75,7 @@ def score_questions(
     batches: list[list[int]] = []
     start = 0
     while start < len(order):
-        num_rows = max(1, batch_tokens // fitted[order[start]].num_tokens)
+        num_rows = max(1, micro_batch_tokens // fitted[order[start]].num_tokens)
         batches.append(order[start : start + num_rows])
         start += num_rows
     keys = [content_key("scored", [[q.context, q.answers] for q in map(fitted.__getitem__, b)]) for b in batches]

@@ -116,7 +116,7 @@ def _by_kind(
     if isinstance(stage, EvalStage):
         plan = plan_evaluation(name, stage, model, machine)
         return plan, [
-            *_of_memory(plan, machine, "batch_tokens", stage.batch_tokens),
+            *_of_memory(plan, machine, "micro_batch_tokens", stage.micro_batch_tokens),
             *faults_of_evaluation(stage, model),
         ]
     plan = plan_other(name, stage, model, machine)

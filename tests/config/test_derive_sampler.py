@@ -203,3 +203,20 @@ def _architecture(model):
         num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_width, intermediate_size=2048, norm_eps=1e-6,
         tied=False, qk_norm=True, rope=rope, max_positions=model.max_positions,
     )  # fmt: skip
+
+
+def test_a_benchmark_has_the_stage_s_seed_and_limit_of_an_answer_where_it_says_none():
+    own = {"name": "own", "form": "gsm8k", "seed": 5, "max_new_tokens": 9, "temperature": 1.0}
+    resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
+    stage = EvalStage(
+        kind="eval",
+        seed=3,
+        max_new_tokens=40,
+        benchmarks=({"name": "gsm8k"}, own),
+        resources=resources,
+        precision="fp32",
+    )
+    origins = {}
+    first, second = derive_evaluation("e", stage, this_machine(), DEPTH_24, origins).benchmarks
+    assert (first.seed, first.max_new_tokens, second.seed, second.max_new_tokens) == (3, 40, 5, 9)
+    assert origins["e.benchmarks.0.seed"] == "derived: the stage's seed" and "e.benchmarks.1.seed" not in origins

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
+from nanodag.config.ranges import numbers_in
 from nanodag.errors import ConfigError
 from tests.config.stages import STAGES
 
@@ -155,6 +156,16 @@ def test_a_number_that_is_most_likely_a_slip_is_refused_unless_it_is_said_to_be_
     assert refusal(file, override) == said
     if "batch" not in name and "lora" not in name:  # these, meant or not, do not fit to what else is set
         assert resolve(file, "one", [override, f"unchecked=[{name}]"]).pipeline.unchecked == (name,)
+
+
+def test_a_benchmark_may_be_answered_greedily_and_a_rollout_may_not():
+    numbers = dict(
+        numbers_in({"stages": {"e": {"benchmarks": [{"temperature": 0.0}], "rollout": {"temperature": 0.0}}}})
+    )
+    assert {name: low for name, (_, (low, _)) in numbers.items()} == {
+        "e.benchmarks.0.temperature": 0.0,
+        "e.rollout.temperature": 1e-3,
+    }
 
 
 def test_a_wrong_type_cannot_be_forced(file):

@@ -55,7 +55,7 @@ def test_items_are_shuffled_before_the_limit(tmp_path):
 
 @pytest.fixture
 def checkpoint(model_folder) -> EvaluatedModel:
-    return EvaluatedModel(model_folder, precision="fp32", device="cpu", batch_tokens=200, max_new_tokens=4)
+    return EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=200, max_new_tokens=4)
 
 
 @torch.no_grad()

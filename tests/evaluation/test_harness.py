@@ -276,7 +276,7 @@ def greedy_params(**more) -> SamplingParams:
 
 
 def checkpoint_of(folder, **more) -> EvaluatedModel:
-    return EvaluatedModel(folder, precision="fp32", device="cpu", batch_tokens=96, max_new_tokens=12, **more)
+    return EvaluatedModel(folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=12, **more)
 
 
 def without_bos_in_front(folder, target):

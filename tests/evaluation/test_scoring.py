@@ -42,9 +42,9 @@ def one_by_one(oracle, context, answer):
     return total, all(logprobs[place].argmax() == token for place, token in zip(places, answer, strict=True))
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 20, 4096])
-def test_answers_that_share_a_context_score_as_each_alone(model, oracle, batch_tokens):
-    found = score_questions([model], QUESTIONS, batch_tokens=batch_tokens, max_positions=192)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 4096])
+def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_batch_tokens):
+    found = score_questions([model], QUESTIONS, micro_batch_tokens=micro_batch_tokens, max_positions=192)
     for question, scores in zip(QUESTIONS, found, strict=True):
         for answer, score in zip(question.answers, scores, strict=True):
             logprob, is_greedy = one_by_one(oracle, question.context, answer)
@@ -59,24 +59,24 @@ def test_the_likeliest_tokens_are_greedy(model, oracle):
             answer.append(int(oracle(torch.tensor([context + answer])).logits[0, -1].argmax()))
     other = (answer[0], answer[1], (answer[2] + 1) % 280)
     ((right, wrong),) = score_questions(
-        [model], [Question((5, 6, 7), (tuple(answer), other))], batch_tokens=64, max_positions=9
+        [model], [Question((5, 6, 7), (tuple(answer), other))], micro_batch_tokens=64, max_positions=9
     )
     assert (right.is_greedy, wrong.is_greedy) == (True, False)
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(model, oracle):
     ((score,),) = score_questions(
-        [model], [Question(tuple(range(20, 40)), ((50, 51),))], batch_tokens=1, max_positions=10
+        [model], [Question(tuple(range(20, 40)), ((50, 51),))], micro_batch_tokens=1, max_positions=10
     )
     assert score.logprob == pytest.approx(one_by_one(oracle, range(31, 40), (50, 51))[0], abs=1e-4)
     with pytest.raises(ConfigError, match="11 tokens"):
-        score_questions([model], [Question((1,), (tuple(range(20, 31)),))], batch_tokens=1, max_positions=10)
+        score_questions([model], [Question((1,), (tuple(range(20, 31)),))], micro_batch_tokens=1, max_positions=10)
 
 
 def test_small_slices_of_the_logits_change_nothing(model, monkeypatch):
-    whole = score_questions([model], QUESTIONS, batch_tokens=4096, max_positions=192)
+    whole = score_questions([model], QUESTIONS, micro_batch_tokens=4096, max_positions=192)
     monkeypatch.setattr(scoring, "MAX_LOGITS", 280 * 2)
-    sliced = score_questions([model], QUESTIONS, batch_tokens=12, max_positions=192)
+    sliced = score_questions([model], QUESTIONS, micro_batch_tokens=12, max_positions=192)
     for a, b in zip(whole, sliced, strict=True):
         assert [s.logprob for s in a] == pytest.approx([s.logprob for s in b], abs=1e-4)
 
@@ -86,9 +86,11 @@ def test_batches_that_several_devices_share_are_scored_as_by_one(model):
     seen = set()
     for one in (model, other):
         one.register_forward_pre_hook(lambda module, inputs: seen.add(id(module)) or time.sleep(0.01))
-    alone = score_questions([model], QUESTIONS * 3, batch_tokens=1, max_positions=192)
+    alone = score_questions([model], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192)
     done = []
-    shared = score_questions([model, other], QUESTIONS * 3, batch_tokens=1, max_positions=192, on_batch=done.append)
+    shared = score_questions(
+        [model, other], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192, on_batch=done.append
+    )
     assert shared == alone
     assert seen == {id(model), id(other)} and done == list(range(1, 13))
 
@@ -98,5 +100,5 @@ def test_a_batch_holds_as_many_tokens_as_it_may_with_padding_and_a_longer_questi
     questions = [Question((7,) * length, ((number + 8,),)) for number, length in enumerate(lengths)]
     shapes = []
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
-    score_questions([model], questions, batch_tokens=20, max_positions=192)
+    score_questions([model], questions, micro_batch_tokens=20, max_positions=192)
     assert shapes == [(1, 40), (4, 5), (6, 3), (3, 3)]

@@ -26,7 +26,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "midtrain": SUPERVISED,
     "sft": SUPERVISED,
     "rl": {"num_steps": 2, "checkpoint_every": 1},
-    "eval": {"max_new_tokens": 8, "batch_tokens": 512},
+    "eval": {"max_new_tokens": 8, "micro_batch_tokens": 512},
     "report": {},
     "import": {},
 }

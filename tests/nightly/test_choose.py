@@ -54,7 +54,8 @@ def test_a_pinned_model_is_imported_and_asked_an_eval_of_the_preset(store):
     assert night.stages[subject.input_name].model == "hub:a/b@main"
     (name,) = subject.evals
     assert night.stages[name].inputs == {"model": subject.input_name}
-    assert night.stages[name].benchmarks == pipeline.stages["eval_sft"].benchmarks
+    asked = [(b.name, b.form, b.source) for b in night.stages[name].benchmarks]
+    assert asked == [(b.name, b.form, b.source) for b in pipeline.stages["eval_sft"].benchmarks]
     wrong = pipeline_with(models={"q": {"model": "hub:a/b", "evals": ["eval_x"]}})
     with pytest.raises(ConfigError, match="no eval stage of preset p; those are eval_sft"):
         choose(store, wrong)

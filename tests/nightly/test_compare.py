@@ -74,6 +74,8 @@ def test_other_items_another_metric_or_a_lost_artifact_are_no_comparison(store, 
     assert found.found is None and "needs the same items on both sides" in found.why and not found.is_worse
     other = publish_eval(store, tmp_path / "other", "other", RIGHT * 100, metric="flexible")
     assert compare(store, [new], [night_record("n", [other])], false_alarms=0.01) == []
+    drawn = publish_eval(store, tmp_path / "drawn", "drawn", RIGHT * 100, sampling="4 samples, temperature 1")
+    assert compare(store, [new], [night_record("n", [drawn])], false_alarms=0.01) == []
     gone = publish_eval(store, tmp_path / "gone", "gone", RIGHT * 100).changed(attempt="0009")
     (found,) = compare(store, [new], [night_record("n", [gone])], false_alarms=0.01)
     assert found.found is None and "There is no attempt 0009" in found.why

@@ -214,6 +214,35 @@ def test_items_whose_prompts_were_too_long_are_said_first_and_beside_the_score(r
     assert [cell.detail for cell in row[3:]] == ["30.0 to 70.0", "60.0 to 100.0, 3 too long"]
 
 
+def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_answer_is_shown(run):
+    for stage, right in (("eval_sft", 0), ("eval_rl", 1)):
+        folder = Path(run["stages"][stage]["files"])
+        results = json.loads((folder / "results.json").read_text())
+        results["benchmarks"]["sort"] |= {
+            "metric": "pass@2", "base_metric": "exact_match", "sampling": "2 samples, temperature 1",
+            "unparsed": 4, "truncated": right,
+        }  # fmt: skip
+        (folder / "results.json").write_text(json.dumps(results))
+        records = [
+            {"id": f"s{n}", "scores": {"pass@2": float(right and n == 3)}, "prompt": f"Sort {n}", "target": "1",
+             "samples": [
+                 {"output": f"{stage} {n} {k}", "scores": {"exact_match": float(right and k)}} for k in range(2)
+             ]}
+            for n in range(10)
+        ]  # fmt: skip
+        (folder / "samples" / "sort.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    stages = stages_of(run)
+    columns = columns_of(stages)
+    row = scores_table(columns).rows[0]
+    assert row[0].detail == "exact_match, %, 10 items"  # of the first model, which has it
+    assert [cell.detail.partition(", ")[2] for cell in row[2:]] == ["4 unparsed", "", "4 unparsed, 1 truncated"]
+    assert scores_table(columns[1:2]).rows[0][0].detail == "pass@2 of exact_match, %, 10 items"
+    (comparison,) = [c for c in comparisons_of(columns, stages) if c.metric == "pass@2"]
+    assert (comparison.before.label, comparison.after.label, comparison.found.num_higher) == ("SFT", "RL", 1)
+    (example,) = examples_of(comparison, turned="right")
+    assert (example.prompt, example.before, example.after) == ("Sort 3", "eval_sft 3 0", "eval_rl 3 1")
+
+
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
 
 

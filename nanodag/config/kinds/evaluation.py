@@ -124,7 +124,7 @@ class EvalStage(StageBase):
     """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "fp32"
     """Number format of the model."""
-    batch_tokens: Positive = operational(16_384)
+    micro_batch_tokens: Positive = operational(16_384)
     """Tokens that are scored at once, padding included, where likelihoods answer. A longer question goes alone."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()
     """The samplers that write answers."""
@@ -164,5 +164,5 @@ KIND = Kind(
     needs={"model": MODEL},
     is_beside=True,
     order=80,
-    less_memory="batch_tokens=2048",
+    less_memory="micro_batch_tokens=2048",
 )
