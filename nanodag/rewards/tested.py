@@ -5,9 +5,8 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
+from nanodag.rewards.inside import source
 from nanodag.rewards.sandbox import run_beside
 
 MAX_ERROR_CHARACTERS = 500
@@ -49,8 +48,8 @@ def run_tests(program: str, tests: Sequence[str], *, before: str, entry_point: s
         return Verdict(0, 1, "TimeoutError: no time was left")
     job = {"program": program, "tests": list(tests), "before": before, "entry_point": entry_point}
     done = run_beside(
-        f"{_source()}\ntests_side()\n",
-        f"{_source()}\nprogram_side()\n",
+        source("tests_side"),
+        source("program_side"),
         stdin=lambda channel: json.dumps({**job, "channel": channel}),
         timeout_s=timeout_s,
     )
@@ -64,11 +63,6 @@ def run_tests(program: str, tests: Sequence[str], *, before: str, entry_point: s
         raise ValueError(f"the tests of {entry_point or 'the prompt'} cannot be judged: {verdict['broken']}")
     checks = verdict["checks"] or [True]  # all assertions stand inside `try`
     return Verdict(sum(checks), len(checks), "" if all(checks) else verdict["error"])
-
-
-@cache
-def _source() -> str:
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 
 def _names_candidate(test: str) -> bool:

@@ -1,263 +1,25 @@
-"""What runs in the sandbox when a program is tested: this file's text, once beside the program, once beside the tests.
-
-Each side has a sandbox of its own, and two pipes connect them. The tests' side holds what is wanted. The program's side
-applies what it is asked to and answers with values. So a program that ends early, returns what equals everything or
-writes a verdict gains nothing. Plain values (`encode`) go by value. Anything else stays where it was made, and the
-other side holds a stand-in: `Remote` for an object of the program, `Callback` for a function of the tests.
-
-A stand-in never meets a wanted value: compared or computed with anything but another stand-in it is unequal, or a
-TypeError. Lists, dicts and sets that a call changed are changed on the tests' side too.
-
-One file, because it is passed as text: it imports the standard library only, and no module of this package.
-"""
+"""The sandbox of the tests: runs them, and asks the program's side for what they call."""
 
 import ast
 import builtins
 import json
 import math
-import operator
 import os
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-MAX_LINE_BYTES = 1 << 20  # of one message
+from nanodag.rewards.inside.wire import BINARY, ITEMS, LOGICAL, UNARY, Channel, ProgramGone, StandIn, decode, encode
+
 MAX_ERROR_CHARACTERS = 300
-PROGRAM = "<program>"
-
-
-class ProgramGone(Exception):
-    """The program's side has ended, or says what is no message."""
 
 
 class CannotSend(Exception):
     """The tests give the program what cannot be sent."""
 
 
-class Channel:
-    """Messages of JSON, a line each, over two pipes."""
-
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._read, self._write = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
-
-    def send(self, message: Any) -> None:
-        """Raises ProgramGone where nobody reads any more."""
-        try:
-            self._write.write(json.dumps(message).encode("ascii") + b"\n")
-            self._write.flush()
-        except OSError:
-            raise ProgramGone("the program has ended") from None
-
-    def receive(self) -> Any:
-        """Raises ProgramGone at the end, and for a line that is no message."""
-        line = self._read.readline(MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise ProgramGone("the program's answer is too long" if line else "the program has ended")
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError):
-            raise ProgramGone("the program wrote to its channel") from None
-
-
-# Values
-
-
-def _day(name: str) -> tuple[str, Callable[[Any], str], Callable[[str], Any]]:
-    """An entry of _BY_TEXT for a class of `datetime`."""
-    return "datetime", lambda value: value.isoformat(), lambda text: _class("datetime", name).fromisoformat(text)
-
-
-def _class(module: str, name: str) -> Any:
-    return getattr(__import__(module), name)
-
-
-# Kind -> the text of a value and the value of a text; the modules are imported when a message first names them.
-_BY_TEXT: dict[str, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
-    "Decimal": ("decimal", str, lambda text: _class("decimal", "Decimal")(text)),
-    "Fraction": ("fractions", str, lambda text: _class("fractions", "Fraction")(text)),
-    **{name: _day(name) for name in ("datetime", "date", "time")},
-}
-_CONTAINERS: dict[str, tuple[type, Callable[[Any], Iterable[Any]]]] = {
-    "list": (list, list.__iter__),
-    "tuple": (tuple, tuple.__iter__),
-    "set": (set, set.__iter__),
-    "frozenset": (frozenset, frozenset.__iter__),
-    "deque": (deque, deque.__iter__),
-}
-
-
-def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """A value as JSON. keep: what becomes of one that is not plain. An object of a subclass goes as its base, read with
-    the base's own methods."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Remote | Callback):
-        return keep(value)
-    for kind, (base, items) in _CONTAINERS.items():
-        if isinstance(value, base):
-            return {kind: [encode(item, keep) for item in items(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
-        return {type(value).__name__: bytes(value).decode("latin-1")}
-    if type(value) is range:
-        return {"range": [value.start, value.stop, value.step]}
-    name = getattr(value, "__name__", "")
-    if isinstance(name, str) and getattr(builtins, name, None) is value:
-        return {"builtin": name}
-    if isinstance(value, types.ModuleType) and value.__spec__ is not None:
-        return {"module": value.__name__}
-    named = _BY_TEXT.get(type(value).__name__)
-    if named is not None and named[0] in sys.modules and type(value).__module__ == named[0]:
-        return {type(value).__name__: named[1](value)}
-    return keep(value)
-
-
-def decode(code: Any, find: Callable[[str, Any], Any]) -> Any:
-    """The value of a code. find: the one for a kind that is not plain."""
-    if not isinstance(code, dict):
-        return code
-    ((kind, body),) = code.items()
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind][0](decode(item, find) for item in body)
-    if kind == "dict":
-        return {decode(k, find): decode(v, find) for k, v in body}
-    if kind == "complex":
-        return complex(*body)
-    if kind in ("bytes", "bytearray"):
-        return getattr(builtins, kind)(body.encode("latin-1"))
-    if kind == "range":
-        return range(*body)
-    if kind == "builtin":
-        return getattr(builtins, body)
-    if kind == "module":
-        return __import__(body)
-    if kind in _BY_TEXT:
-        return _BY_TEXT[kind][2](body)
-    return find(kind, body)
-
-
-# The program's side
-
-_UNARY = ("iter", "next", "len", "bool", "str", "repr", "int", "float", "abs", "hash")  # forwarded to the object
-_ITEMS = ("getitem", "setitem", "delitem", "neg")
-_BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_LOGICAL = ("and_", "or_", "xor")
-_ATTRIBUTES = ("getattr", "setattr", "delattr", "isinstance")
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(builtins, name) for name in (*_UNARY, *_ATTRIBUTES)},
-    **{name: getattr(operator, name) for name in (*_ITEMS, *_BINARY, *_LOGICAL, "eq")},
-    "call": lambda function, *args, **named: function(*args, **named),
-}
-
-
-class Callback:
-    """A function of the tests, as the program holds it."""
-
-    def __init__(self, side: "ProgramSide", number: int) -> None:
-        self._side, self._number = side, number
-
-    def __call__(self, *args: Any) -> Any:
-        return self._side.call_back(self._number, args)
-
-
-class ProgramSide:
-    """Runs a program, and applies what the tests' side asks for."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._objects: list[Any] = []
-        self._space = types.ModuleType("program")
-        sys.modules["program"] = self._space
-
-    def serve(self) -> None:
-        """Until the tests' side ends."""
-        while True:
-            try:
-                asked = self._channel.receive()
-            except ProgramGone:
-                return
-            self._channel.send(self._answer(asked))
-
-    def _answer(self, asked: Any) -> dict[str, Any]:
-        args = [decode(code, self._find) for code in asked["args"]]
-        named = {name: decode(code, self._find) for name, code in asked["named"].items()}
-        answer: dict[str, Any] = {}
-        try:
-            if asked["apply"] == "load":
-                value = self._load(*args)
-            elif asked["apply"] == "name":
-                value = self._named(*args)
-            else:
-                value = _OPERATIONS[asked["apply"]](*args, **named)
-            answer["value"] = encode(value, self._keep)
-        except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt too: the tests hear of them
-            answer["raised"] = self._raised(error)
-        changed = {}
-        for place, (value, code) in enumerate(zip(args, asked["args"], strict=True)):
-            if isinstance(value, list | dict | set) and (now := encode(value, self._keep)) != code:
-                changed[str(place)] = now
-        return {**answer, "changed": changed} if changed else answer
-
-    def _load(self, program: str) -> Any:
-        if "random" in program:
-            __import__("random").seed(0)
-        exec(compile(program, PROGRAM, "exec"), self._space.__dict__)  # what the walls are for
-
-    def _named(self, name: str) -> Any:
-        if name not in self._space.__dict__:
-            raise NameError(f"name {name!r} is not defined")
-        return self._space.__dict__[name]
-
-    def _raised(self, error: BaseException) -> Any:
-        line, place = 0, error.__traceback__
-        while place is not None:
-            line = place.tb_lineno if place.tb_frame.f_code.co_filename == PROGRAM else line
-            place = place.tb_next
-        if not isinstance(error, Exception):
-            error = RuntimeError(f"the program raised {type(error).__name__}")
-        try:
-            given = [encode(argument, self._keep) for argument in error.args]
-        except Exception:  # noqa: BLE001 - arguments that only this program knows how to write
-            given = []
-        return [self._keep(type(error)), given, line]
-
-    def _keep(self, value: Any) -> Any:
-        if isinstance(value, Callback):
-            return {"callback": value._number}
-        self._objects.append(value)
-        number = len(self._objects) - 1
-        if isinstance(value, type) and issubclass(value, BaseException):
-            base = next(c.__name__ for c in value.__mro__ if getattr(builtins, c.__name__, None) is c)
-            return {"exception": [number, value.__name__, base]}
-        return {"object": number}
-
-    def _find(self, kind: str, body: Any) -> Any:
-        return Callback(self, body) if kind == "callback" else self._objects[body]
-
-    def call_back(self, number: int, args: tuple[Any, ...]) -> Any:
-        self._channel.send({"call_back": number, "args": [encode(argument, self._keep) for argument in args]})
-        while "returned" not in (heard := self._channel.receive()):
-            self._channel.send(self._answer(heard))
-        if heard["returned"] is None:
-            raise RuntimeError("a function of the tests has failed")
-        return decode(heard["returned"][0], self._find)
-
-
-# The tests' side
-
-
-class Remote:
+class Remote(StandIn):
     """An object of the program, as the tests hold it."""
 
     def __init__(self, side: "TestsSide", number: int) -> None:
@@ -302,9 +64,9 @@ def _between(operation: str) -> Callable[[Remote, object], Any]:
     return forwarded
 
 
-for _name in (*_UNARY, *_ITEMS):
+for _name in (*UNARY, *ITEMS):
     setattr(Remote, f"__{_name}__", _forward(_name))
-for _name in (*_BINARY, *_LOGICAL):
+for _name in (*BINARY, *LOGICAL):
     setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
 
 
@@ -511,18 +273,7 @@ def _stand_in_for_numpy() -> types.ModuleType:
     return module
 
 
-def program_side() -> None:
-    """Main of the sandbox with the program: its channel is the standard input and output."""
-    sys.set_int_max_str_digits(0)
-    channel = Channel(os.dup(0), os.dup(1))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1):
-        os.dup2(nothing, standard)
-    ProgramSide(channel).serve()
-    os._exit(0)
-
-
-def tests_side() -> None:
+def main() -> None:
     """Main of the sandbox with the tests: the job is its standard input, the verdict its standard output."""
     sys.set_int_max_str_digits(0)
     job = json.load(sys.stdin)
