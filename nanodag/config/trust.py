@@ -15,13 +15,13 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
+from nanodag.data import lists, spelling
 from nanodag.data.config import SourceConfig
-from nanodag.data.lists import GENERATORS
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
 from nanodag.own_code.vouched import Voucher
 
-SHIPPED = frozenset(f"nanodag.data.lists:{name}" for name in GENERATORS)
+SHIPPED = frozenset(f"{module.__name__}:{name}" for module in (lists, spelling) for name in module.GENERATORS)
 
 
 def check_trust(pipeline: Pipeline, file: Path) -> None:

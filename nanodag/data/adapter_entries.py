@@ -1,8 +1,10 @@
 """The adapters there are. Each is small and pure; columns are as the data set has them on the hub."""
 
+import ast
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,16 @@ DEFAULTS: dict[str, str] = {  # hub name -> adapter
     "google/boolq": "boolq",
     "google/IFEval": "ifeval",
     "openai/openai_humaneval": "humaneval",
+    "evalplus/humanevalplus": "humaneval",
+    "google-research-datasets/mbpp": "mbpp",
+    "evalplus/mbppplus": "mbpp",
+    "Idavidrein/gpqa": "gpqa",
+    "gneubig/aime-1983-2024": "aime",
+    "Maxwell-Jia/AIME_2024": "aime",
+    "math-ai/aime25": "aime",
+    "SaylorTwift/bbh": "bbh",
+    "lukaemon/bbh": "bbh",
+    "basicv8vc/SimpleQA": "simpleqa",
     "tatsu-lab/alpaca": "alpaca",
     "yahma/alpaca-cleaned": "alpaca",
 }
@@ -154,6 +166,26 @@ def math_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return _prompt(row["problem"], row["answer"], "math")
 
 
+@entry("aime", "prompt")
+def aime(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A problem whose answer is an integer; the copies on the hub write the columns in three ways."""
+    lower = {name.lower(): value for name, value in row.items()}
+    question = lower["problem"] if "problem" in lower else lower["question"]
+    return _prompt(question, str(int(lower["answer"])), "math")
+
+
+@entry("bbh", "prompt")
+def bbh(row: Mapping[str, Any]) -> dict[str, Any]:
+    """input, target: of BIG-Bench Hard, and what is built like it."""
+    return _prompt(row["input"], row["target"], "short_answer")
+
+
+@entry("simpleqa", "prompt")
+def simpleqa(row: Mapping[str, Any]) -> dict[str, Any]:
+    """problem, answer: a fact in a few words, compared as words, without a judge."""
+    return _prompt(row["problem"], row["answer"], "short_answer")
+
+
 @entry("reasoning_gym", "conversation")
 def reasoning_gym(row: Mapping[str, Any], answer_cot: bool = False) -> dict[str, Any]:
     """question -> answer; answer_cot: the worked answer of the generators that give one."""
@@ -191,9 +223,21 @@ def _arc(row: Mapping[str, Any]) -> Choice:
 
 def _sciq(row: Mapping[str, Any]) -> Choice:
     choices = [row["correct_answer"], row["distractor1"], row["distractor2"], row["distractor3"]]
-    # The hub's columns give no order: it is drawn from the question's hash, so it is the same in every run.
-    choices.sort(key=lambda choice: hashlib.blake2b(f"{row['question']}\0{choice}".encode()).digest())
+    choices = _shuffled(row["question"], choices)
     return row["question"], choices, choices.index(row["correct_answer"]), row.get("support") or ""
+
+
+def _shuffled(question: str, choices: Sequence[str]) -> list[str]:
+    """Choices whose columns on the hub give no order: it is drawn from the question's hash, the same in every run."""
+    return sorted(choices, key=lambda choice: hashlib.blake2b(f"{question}\0{choice}".encode()).digest())
+
+
+def gpqa_choice(row: Mapping[str, Any]) -> Choice:
+    """GPQA's question and four choices in a fixed order, cleaned as lm-eval does, and the number of the right one."""
+    columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    answers = [row[column].strip().replace(" [title]", ". ").replace("  ", " ") for column in columns]
+    choices = _shuffled(row["Question"], answers)
+    return row["Question"], choices, choices.index(answers[0]), ""
 
 
 def _piqa(row: Mapping[str, Any]) -> Choice:
@@ -218,6 +262,7 @@ _CHOICE_READERS: dict[str, Callable[[Mapping[str, Any]], Choice]] = {
     "multiple_choice": _mmlu,
     "arc": _arc,
     "sciq": _sciq,
+    "gpqa": gpqa_choice,
     "piqa": _piqa,
     "winogrande": _winogrande,
     "boolq": _boolq,
@@ -262,3 +307,29 @@ def humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
     asked = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
     known = {"tests": [row["test"]], "entry_point": row["entry_point"], "before": row["prompt"]}
     return _prompt(asked, row["canonical_solution"], "code", **known)
+
+
+@entry("mbpp", "prompt")
+def mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A function to write, asked as lm-eval does; MBPP+ (column `test`) is judged by its own, larger tests."""
+    shown = list(row["test_list"])
+    asked = row["prompt"] if "prompt" in row else row["text"]
+    question = (
+        f"You are an expert Python programmer, and here is your task: {asked} Your code should pass these tests:\n\n"
+        + "\n".join(shown[:3])
+    )
+    setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
+    tests = [*filter(None, setup), *([row["test"]] if row.get("test") else shown)]
+    return _prompt(question, row["code"], "code", tests=tests, entry_point=_called(row["code"], shown))
+
+
+def _called(code: str, tests: Sequence[str]) -> str:
+    """The function of a program that its tests call first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid escapes
+        made = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
+            return node.func.id
+    raise ValueError(f"no test calls a function of the solution, which makes {', '.join(sorted(made)) or 'none'}")

@@ -1,4 +1,4 @@
-"""Rows that code makes: reasoning-gym's generators, and a user's own function.
+"""Rows that code makes: reasoning-gym's generators, conversations about an identity, and a user's own function.
 
 Their identity is name, parameters and a hash of the code that makes the rows, so it stays the same when other packages
 change, and changes when the generator does.
@@ -93,6 +93,23 @@ def open_reasoning_gym(url: SourceURL) -> GeneratedSource:
     version = importlib.metadata.version("reasoning_gym")
     identity = {"kind": "reasoning_gym", "name": url.path, "parameters": _sorted(parameters), "version": version}
     return GeneratedSource(identity, lambda: folder_sha256(package), make, url.text)
+
+
+def open_identity(url: SourceURL) -> GeneratedSource:
+    """The source of an `identity:` URL (nanodag.data.identity), with `seed` 0 and `size` 1,000 unless given. The file's
+    content is part of its identity."""
+    from nanodag.data import identity
+
+    parameters = {"seed": 0, "size": 1000, **url.parameters}
+    path = Path(url.path).expanduser().absolute()
+    if not path.is_file():
+        raise SourceError(f"Source {url.text!r}: there is no file {path}. It describes who the model is, as YAML.")
+    named = {"kind": "identity", "file": file_sha256(path), "parameters": _sorted(parameters)}
+
+    def make() -> Any:
+        return identity.Conversations(identity.read_persona(path), **parameters)
+
+    return GeneratedSource(named, lambda: file_sha256(Path(identity.__file__)), make, url.text)
 
 
 def open_python(url: SourceURL) -> GeneratedSource:

@@ -166,5 +166,7 @@ def _open(url: SourceURL, mirror: Path | None) -> Source:
             return hub.open_hub(url, mirror)
         case "reasoning_gym":
             return generators.open_reasoning_gym(url)
+        case "identity":
+            return generators.open_identity(url)
         case _:
             return generators.open_python(url)

@@ -4,6 +4,7 @@
     file:path-or-glob[?by=line|paragraph|document]    .parquet .jsonl .json .txt, all but parquet also .gz or .zst
     package:distribution/path/inside[#view]           a file of an installed wheel, read as a file
     reasoning_gym:name[?parameter=value&...]
+    identity:path.yaml[?size=value&seed=value]        conversations in which a model says who it is
     python:module:function[?parameter=value&...]
 
 Each may end in a slice of rows, `[0:1000]`, `[1000:]` or `[:50]`; step and negative numbers are not offered.
@@ -18,7 +19,7 @@ from urllib.parse import unquote
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 
-KINDS = ("hub", "file", "package", "reasoning_gym", "python")
+KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python")
 
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?$")
@@ -109,6 +110,11 @@ def _check(url: SourceURL) -> None:
         raise SourceError(f"Source {url.text!r}: {url.kind}: takes no parameters; found {listed(url.parameters)}.")
     if url.kind == "package" and "/" not in url.path.strip("/"):
         raise SourceError(f"Source {url.text!r} is not of the form package:distribution/path/inside.")
+    if url.kind == "identity" and not all(
+        name in ("size", "seed") and type(value) is int and value >= (name == "size")
+        for name, value in url.parameters.items()
+    ):
+        raise SourceError(f"Source {url.text!r}: identity: takes ?size=, 1 or more, and seed=, whole numbers.")
     if url.kind == "python" and url.path.count(":") != 1:
         raise SourceError(f"Source {url.text!r} is not of the form python:module:function[?parameter=value].")
     if url.kind == "file":

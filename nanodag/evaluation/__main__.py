@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.evaluation.chat_core import chat_core_of
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood
@@ -80,6 +81,10 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         cost["forward_tokens"] += done["tokens"]
         cost["seconds_by_benchmark"][benchmark.name] = done["seconds"]
         progress.end(number, done["result"])
+    if total := chat_core_of(results, samples_folder):
+        log.info("%s", total)
+        _write_records(samples_folder, total)
+        results[total.name] = total.as_json()
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
     cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
     write_json(job.output / "results.json", {"benchmarks": results, "samples": samples})
@@ -96,13 +101,17 @@ def _run_one(
         result = _asked(job, checkpoint, benchmark, forms)
     checkpoint.kept = None
     log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
-    lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
-    text = "".join(line + "\n" for line in lines)
-    write_bytes(samples_folder / f"{benchmark.name}.jsonl", text.encode("utf-8", "surrogatepass"))
+    _write_records(samples_folder, result)
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
     kept_path.unlink()
+
+
+def _write_records(folder: Path, result: BenchmarkResult) -> None:
+    lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
+    text = "".join(line + "\n" for line in lines)
+    write_bytes(folder / f"{result.name}.jsonl", text.encode("utf-8", "surrogatepass"))
 
 
 def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path) -> BenchmarkResult:

@@ -15,6 +15,8 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
 
+HEADLINES = ("core", "chat_core")
+"""Benchmarks that are means over many tasks: they stand first."""
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 
@@ -155,11 +157,12 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
 
 
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:
-    """Names of all benchmarks, in the order of the config where that says one."""
+    """Names of all benchmarks: the means over many tasks, then in the order of the config where that says one."""
     evals = [stage for column in columns for stage in column.evals]
     asked = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
     names = [benchmark["name"] for benchmarks in asked for benchmark in benchmarks]
-    return list(dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])]))
+    found = dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])])
+    return sorted(found, key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
 
 
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> list[Comparison]:

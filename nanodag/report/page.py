@@ -12,9 +12,18 @@ from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
-from nanodag.report.gather import Column, Comparison, ReportedStage, columns_of, comparisons_of, stages_of, warnings_of
+from nanodag.report.gather import (
+    Column,
+    Comparison,
+    ReportedStage,
+    benchmarks_of,
+    columns_of,
+    comparisons_of,
+    stages_of,
+    warnings_of,
+)
 from nanodag.report.lineage import lineage_svg
-from nanodag.report.tables import Cell, Example, Table
+from nanodag.report.tables import Cell, Example, Program, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -30,6 +39,7 @@ class Part:
     table: Table | None = None
     style: str = ""
     examples: Sequence[Example] = ()
+    programs: Sequence[Program] = ()
     before: str = ""
     after: str = ""
     folded: bool = False
@@ -109,6 +119,7 @@ def _environment(*, autoescape: bool) -> Any:
     )
     environment.filters["md"] = words.markdown
     environment.filters["md_cell"] = _md_cell
+    environment.filters["fenced"] = words.fenced
     return environment
 
 
@@ -197,6 +208,11 @@ def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pa
                 before, after = comparison.before.label, comparison.after.label
                 heading = f"{comparison.benchmark}: {before} {other}, {after} {turned}"
                 parts.append(Part(heading=heading, examples=examples, before=before, after=after))
+    for benchmark in benchmarks_of(columns[-1:]):
+        for verdict in ("passed", "failed"):
+            if programs := tables.programs_of(columns[-1], benchmark, verdict=verdict):
+                heading = f"{benchmark}: programs of {columns[-1].label} that {verdict}"
+                parts.append(Part(heading=heading, programs=programs))
     return PageSection(title="Samples", parts=parts) if parts else None
 
 

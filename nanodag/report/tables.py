@@ -44,6 +44,15 @@ class Example:
     after: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program that a model wrote for an item. error: of its first failure, or that there is none."""
+
+    item: str
+    text: str
+    error: str
+
+
 def scores_table(columns: Sequence[Column]) -> Table:
     """Benchmarks down, models across: score and standard error, 95 % interval below."""
     rows = []
@@ -243,6 +252,19 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
                 )
             )
     return examples[:limit]
+
+
+def programs_of(column: Column, benchmark: str, *, verdict: str, limit: int = 2) -> list[Program]:
+    """Programs of a code benchmark that passed, or failed; the first answer to each of the first items."""
+    programs = []
+    for record in read_records(column.samples_path(benchmark)):
+        said = record.get("samples", [record])[0].get("details", {})
+        if said.get("verdict") == verdict and said.get("program"):
+            error = words.shortened(said["error"]) or "all tests passed"
+            programs.append(Program(item=str(record["id"]), text=words.shortened(said["program"], 1200), error=error))
+            if len(programs) == limit:
+                break
+    return programs
 
 
 def _written(record: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -146,48 +147,101 @@ def _why_not(candidate: Walls) -> str:
     return "" if tried.stdout == "up\n" else f"bubblewrap does not work here: {tried.stderr.strip()[-300:]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A program that runs. is_bounded: a cgroup bounds the memory of its processes together."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+    is_bounded: bool
+
+    def finished(self, ended: str, max_bytes: int) -> Finished:
+        """What it left, once _wait has said how it ended."""
+        stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
+        if ended == "memory":
+            stderr += f"\nMemoryError: its processes together took more than {MAX_TOGETHER * max_bytes} bytes"
+        return Finished(stdout, stderr, self.process.returncode, ended == "time")
+
+
 def _run(
     behind: Walls | None, program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES
 ) -> Finished:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
-        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
+        return started.finished(_wait([started], timeout_s, max_bytes), max_bytes)
+
+
+def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
+    """Run `first` to its end, or for timeout_s seconds, with `second` beside it; each has walls of its own.
+
+    Two pipes connect them: from and to the standard output and input of `second`, and two descriptors of `first`, to
+    read and to write. stdin: what `first` reads, given these two numbers. `second` ends with `first`. Raises
+    MissingTool where there are no walls.
+    """
+    behind = walls()
+    with ExitStack() as stack:
+        ends = [stack.enter_context(open(end, mode, buffering=0)) for _ in range(2) for end, mode in _pipe()]
+        from_second, to_first, from_first, to_second = (end.fileno() for end in ends)
+        beside = _start(stack, behind, second, stdin=from_first, stdout=to_first, timeout_s=timeout_s)
+        shown = (from_second, to_second)
+        started = _start(stack, behind, first, stdin=stdin(shown), shown=shown, timeout_s=timeout_s)
+        for end in ends:
+            end.close()  # so that either side sees the end of the other
+        return started.finished(_wait([started, beside], timeout_s, MAX_BYTES), MAX_BYTES)
+
+
+def _pipe() -> list[tuple[int, str]]:
+    return list(zip(os.pipe(), ("rb", "wb"), strict=True))
+
+
+def _start(
+    stack: ExitStack,
+    behind: Walls | None,
+    program: str,
+    *,
+    stdin: str | int = "",
+    stdout: int | None = None,
+    shown: Sequence[int] = (),
+    timeout_s: float,
+    max_bytes: int = MAX_BYTES,
+) -> _Started:
+    """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
+    (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+    if isinstance(stdin, str):
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        given = stack.enter_context((folder / "stdin").open("rb"))
-        out, error = (stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
-        command, files = [], []
-        path = str(folder / "program.py")
-        if behind is not None:
-            source = stack.enter_context((folder / "program.py").open("rb"))
-            filter_path = seccomp.filter_path()
-            assert filter_path is not None  # _why_not has seen it
-            rules = stack.enter_context(filter_path.open("rb"))
-            command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
-            files, path = [source.fileno(), rules.fileno()], _PROGRAM
-        group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
-        limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MAX_PROCESSES if behind else 1]
-        # -S: no installed packages; -P: nothing of the working directory is imported first.
-        python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
-        becomes = None if behind is None else behind.becomes
-        process = subprocess.Popen(
-            [*command, *python, path, *map(str, limits)],
-            stdin=given,
-            stdout=out,  # files, not pipes: the limit of file sizes bounds them
-            stderr=error,
-            cwd=folder if behind is None else "/",
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-            start_new_session=True,
-            pass_fds=files,
-            user=becomes,
-            group=becomes,
-            extra_groups=None if becomes is None else [],
-            preexec_fn=None if group is None else group.join,
-        )
-        ended = _wait(process, timeout_s, max_bytes=None if group else MAX_TOGETHER * max_bytes)
-        stdout, stderr = (_text(folder / stream) for stream in ("stdout", "stderr"))
-        if ended == "memory":
-            stderr += f"\nMemoryError: its processes together took more than {MAX_TOGETHER * max_bytes} bytes"
-        return Finished(stdout, stderr, process.returncode, ended == "time")
+        stdin = stack.enter_context((folder / "stdin").open("rb")).fileno()
+    out, error = (stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
+    command, files = [], list(shown)
+    path = str(folder / "program.py")
+    if behind is not None:
+        source = stack.enter_context((folder / "program.py").open("rb"))
+        filter_path = seccomp.filter_path()
+        assert filter_path is not None  # _why_not has seen it
+        rules = stack.enter_context(filter_path.open("rb"))
+        command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
+        files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
+    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
+    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MAX_PROCESSES if behind else 1]
+    # -S: no installed packages; -P: nothing of the working directory is imported first.
+    python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
+    becomes = None if behind is None else behind.becomes
+    process = subprocess.Popen(
+        [*command, *python, path, *map(str, limits)],
+        stdin=stdin,
+        stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it
+        stderr=error,
+        cwd=folder if behind is None else "/",
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        start_new_session=True,
+        pass_fds=files,
+        user=becomes,
+        group=becomes,
+        extra_groups=None if becomes is None else [],
+        preexec_fn=None if group is None else group.join,
+    )
+    stack.callback(_end, process)  # nothing of it is left where what comes next fails
+    return _Started(process, folder, group is not None)
 
 
 def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
@@ -210,22 +264,29 @@ def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
     ]
 
 
-def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, *, max_bytes: int | None) -> str:
-    """Wait for the end; `time` or `memory` when it had to be ended for that. What it started ends with it. max_bytes:
-    of all its processes, None where a cgroup bounds them."""
+def _wait(started: Sequence[_Started], timeout_s: float, max_bytes: int) -> str:
+    """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
+    they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
+    first, watched = started[0].process, [one.process.pid for one in started if not one.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(process, left_s if max_bytes is None else min(WATCH_S, left_s)):
+        if _ends_within(first, min(WATCH_S, left_s) if watched else left_s):
             break
         if time.monotonic() >= deadline:
             ended = "time"
-        elif max_bytes is not None and _memory(process.pid) > max_bytes:
+        elif any(_memory(pid) > MAX_TOGETHER * max_bytes for pid in watched):
             ended = "memory"
-    # Nothing may be left of the session. Before the wait: after it, the group's number may be another's.
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for one in started:
+        _end(one.process)
     return ended
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Nothing may be left of a session. Before the wait: after it, the group's number may be another's."""
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:

@@ -39,6 +39,7 @@ from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of, required_file
 from nanodag.own_code.functions import function_at
 from nanodag.registry import CALLED_WITH
+from nanodag.rewards import sandbox
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -170,6 +171,8 @@ class Checks:
                     f"Benchmark {benchmark.name!r}: num_fewshot {benchmark.num_fewshot} needs `fewshot:`, a source of "
                     "worked examples that are no items, such as the training split."
                 )
+            if reader == _RUNS_PROGRAMS:
+                sandbox.walls()
             kind = _KIND_OF_READER.get(reader)
             for source in (benchmark.source, benchmark.fewshot):
                 if source is not None:
@@ -292,8 +295,10 @@ def _need_package(name: str) -> None:
         raise MissingTool(f"{name} is not installed; run: pip install 'nanodag[{name}]'")
 
 
+_RUNS_PROGRAMS = "nanodag.evaluation.code_answers.programs"
 _KIND_OF_READER: dict[str, Kind] = {
     "nanodag.evaluation.items.problems": "prompt",
+    _RUNS_PROGRAMS: "prompt",
     "nanodag.evaluation.items.documents": "document",
     "nanodag.evaluation.continuation.continuations": "document",
 }

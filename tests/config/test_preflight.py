@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, MissingTool
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.rewards import sandbox
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
@@ -256,6 +257,21 @@ def test_a_run_has_the_pythonpath_of_who_asked_for_it_and_not_the_servers(tmp_pa
         environment = os.environ | {"PYTHONPATH": str(servers)}
         done = subprocess.run([*command, run], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == said
+
+
+def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monkeypatch):
+    row = {"prompt": "def f():\n", "canonical_solution": "    pass", "test": "assert f() is None", "entry_point": "f"}
+    (folder / "he.jsonl").write_text(json.dumps(row) + "\n")
+    asked = "eval.benchmarks=[{name: humaneval, source: {url: 'file:he.jsonl', adapter: humaneval}}]"
+
+    def no_walls():
+        raise MissingTool("there is none")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sandbox, "walls", no_walls)
+    assert faults(folder, asked) == ["eval.benchmarks.0: there is none"]
+    monkeypatch.setattr(sandbox, "walls", lambda: None)
+    assert faults(folder, asked) == []
 
 
 @pytest.mark.parametrize("preset", list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]))

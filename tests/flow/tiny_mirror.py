@@ -50,6 +50,17 @@ def _winogrande(rng: random.Random) -> Row:
     return {"sentence": sentence, "option1": "Ann", "option2": "Bob", "answer": rng.choice("12")}
 
 
+def _humaneval(rng: random.Random) -> Row:
+    name, number = f"add_{rng.randrange(10**6)}", rng.randrange(9)
+    return {
+        "task_id": name,
+        "prompt": f'def {name}(n):\n    """n and {number}."""\n',
+        "canonical_solution": f"    return n + {number}\n",
+        "test": f"def check(candidate):\n    assert candidate(2) == {2 + number}\n",
+        "entry_point": name,
+    }
+
+
 def _smoltalk(rng: random.Random) -> Row:
     turns = [("user", _prose(rng, 8)), ("assistant", _prose(rng, 12))]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -70,6 +81,7 @@ TABLES: dict[str, Callable[[random.Random], Row]] = {
     "allenai/ai2_arc/ARC-Challenge/train": _arc,
     "allenai/ai2_arc/ARC-Challenge/validation": _arc,
     "baber/piqa/default/validation": _piqa,
+    "openai/openai_humaneval/openai_humaneval/test": _humaneval,
     "allenai/winogrande/winogrande_xl/validation": _winogrande,
 }
 

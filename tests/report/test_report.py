@@ -76,6 +76,39 @@ def test_items_that_turned_right_are_examples(run):
     assert examples_of(rl, turned="wrong") == []
 
 
+def test_programs_that_passed_and_failed_are_shown_and_none_of_their_text_is_markup(run):
+    folder = Path(run["stages"]["eval_rl"]["files"])
+    path = folder / "samples" / "sort.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        verdict, error = ("passed", "") if number < 4 else ("failed", "NameError: <script> (line 2 of the program)")
+        line["details"] = {"program": f"def f():\n    return '<script>```{number}'", "verdict": verdict, "error": error}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = report_of(run)
+    page, markdown = to_html(report), to_markdown(report)
+    assert "sort: programs of RL that passed" in page and "sort: programs of RL that failed" in page
+    assert page.count("return &#39;&lt;script&gt;```") == 4  # two of each
+    assert "all tests passed" in page and "NameError: &lt;script&gt; (line 2 of the program)" in page
+    assert "<script>" not in page
+    assert "  ````\n  def f():\n      return '<script>```0'\n  ````\n" in markdown
+
+
+def test_means_over_many_tasks_stand_first(run):
+    for stage in ("eval_rl", "eval_sft"):
+        path = Path(run["stages"][stage]["files"]) / "results.json"
+        results = json.loads(path.read_text())
+        sort = results["benchmarks"]["sort"] | {"metric": "chat_core"}
+        results["benchmarks"]["chat_core"] = sort
+        samples = path.parent / "samples" / "sort.jsonl"
+        (path.parent / "samples" / "chat_core.jsonl").write_text(
+            samples.read_text().replace("exact_match", "chat_core")
+        )
+        path.write_text(json.dumps(results))
+    stages = stages_of(run)
+    assert [row[0] for row in texts(scores_table(columns_of(stages)))] == ["chat_core", "sort", "bits_per_byte"]
+    assert "chat_core" in {c.benchmark for c in comparisons_of(columns_of(stages), stages)}
+
+
 def test_time_tokens_and_cost_add_up(run):
     table = stages_table(stages_of(run), 2.0)
     rows = {row[0]: row for row in texts(table)}

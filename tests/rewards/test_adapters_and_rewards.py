@@ -1,10 +1,6 @@
 """Every adapter that makes prompts, joined with the reward that it names: row, record, prompt, reward."""
 
 import json
-import os
-from pathlib import Path
-
-import pytest
 
 from nanodag import registry as entries
 from nanodag.data.adapter_entries import ENTRIES
@@ -32,6 +28,20 @@ def check(candidate):
     assert True
 """,
     "entry_point": "lowest",
+}
+MBPP = {
+    "task_id": 1,
+    "text": "Write a function that finds the least number.",
+    "code": "def least(numbers):\r\n    return min(numbers)",
+    "test_setup_code": "",
+    "test_list": ["assert least([3, 1]) == 1", "assert least([7]) == 7", "assert least([-1, 0]) == -1"],
+}
+GPQA = {
+    "Question": "Where?",
+    "Correct Answer": "up \n",
+    "Incorrect Answer 1": "a [title]b",
+    "Incorrect Answer 2": "c  d",
+    "Incorrect Answer 3": "e",
 }
 IFEVAL = {
     "key": 1,
@@ -103,6 +113,25 @@ CASES = [
         fenced("def lowest(a, b):\n    shared = gcd(a, b)\n    return [a // shared, b // shared]\n"),
         fenced("def lowest(a, b):\n    return [1, 2]\n"),
     ),
+    ("mbpp", MBPP, fenced(MBPP["code"] + "\n"), fenced("def least(a):\n    return 1\n")),
+    (
+        "mbpp",
+        {
+            "prompt": "The least number.",
+            "code": MBPP["code"],
+            "test_list": MBPP["test_list"],
+            "test_imports": [],
+            "test": "for n in range(3):\n    assert least([n, 9]) == n",
+        },
+        fenced(MBPP["code"] + "\n"),
+        fenced("def least(a):\n    return 1\n"),
+    ),
+    ("gpqa", GPQA, "", ""),  # the letter is drawn: see right_and_wrong
+    ("aime", {"ID": "2024-I-1", "Problem": "Half of 408?", "Answer": 204}, "It is $\\boxed{204}$.", "\\boxed{205}"),
+    ("aime", {"Question": "Half of 50?", "Answer": "025"}, "\\boxed{25}", "\\boxed{26}"),
+    ("bbh", {"input": "not True is", "target": "False"}, "So the answer is False.", "True"),
+    ("bbh", {"input": "Who? (A) Ada (B) Bo", "target": "(B)"}, "The answer is (B).", "(A)"),
+    ("simpleqa", {"problem": "Who drew it?", "answer": "The Ada Group"}, "Answer: Ada Group.", "Bo"),
 ]
 
 
@@ -121,7 +150,7 @@ def drawn(source: SourceConfig, count: int, mirror=None) -> list:
 
 def right_and_wrong(case, record) -> tuple[str, str]:
     adapter, _, right, wrong = case
-    if adapter != "sciq":
+    if adapter not in ("sciq", "gpqa"):
         return right, wrong
     return record["answer"], "B" if record["answer"] == "A" else "A"
 
@@ -146,33 +175,3 @@ def test_a_right_and_a_wrong_answer_to_every_adapters_prompt_are_told_apart(tmp_
     names = [f"{number} {adapter}" for number, (adapter, *_) in enumerate(CASES)]
     assert {n: (s.value, s.error) for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, (1.0, ""))
     assert {n: (s.value, s.error) for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, (0.0, ""))
-
-
-@pytest.mark.slow
-def test_humanevals_own_solutions_pass_and_mutated_ones_fail():
-    if "NANODAG_MIRROR" not in os.environ:
-        pytest.skip("NANODAG_MIRROR names no mirror of the hub")
-    source = SourceConfig(url="hub:openai/openai_humaneval/openai_humaneval:test")
-    prompts = drawn(source, 164, mirror=Path(os.environ["NANODAG_MIRROR"]))
-    mutated = "\n_right = {name}\ndef {name}(*a, **k):\n    return _changed(_right(*a, **k))\n" + CHANGED
-    samples = []
-    for prompt in prompts:
-        metadata = prompt.record["metadata"]
-        whole = metadata["before"] + prompt.record["answer"]
-        samples += [
-            (prompt.record, fenced(whole)),
-            (prompt.record, fenced(whole + mutated.format(name=metadata["entry_point"]))),
-        ]
-    with RewardPool("auto", num_processes=2, timeout_s=60.0) as pool:
-        scores = pool.score(samples)
-    assert [(score.value, score.error) for score in scores] == [(1.0, ""), (0.0, "")] * 164
-
-
-CHANGED = """
-def _changed(value):
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return value + 1
-    return value + type(value)([0]) if isinstance(value, (list, tuple)) else f"{{value}}x"
-"""

@@ -87,13 +87,134 @@ def test_what_is_assigned_for_a_right_side_alone_is_not_shown_to_the_program():
     assert score(fenced("class Box:\n    def get(self): return 3"), ["box = Box()\nassert box.get() == 3"]).value == 1.0
 
 
+NODE = """
+class Node:
+    def __init__(self, data):
+        self.data, self.left = data, None
+    def __eq__(self, other):
+        return self.data == other.data
+def depth(node):
+    return 0 if node is None else 1 + depth(node.left)
+def twin(node):
+    return Node(node.data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(n): return n * n", ["for n in range(5):\n    assert f(n) == n ** 2"]),
+        (
+            "def f(n): return n * n",
+            ["def square(n):\n    return n ** 2", "assert all(f(n) == square(n) for n in (1, 2))"],
+        ),
+        (NODE, ["root = Node(1)\nroot.left = Node(2)", "assert depth(root) == 2 and root.left.data == 2"]),
+        (NODE, ["assert twin(Node(3)) == Node(3) != Node(4)", "assert isinstance(twin(Node(3)), Node)"]),
+        (
+            "class Bad(ValueError): pass\ndef f(n):\n    raise Bad(f'no {n}')",
+            [
+                "try:\n    f(3)\n    assert False\nexcept Bad as error:\n    assert str(error) == 'no 3'",
+                "try:\n    f(3)\n    assert False\nexcept ValueError:\n    pass",
+            ],
+        ),
+        ("def f(numbers): numbers.sort()", ["a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]"]),
+        (
+            "def f(g, n): return g(g(n))",
+            ["assert f(lambda n: n * 2, 3) == 12", "import math\nassert f(math.sqrt, 16) == 2"],
+        ),
+        ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"]),
+        (
+            "from collections import Counter, deque\nfrom decimal import Decimal as D\n"
+            "def f(): return Counter('aa'), deque([1]), D('0.10'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999",
+            [
+                "from collections import deque\nfrom decimal import Decimal as D",
+                "assert f() == ({'a': 2}, deque([1]), D('0.1'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999)",
+            ],
+        ),
+        ("import math\ndef root(x): return math.sqrt(x)", ["assert math.isclose(root(2), 1.4142, rel_tol=1e-4)"]),
+    ],
+)
+def test_tests_are_any_python_and_a_wrong_program_fails_the_same_ones(program, tests):
+    assert score(fenced(program), tests).value == 1.0
+    name = "depth" if "depth" in program else "root" if "root" in program else "f"
+    wrong = f"{program}\ndef {name}(*arguments): return None\ndef twin(node): return node.data"
+    assert score(fenced(wrong), tests).value < 1.0
+
+
+def test_the_plus_tests_of_humaneval_find_the_few_names_of_numpy_that_they_use():
+    check = """
+import numpy as np
+def is_floats(x) -> bool:
+    if isinstance(x, float):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    return x.dtype == np.float64 if isinstance(x, np.ndarray) else False
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+def check(candidate):
+    for inp, exp in zip([[3.0], [2.0]], [[1.5], [1.0]]):
+        assertion(candidate(*inp), exp, 0)
+"""
+    assert score(fenced("def half(x): return [x / 2 + 1e-9]"), [check], entry_point="half").value == 1.0
+    assert score(fenced("def half(x): return [x / 2 + 1e-3]"), [check], entry_point="half").value == 0.0
+    assert score(fenced("def half(x): return [1.5]"), [check], entry_point="half").components == {"tests": 0.5}
+
+
+def test_a_function_may_be_called_check_where_the_tests_make_none():
+    assert score(fenced("def check(n): return n > 2"), ["assert check(3)"], entry_point="check").value == 1.0
+
+
+def test_a_function_may_have_the_name_of_a_builtin_where_the_data_names_it():
+    tests = ["assert sum(10, 4) == 6"]
+    assert score(fenced("def sum(a, b): return a - b"), tests, entry_point="sum").value == 1.0
+    assert score(fenced("def sum(a, b): return a - b"), tests).value == 0.0  # Python's own
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("def f(n):\n    return n", "AssertionError: assert f(2) == 4"),
+        ("def f(n):\n    return n / 0", "ZeroDivisionError: division by zero (line 2 of the program)"),
+        ("import os; os._exit(0)", "ProgramGone: the program has ended"),
+        ("raise SystemExit", "RuntimeError: the program raised SystemExit (line 1 of the program)"),
+        ("def g(n): pass", "NameError: name 'f' is not defined"),
+        ("def f(n): return [f]", "AssertionError: assert f(2) == 4"),
+    ],
+)
+def test_the_verdict_says_what_failed_first(program, error):
+    assert module.judge({"metadata": {"tests": ["assert f(2) == 4"]}}, program).error == error
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "class Any:\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __abs__(self): return 0\n",
+        "class Any:\n    def __contains__(self, other): return True\n    def __iter__(self): return iter([])\n",
+        "class Any(float):\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0.0\n",
+        "class Any(list):\n    def __contains__(self, other): return True\n    def __eq__(self, other): return True\n",
+    ],
+)
+def test_an_object_that_agrees_with_everything_agrees_with_nothing_wanted(cheat):
+    tests = ["assert abs(f(2) - 1.41) < 0.1", "assert 1.41 in f(2)", "assert f(2) == 1.41", "assert 1.41 == f(2)"]
+    assert score(fenced(f"{cheat}def f(n): return Any()"), tests).components == {"tests": 0.0}
+
+
+def test_tests_that_reach_no_assertion_pass_nothing():
+    assert score(fenced("def f(): return []"), ["for x in f():\n    assert x == 1"]).value == 0.0
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
         ([], "no metadata.tests"),
-        (["assert add(1, 2) < 7"], "is none of"),
-        (["one, want = 1, 3", "assert add(one, 2) == want"], "make it two assignments"),
-        (["assert add(1, 2) == add(2, 1)"], "cannot be computed without the answer"),
+        (["assert add(1, 2) =="], "invalid syntax"),
+        (["class Own: pass\nassert add(Own(), 2) == 3"], "neither a plain value nor a function"),
         (["def check(candidate):\n    assert candidate(1) == 1"], "no metadata.entry_point"),
     ],
 )

@@ -149,6 +149,10 @@ class EvalStage(StageBase):
         names = [benchmark.name for benchmark in self.benchmarks]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
+        if "chat_core" in names:
+            raise ValueError(
+                "chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it"
+            )
         return self
 
     def answer_tokens(self, benchmark: BenchmarkConfig) -> int:

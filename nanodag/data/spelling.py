@@ -1,0 +1,131 @@
+"""Problems about the letters of words, as nanochat's SpellingBee: `python:nanodag.data.spelling:count?size=4000`.
+
+A tokenizer hides the letters of a word. The answer spells the word first, then counts, so a model can learn both. A
+word belongs to `train` or `test` by a hash of itself, so no word of the test was spelled in training. Rows are made
+when they are taken and depend on function, parameters, seed and index alone.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Split = Literal["train", "test"]
+Row = dict[str, str]
+
+GENERATORS = ("count", "spell")  # what a pipeline may name of this module
+_TEST_SHARE = 0.2
+
+# English words of everyday life, 3 to 13 letters, many with a letter twice.
+_EVERYDAY = """
+account across address afternoon agreement airplane album alley alphabet anchor animal answer apple apricot april
+arrow asparagus attic autumn avocado bacon badge balance balloon bamboo banana barrel basket battery beetle berry
+bicycle blanket blossom bottle bottom breeze bridge broccoli bubble bucket buffalo button cabbage cactus calendar
+camera candle cannon carpet carrot castle cattle ceiling cellar cheese cherry chicken chimney chocolate cinnamon
+circle coconut coffee collar college colour committee common corridor cottage cotton cousin cradle cricket crystal
+cucumber curtain cushion daffodil dagger dance daughter decision diamond different dinner dipper distance doctor
+dollar dolphin donkey doorbell dragon drawer drizzle eagle effort eleven elephant engine envelope evening eyelid
+feather festival fiddle finger flannel flower follow football forest fossil freedom friend funnel gallery garden
+garlic giggle ginger giraffe goose gossip grammar grapefruit grass grasshopper guitar hammer hammock handle harbour
+hazelnut headphone heather hello hidden hollow honey hopping horizon hospital hundred hurry iceberg important insect
+island jacket jelly jewellery jigsaw journey juggle kangaroo kettle kitchen kitten knitting ladder ladle lantern
+lavender leather lesson letter lettuce level library lizard lobster lollipop luggage lullaby lunch magazine magnet
+mammal mango marble market marmalade marriage mattress meadow melon memory message middle millet minute mirror missing
+moment monkey moon morning mosquito mountain mushroom mustard narrow necessary needle nephew nettle noodle notebook
+number nutmeg ocean octopus office onion orange otter oyster paddle palace pancake paper paprika parallel parrot
+parsley passenger pattern pavement pebble pelican pencil penguin pepper piano pickle pillow pineapple planet platter
+pocket possible potato pottery pretzel printer pudding pumpkin puppet puzzle pyjamas quarrel quarter quilt rabbit
+raccoon radish railway rainbow raisin raspberry rattle recipe ribbon riddle river rocket roller rubber ruffle saddle
+saffron sailor salad salmon sandal sausage scarf scissors season secret session seven shadow shampoo shallow shell
+shoulder shutter silver sister skeleton slippers smell snowball soccer socket sparrow spinach spoon squirrel station
+stocking storm strawberry street stubborn success suffix suggest summer summit sunflower supper sweater swimming
+syllable table tadpole tattoo teacher tennis terrace theatre thimble thunder ticket tiger tissue toffee tomato
+tomorrow toothbrush tortoise towel tractor traffic trellis trolley trumpet tulip tunnel turnip turtle twelve umbrella
+uncle unhappy vanilla vegetable velvet village vinegar violin volcano volleyball waffle waggon walnut water weather
+wedding wheel whisper whistle willow window winter wizard woollen worry yellow yesterday yoghurt zebra zigzag
+"""
+WORDS = tuple(_EVERYDAY.split())
+_COUNT = (
+    "How many times does the letter {letter} occur in {word}?",
+    "How many {letter} are in the word {word}?",
+    "Count the letter {letter} in {word}.",
+    "In the word {word}, how often does {letter} appear?",
+    "What is the number of letters {letter} in {word}?",
+    "Tell me how many times {word} contains {letter}",
+    "{word}: how many letters {letter}?",
+    "Please count every {letter} in the word {word}.",
+)
+_SPELL = ("Spell {word}.", "Spell the word {word}", "How is {word} spelled?", "Write {word} letter by letter.")
+_QUOTES = ("", "", "'", '"')
+
+
+class Questions(Sequence[Row]):
+    """`size` questions about the words of one split. reward: who judges the answer."""
+
+    def __init__(
+        self,
+        name: str,
+        ask: Callable[[random.Random, str], tuple[str, str]],
+        *,
+        reward: str,
+        size: int,
+        seed: int,
+        split: Split,
+    ) -> None:
+        if split not in ("train", "test"):
+            raise ValueError(f"split {split!r} is neither 'train' nor 'test'")
+        if size < 1:
+            raise ValueError(f"size {size} is below 1")
+        self._name, self._ask, self._reward, self._size, self._seed = name, ask, reward, size, seed
+        self._words = [word for word in WORDS if _is_of_test(word) == (split == "test")]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        stream = random.Random(f"{self._name}:{self._seed}:{index}")
+        question, answer = self._ask(stream, stream.choice(self._words))
+        return {"question": question, "answer": answer, "reward": self._reward}
+
+
+def _is_of_test(word: str) -> bool:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "big") / 2**64 < _TEST_SHARE
+
+
+def count(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questions:
+    """How often a letter stands in a word; the answer spells, counts and ends in `#### number`, for reward gsm8k."""
+
+    def ask(stream: random.Random, word: str) -> tuple[str, str]:
+        # Three of four times a letter that is in the word.
+        letter = stream.choice(word if stream.random() < 0.75 else "abcdefghijklmnopqrstuvwxyz")
+        seen, lines = 0, []
+        for number, found in enumerate(word, start=1):
+            seen += found == letter
+            lines.append(f"{number}. {found}" + (f" - that makes {seen}" if found == letter else ""))
+        times = {0: "not at all", 1: "once", 2: "twice"}.get(seen, f"{seen} times")
+        said = [f"{word} is spelled {_spelled(word)}. I look for {letter}:", *lines, f"{letter} occurs {times}."]
+        return _asked(stream, _COUNT, word=word, letter=letter), "\n".join([*said, f"#### {seen}"])
+
+    return Questions("count", ask, reward="gsm8k", size=size, seed=seed, split=split)
+
+
+def spell(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questions:
+    """A word, letter by letter."""
+
+    def ask(stream: random.Random, word: str) -> tuple[str, str]:
+        return _asked(stream, _SPELL, word=word), _spelled(word)
+
+    return Questions("spell", ask, reward="exact", size=size, seed=seed, split=split)
+
+
+def _spelled(word: str) -> str:
+    return ", ".join(word)
+
+
+def _asked(stream: random.Random, templates: Sequence[str], **parts: str) -> str:
+    """A question, its word and letter quoted or not, now and then all in small letters."""
+    quote = stream.choice(_QUOTES)
+    question = stream.choice(templates).format(**{name: f"{quote}{part}{quote}" for name, part in parts.items()})
+    return question.lower() if stream.random() < 0.2 else question

@@ -1,0 +1,70 @@
+"""ChatCORE: nanochat's six chat tasks as one number, the mean of their scores, each centred by chance. No torch here.
+
+A chat stage that has benchmarks of these names, all asked as a chat, gets it beside them. 0 is guessing, 1 all right.
+The questions are put in the words of our own forms, so the number compares models of this project; nanochat words them
+otherwise, lets GSM8K and SpellingBee use a tool, and has words of its own to spell.
+
+Source: karpathy/nanochat scripts/chat_eval.py (tasks, chances, mean).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanodag.evaluation.intervals import Z95, Score
+from nanodag.evaluation.results import BenchmarkResult
+
+NAME = "chat_core"
+TASKS: Mapping[str, float] = {  # benchmark -> the score of guessing
+    "arc_easy_chat": 0.25,
+    "arc_challenge_chat": 0.25,
+    "mmlu": 0.25,
+    "gsm8k": 0.0,
+    "humaneval": 0.0,
+    "spelling_bee": 0.0,
+}
+
+
+def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> BenchmarkResult | None:
+    """ChatCORE of a stage's results; None where one of the tasks is not there, or was not asked as a chat.
+
+    results: by benchmark, as in results.json. samples: the folder of their records. Its records are the tasks' items,
+    with weights that make each task count as much, so two models are compared item by item.
+    """
+    if not all(results.get(name, {}).get("chat") for name in TASKS):
+        return None
+    value = sum(_centred(results[name]["value"], chance) for name, chance in TASKS.items()) / len(TASKS)
+    stderr = math.hypot(*(results[name]["stderr"] / (1 - chance) for name, chance in TASKS.items())) / len(TASKS)
+    records = [record for name in TASKS for record in _records(name, results[name]["metric"], samples)]
+    low, high = value - Z95 * stderr, value + Z95 * stderr
+    return BenchmarkResult(
+        name=NAME,
+        form=NAME,
+        metric=NAME,
+        base_metric=NAME,
+        higher_is_better=True,
+        is_chat=True,
+        num_fewshot=0,
+        scores={NAME: Score(value=value, stderr=stderr, low=low, high=high, num_items=len(records))},
+        records=records,
+    )
+
+
+def _centred(score: float, chance: float) -> float:
+    return (score - chance) / (1 - chance)
+
+
+def _records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
+    lines = (samples / f"{name}.jsonl").read_text(encoding="utf-8", errors="surrogatepass").splitlines()
+    given = [json.loads(line) for line in lines]
+    return [
+        {
+            "id": f"{name}:{record['id']}",
+            "weight": 1 / len(given),
+            "scores": {NAME: _centred(record["scores"][metric], TASKS[name])},
+            **{count: record[count] for count in ("too_long", "unparsed", "truncated") if count in record},
+        }
+        for record in given
+    ]
