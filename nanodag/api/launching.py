@@ -20,6 +20,7 @@ from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 from nanodag.worker.devices import gpu_of_replica, visible_gpus
 
+STREAM_EVERY_S = 0.05
 LARGEST_SGLANG_CONTEXT = 8192  # unless another one is asked for
 SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas that share a device
 
@@ -54,6 +55,7 @@ def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, 
             deterministic=args.deterministic,
             threads=1 if args.deterministic else args.threads,
             weight_version=version,
+            stream_every_s=STREAM_EVERY_S,
             token=token,
         )
 
