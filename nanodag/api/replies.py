@@ -4,13 +4,14 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanodag.api.answer import New, Scored
 from nanodag.api.answering import Sample
 from nanodag.api.bodies import ChatBody, CompletionBody
 from nanodag.api.served_model import ServedModel
-from nanodag.api.token_text import TokenText
+from nanodag.api.token_text import Decoding, TokenText
 from nanodag.api.tool_format import Call
 
 LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity
@@ -133,25 +134,23 @@ class CompletionReply(Reply):
         return self.frame(samples, choices, self.kind)
 
     def _of_prompt(self, sample: Sample) -> list[Scored]:
-        return sample.answer.prompt_scores if self._echo else []
+        if not self._echo or not sample.answer.prompt_scores:
+            return []
+        decoding, offset, placed = Decoding(self.model.tokens), -len(sample.prompt_text), []
+        for entry in sample.answer.prompt_scores:
+            placed.append(replace(entry, start=offset))
+            offset += len(decoding.step(entry.token))
+        return placed
 
     def _scores(self, scored: Sequence[Scored], sample: Sample) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         tokens = self.model.tokens
-        prompt = sample.answer.prompt_scores if self._echo else []
-        names = [tokens.name(entry.token) for entry in scored]
-        offsets = [len(sample.prompt_text) + entry.start for entry in scored]
-        if prompt and scored and scored[0] is prompt[0]:
-            place = 0
-            for number in range(len(prompt)):
-                offsets[number] = place
-                place += len(names[number])
         return {
-            "tokens": names,
+            "tokens": [tokens.name(entry.token) for entry in scored],
             "token_logprobs": [_finite(entry.logprob) for entry in scored],
             "top_logprobs": [self._top(entry) for entry in scored],
-            "text_offset": offsets,
+            "text_offset": [len(sample.prompt_text) + entry.start for entry in scored],
         }
 
     def _top(self, entry: Scored) -> dict[str, float] | None:

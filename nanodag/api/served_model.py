@@ -33,6 +33,11 @@ class Backend(Protocol):
         """The weights that it has."""
         ...
 
+    @property
+    def num_restarts(self) -> int:
+        """How many of its engines were started again."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
