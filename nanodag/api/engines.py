@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class Engines:
         """Where its weights are from."""
         return self._folder
 
-    async def answer(self, request: Request, *, stream: bool) -> AsyncIterator[Completion]:
+    async def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """See Backend. A request that meets an engine's end raises SamplerLost."""
         replica = self.least_busy()
         replica.load += 1

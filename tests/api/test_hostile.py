@@ -1,6 +1,7 @@
 """Who may ask, and what a body may not do."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -163,11 +164,13 @@ def test_pages_of_other_origins_may_ask_only_where_they_are_named(folder, ids_of
     ],
 )
 def test_the_command_refuses_before_it_starts_anything(folder, tmp_path, monkeypatch, capsys, options, said):
-    (folder / "config.json").touch()
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "config.json").write_text("{}")
     (tmp_path / "short").write_text("abc\n")
     (tmp_path / "empty").write_text("# none\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["--port", "0", "--model", f"tiny={folder}", *options]) == 2
+    assert main(["--port", "0", "--model", f"tiny={model}", *options]) == 2
     assert said in capsys.readouterr().err
 
 
