@@ -114,7 +114,7 @@ class Endpoints:
     ) -> list[Choice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
-        samples = []
+        samples: list[Choice] = []
         for number, ids in enumerate(prompts):
             most = self._most_new(model, ids, max_tokens)
             for choice in range(body.n):
