@@ -89,8 +89,8 @@ class Answer:
     def _token(self, completion: Completion, place: int, *, is_end: bool) -> None:
         token = completion.output_ids[place]
         self.num_tokens += 1
-        # The token that ends the turn has no text; one that ends a call is the reader's to see.
-        piece = self._decoding.step(token)
+        # The token that ends the turn has no text of the answer; one that ends a call is the reader's to see.
+        piece = "" if is_end else self._decoding.step(token)
         if completion.logprobs and not is_end:
             top = completion.top_logprobs[place] if completion.top_logprobs else ()
             self._scored.append(ScoredToken(token, completion.logprobs[place], top, len(self._content)))

@@ -106,13 +106,14 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes) -> None:
         with _cancelled_by_sigterm():
             await asyncio.gather(*(each.start() for each in engines))
         models = {name: await with_its_context(model) for name, model in models.items()}
+        limits = _limits(args)
         app = application(
             models,
-            limits=_limits(args),
+            limits=limits,
             keys=keys,
             names={args.host, *args.allow_host},
             origins=args.cors,
-            engine_routes=passed_on(models),
+            engine_routes=passed_on(models, limits),
             extra_routes=extra_routes(),
         )
         config = uvicorn.Config(

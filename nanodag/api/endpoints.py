@@ -14,6 +14,7 @@ from starlette.routing import Route
 from nanodag.api.answer import Answer
 from nanodag.api.answering import Answering, Choice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
+from nanodag.api.leaving import unless_left
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
@@ -22,7 +23,6 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
 from nanodag.inference.protocol import Request, SamplingParams
 
-CLIENT_CLOSED_REQUEST = 499
 SEEDS = 1 << 63
 
 
@@ -116,7 +116,7 @@ class Endpoints:
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
         samples: list[Choice] = []
         for number, ids in enumerate(prompts):
-            most = self._most_new(model, ids, max_tokens)
+            most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
                 params = SamplingParams(
                     max_new_tokens=most,
@@ -140,20 +140,23 @@ class Endpoints:
                 samples.append(Choice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
-    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None) -> int:
-        """Tokens that the answer may have. Raises Refused for a prompt, or a wish, that is too long."""
+    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+        """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
+        wish, that is too long."""
         context, limits = model.context_length, self._limits
         if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param="prompt")
+            raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param=param)
         wanted = 1 if max_tokens is None else max_tokens
         if len(ids) + wanted > context:
             raise Refused(
                 f"This model's maximum context length is {context} tokens. However, you requested "
                 f"{len(ids) + wanted} tokens ({len(ids)} in the prompt, {wanted} in the answer). Please reduce either.",
-                param="messages", code="context_length_exceeded",
+                param=param, code="context_length_exceeded",
             )  # fmt: skip
         if limits.max_prompt_tokens is not None and len(ids) > limits.max_prompt_tokens:
-            raise Refused(f"The prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.")
+            raise Refused(
+                f"The prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.", param=param
+            )
         room = min(context - len(ids), limits.max_new_tokens or context)
         if max_tokens is not None and max_tokens > room:
             raise Refused(f"{max_tokens} new tokens are more than the {room} of this server.", param="max_tokens")
@@ -181,17 +184,7 @@ class Endpoints:
             with_usage = body.stream_options.include_usage
             return _Events(self._events(answering, reply, with_usage), media_type="text/event-stream")
         with metrics.counted(model.name, samples):
-            running = asyncio.ensure_future(answering.run())
-            left = asyncio.ensure_future(_left(http))
-            try:
-                await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    return Response(status_code=CLIENT_CLOSED_REQUEST)
-                running.result()
-            finally:
-                left.cancel()
-                running.cancel()
-                await asyncio.gather(running, left, return_exceptions=True)
+            await unless_left(http, answering.run())
         return Response(to_json(reply.whole(samples)), media_type="application/json")
 
     async def _events(self, answering: Answering, reply: Reply, with_usage: bool) -> AsyncIterator[bytes]:
@@ -276,9 +269,3 @@ def _card(model: ServedModel) -> dict[str, Any]:
 
 def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
-
-
-async def _left(http: HttpRequest) -> None:
-    """Return when the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

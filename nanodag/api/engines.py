@@ -110,6 +110,11 @@ class Engines:
         finally:
             replica.load -= 1
 
+    @property
+    def load(self) -> int:
+        """Requests under way, those that wait in an engine included."""
+        return sum(replica.load for replica in self._replicas)
+
     def least_busy(self) -> _Replica:
         """Raises SamplerLost where none is up."""
         if not (up := self._up()):

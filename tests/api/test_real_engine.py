@@ -53,7 +53,8 @@ def serve(model_folder, process):
             )  # fmt: skip
             await engines.start()
             model = model_of(model_folder, engines, context=POSITIONS)
-            app = application({"tiny": model}, limits=Limits(**limits), engine_routes=passed_on({"tiny": model}))
+            models, limited = {"tiny": model}, Limits(**limits)
+            app = application(models, limits=limited, engine_routes=passed_on(models, limited))
             transport = httpx.ASGITransport(app)
             try:
                 async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
