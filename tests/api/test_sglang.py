@@ -1,4 +1,4 @@
-"""The API over SGLang on a CPU: what is asked of its tokenizer-side features. Slow: a server takes a minute to start."""
+"""The API over SGLang on a CPU, and what SGLang alone has. Slow: a server takes a minute to start."""
 
 import asyncio
 import os
