@@ -48,7 +48,7 @@ class Answer:
         self._scored: deque[ScoredToken] = deque()
         self._num_said = self._num_calls_said = 0
         self.num_tokens = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.weight_version = ""
@@ -64,7 +64,7 @@ class Answer:
         if reason is not None and reason.type == "abort":
             raise SamplerError(reason.message or "the sample was ended")
         self.weight_version = completion.weight_version
-        self.num_prompt_tokens, self.num_cached_tokens = completion.num_prompt_tokens, completion.num_cached_tokens
+        self.num_cached_tokens = completion.num_cached_tokens
         if completion.prompt_ids and not self.prompt_scores:
             self.prompt_scores = _of_prompt(completion)
         ids = completion.output_ids

@@ -92,6 +92,8 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes) -> None:
     following: list[asyncio.Task[None]] = []
     try:
         if args.follow:
+            if args.follow in folders:
+                raise ConfigError(f"--follow {args.follow} and --model have the same name.")
             followed = Followed(Store(args.store, local=args.store_local), args.follow, args.follow_stage, scratch)
             weights = followed.first()
             folders = {args.follow: weights.fetch(), **folders}

@@ -1,6 +1,7 @@
 """/v1/models, /v1/chat/completions and /v1/completions."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from nanodag.api.answer import Answer
 from nanodag.api.answering import Answering, Choice
@@ -23,7 +25,10 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
 from nanodag.inference.protocol import Request, SamplingParams
 
+log = logging.getLogger(__name__)
+
 SEEDS = 1 << 63
+READING_S = 30.0  # that a client may take to read an answer which has ended
 
 
 class Endpoints:
@@ -182,7 +187,7 @@ class Endpoints:
         answering = Answering(model.backend, samples, self._limits, stream=is_streamed)
         if body.stream:
             with_usage = body.stream_options.include_usage
-            return _Events(self._events(answering, reply, with_usage), media_type="text/event-stream")
+            return _Events(self._events(answering, reply, with_usage), self._limits)
         with metrics.counted(model.name, samples):
             await unless_left(http, answering.run())
         return Response(to_json(reply.whole(samples)), media_type="application/json")
@@ -219,10 +224,19 @@ class Endpoints:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events that no proxy keeps back."""
+    """Server-sent events that no proxy keeps back. A client that reads no longer, and does not leave, is left."""
 
-    def __init__(self, events: AsyncIterator[bytes], **how: Any) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, **how)
+    def __init__(self, events: AsyncIterator[bytes], limits: Limits) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._limit_s = limits.request_timeout_s + READING_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("A client read nothing of its answer for %g s and was left.", self._limit_s)
 
 
 def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
