@@ -275,6 +275,58 @@ def chat(
 
 
 @app.command()
+def serve(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
+        ),
+    ] = "",
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
+    ] = "",
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="embedded, or sglang where that is installed.")] = "embedded",
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="Engines of each model.")] = 1,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs --api-key-file.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 for any that is free.")
+    ] = 8000,
+    api_key_file: Annotated[
+        str, typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line; a request bears one.")
+    ] = "",
+    cors: Annotated[
+        list[str] | None, typer.Option("--cors", metavar="ORIGIN", help="Pages of it may ask. Repeatable.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", "-o", metavar="NAME=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
+        ),
+    ] = None,
+    file: File = "",
+) -> None:
+    """Serve models by OpenAI's protocol. Ctrl-C ends it.
+
+    \b
+    nanodag serve RUN
+    nanodag serve RUN rl --also sft --port 8080
+    nanodag serve Qwen/Qwen3-0.6B --engine sglang
+    """
+    from nanodag.cli.serve import serve as serve_models
+
+    options = [f"--engine={engine}", f"--replicas={replicas}", f"--host={host}", f"--port={port}"]
+    options += [f"--api-key-file={api_key_file}"] if api_key_file else []
+    options += [f"--cors={origin}" for origin in cors or []] + [f"--{one}" for one in option or []]
+    serve_models(run, stage, also=also or [], file=file, options=options)
+
+
+@app.command()
 def report(run: RunName = "", file: File = "") -> None:
     """Print a run's report, and where its files lie.
 

@@ -188,6 +188,13 @@ class SamplerClient:
         """What the sampler says of its model: model_path, weight_version and more."""
         return from_json(await self._call("GET", "/model_info"))
 
+    async def open(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
+        try:
+            return await self._http.request(method, self.url + path, data=body)
+        except LOST as error:
+            raise self._lost(path, error) from error
+
     async def _is_well(self, path: str) -> bool:
         try:
             async with self._http.get(self.url + path) as response:
@@ -222,11 +229,13 @@ def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
     wanted = [request.return_logprob for request in requests]
     body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],
-        "sampling_params": [params_to_wire(request.params) for request in requests],
+        "sampling_params": [params_to_wire(request.params) | dict(request.further) for request in requests],
         "return_logprob": wanted,
     }
     if any(request.score_prompt for request in requests):
         body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
+    if any(request.top_logprobs for request in requests):
+        body["top_logprobs_num"] = [request.top_logprobs for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
     if len(requests) == 1:

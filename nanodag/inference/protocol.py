@@ -24,8 +24,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 # Fields that SGLang honours and the embedded sampler does not: named in the refusal, so that nobody hunts for a typo.
 SGLANG_ONLY = frozenset({
     "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "json_schema", "regex",
-    "ebnf", "structural_tag", "stop_regex", "logit_bias", "custom_params", "stream_interval", "top_logprobs_num",
-    "token_ids_logprob", "return_text_in_logprobs", "return_hidden_states", "input_embeds",
+    "ebnf", "structural_tag", "stop_regex", "logit_bias", "custom_params", "stream_interval", "token_ids_logprob",
+    "return_text_in_logprobs", "return_hidden_states", "input_embeds",
     "image_data", "audio_data", "video_data", "lora_path", "session_params", "custom_logit_processor", "priority",
 })  # fmt: skip
 
@@ -33,6 +33,10 @@ SGLANG_ONLY = frozenset({
 GREEDY_BELOW = 1e-6
 """A temperature below this takes the likeliest token, as in SGLang."""
 MAX_SAMPLES = 4096
+MAX_TOP_LOGPROBS = 100
+
+Top = Sequence[tuple[int, float]]
+"""The likeliest tokens of a place with their logprobs, the likeliest first."""
 
 
 class Wire(BaseModel):
@@ -90,6 +94,8 @@ class Request:
     """One prompt, to be continued ``params.n`` times. ``rid`` names it for abort; None lets the sampler choose.
 
     ``score_prompt``: return the logprobs of the prompt's own tokens, too (SGLang's ``logprob_start_len: 0``).
+    ``top_logprobs``: how many of the likeliest tokens are told at each place; with return_logprob alone. ``further``:
+    sampling parameters that only SGLang knows.
     """
 
     input_ids: Sequence[int]
@@ -97,6 +103,8 @@ class Request:
     rid: str | None = None
     return_logprob: bool = True
     score_prompt: bool = False
+    top_logprobs: int = 0
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +135,9 @@ class Completion:
 
     ``logprobs``: log_softmax(logits / temperature) of each output token, before top-p and top-k; empty if not asked.
     ``prompt_ids``, ``prompt_logprobs``: of a scored prompt, log_softmax(logits) at temperature 1, as in SGLang, None
-    for the first token; empty if not asked. ``weight_version``: the weights at the end. ``finish_reason`` is None for a
-    part of a stream.
+    for the first token; empty if not asked. ``top_logprobs``, ``prompt_top_logprobs``: the likeliest tokens at each
+    place, of the same distributions; empty if not asked. ``weight_version``: the weights at the end.
+    ``finish_reason`` is None for a part of a stream.
     """
 
     rid: str
@@ -142,6 +151,8 @@ class Completion:
     text: str | None = None
     prompt_logprobs: Sequence[float | None] = ()
     prompt_ids: Sequence[int] = ()
+    top_logprobs: Sequence[Top] = ()
+    prompt_top_logprobs: Sequence[Top | None] = ()
 
     def token_versions(self) -> list[str]:
         """The version of the weights behind each output token."""
@@ -176,6 +187,9 @@ LogprobStart = Literal[-1, 0]
 """Where the logprobs of the prompt begin: nowhere, or at its first token. Other places are not built."""
 
 
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
 class GenerateBody(Wire):
     """POST /generate: one prompt (a list of ids or a string) or several (a list of those)."""
 
@@ -185,6 +199,7 @@ class GenerateBody(Wire):
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
+    top_logprobs_num: NumTop | list[NumTop] = 0
     stream: bool = False
 
     @model_validator(mode="after")
@@ -195,7 +210,7 @@ class GenerateBody(Wire):
             _check_ids(self.input_ids)
         elif not self.text or (isinstance(self.text, list) and not all(self.text)):
             raise ValueError("text is empty")
-        for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len"):
+        for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
             value = getattr(self, name)
             if isinstance(value, list) and (not self.is_batch or len(value) != self.num_prompts):
                 raise ValueError(f"{name} is a list of {len(value)} for {self.num_prompts} prompts")
@@ -305,8 +320,20 @@ def completion_to_wire(completion: Completion, *, return_logprob: bool) -> dict[
         scored = zip(completion.prompt_logprobs, completion.prompt_ids, strict=True)
         meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in scored]
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        if completion.top_logprobs:
+            meta["output_top_logprobs"] = [_top_to_wire(top) for top in completion.top_logprobs]
+        if completion.prompt_top_logprobs:
+            meta["input_top_logprobs"] = [_top_to_wire(top) for top in completion.prompt_top_logprobs]
     answer: dict[str, Any] = {"output_ids": completion.output_ids, "meta_info": meta}
     return answer if completion.text is None else {"text": completion.text, **answer}
+
+
+def _top_to_wire(top: Top | None) -> list[list[Any]] | None:
+    return None if top is None else [[logprob, token, None] for token, logprob in top]
+
+
+def _top_from_wire(top: Sequence[Sequence[Any]] | None) -> Top | None:
+    return None if top is None else [(entry[1], entry[0]) for entry in top]
 
 
 def _finish_to_wire(completion: Completion) -> dict[str, Any] | None:
@@ -347,4 +374,6 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         num_prompt_tokens=meta.get("prompt_tokens", 0),  # SGLang leaves it out where a request was ended in its queue
         num_cached_tokens=meta.get("cached_tokens") or 0,
         text=answer.get("text"),
+        top_logprobs=[_top_from_wire(top) or [] for top in meta.get("output_top_logprobs") or ()],
+        prompt_top_logprobs=[_top_from_wire(top) for top in meta.get("input_top_logprobs") or ()],
     )

@@ -51,6 +51,11 @@ def model_commit(model: str) -> str:
     return _commit(*_hub_name(model))
 
 
+def fetched(model: str) -> Path:
+    """The folder of a model on this machine, fetched from the hub where it lies there. Raises as `model_identity`."""
+    return _local_folder(model, None) or _download(*_hub_name(model))
+
+
 def main() -> None:
     job = load_job()
     began = time.monotonic()

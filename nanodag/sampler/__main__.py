@@ -114,7 +114,7 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
         Doors(
             server.application(),
             names={args.host, socket.gethostname()},
-            token=take_token(),
+            keys=[token] if (token := take_token()) else (),
             max_body_bytes=args.max_body_bytes,
         ),
         log_level="warning",

@@ -17,6 +17,7 @@ from nanodag.tokenizer.encoding import Encoding
 Messages = Sequence[Mapping[str, Any]]
 Rendered = tuple[np.ndarray, np.ndarray]
 Switches = Mapping[str, bool | int | float | str]
+Tools = Sequence[Mapping[str, Any]]
 NO_SWITCHES: Switches = {}
 # What transformers itself gives a template, beside special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -42,8 +43,9 @@ class ChatRenderer(ABC):
         """
 
     @abstractmethod
-    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
-        """Ids up to where the assistant begins to speak."""
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        """Ids up to where the assistant begins to speak. tools: declared to the model as its template has it, each in
+        OpenAI's form; our own format declares none."""
 
     def render(self, messages: Messages) -> Rendered:
         """`render_batch` of one conversation."""
@@ -117,7 +119,7 @@ class NativeRenderer(ChatRenderer):
             rendered.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
         return rendered
 
-    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         ((ids, _),) = self.render_batch([messages], [switches])
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
@@ -127,9 +129,20 @@ class NativeRenderer(ChatRenderer):
         return [self._ids[layout.TOOL_RESULT], *ids, self._ids[layout.TOOL_RESULT_END]]
 
     @property
+    def call_begin(self) -> int:
+        """The id that begins a tool call."""
+        return self._ids[layout.TOOL_CALL]
+
+    @property
     def call_end(self) -> int:
         """The id that ends a tool call."""
         return self._ids[layout.TOOL_CALL_END]
+
+    @property
+    def tool_tokens(self) -> dict[int, str]:
+        """The names of the tokens around calls and results, by id."""
+        names = (layout.TOOL_CALL, layout.TOOL_CALL_END, layout.TOOL_RESULT, layout.TOOL_RESULT_END)
+        return {self._ids[name]: name for name in names}
 
     def tool_call(self, ids: Sequence[int]) -> str | None:
         """The text of the tool call that ids end with; None when they do not end with one."""
@@ -188,7 +201,8 @@ class TemplateRenderer(ChatRenderer):
         self._folder = folder
         self._known_switches: set[str] = set()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self._marks = "{% generation %}" in self._template() or "{%- generation" in self._template()
+        self.template = str(self._tokenizer.chat_template)
+        self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         eos = self._tokenizer.eos_token_id
         self.stop_ids = () if eos is None else (eos,)
@@ -202,13 +216,20 @@ class TemplateRenderer(ChatRenderer):
         of_each = switches or [NO_SWITCHES] * len(conversations)
         return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
-    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
-        text = self._text(messages, switches, add_generation_prompt=True)
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        declared = {"tools": list(tools)} if tools else {}
+        text = self._apply(messages, switches, tokenize=False, add_generation_prompt=True, **declared)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _template(self) -> str:
-        template = self._tokenizer.chat_template
-        return template if isinstance(template, str) else str(template)
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template looks at the tools that are declared."""
+        return re.search(r"\btools\b", self.template) is not None
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How the model's answers are read, where its tokenizer says so."""
+        return getattr(self._tokenizer, "response_template", None)
 
     def _check_parts(self, messages: Messages) -> None:
         if all(isinstance(message["content"], str) for message in messages) or self._takes_parts:
@@ -240,7 +261,7 @@ class TemplateRenderer(ChatRenderer):
         from jinja2 import TemplateError
 
         if not switches.keys() <= self._known_switches:
-            check_switches(self._template(), switches, self._folder)
+            check_switches(self.template, switches, self._folder)
             self._known_switches |= switches.keys()
         try:
             return self._tokenizer.apply_chat_template(list(messages), **switches, **how)

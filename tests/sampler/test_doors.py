@@ -152,7 +152,7 @@ def test_limits_can_be_set_and_a_body_without_end_is_cut_off():
         async def receive():
             return {"type": "http.request", "body": b"x" * 10, "more_body": True}
 
-        doors = Doors(app, names=(), token="", max_body_bytes=95)
+        doors = Doors(app, names=(), keys=(), max_body_bytes=95)
         with pytest.raises(Exception, match="too large"):
             await doors(scope, receive, sent.append)
 

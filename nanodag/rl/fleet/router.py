@@ -2,18 +2,15 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TypeVar, cast
 
 from nanodag.errors import SamplerLost
+from nanodag.host.threads import in_thread
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.router_process import RouterClient
 from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 POLL_S = 0.02
 REGISTER_TIMEOUT_S = 60.0
@@ -127,25 +124,3 @@ class Router:
         """Close the connections to it."""
         await self._watch.leave()
         await self._client.close()
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(cast(T, value))
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except BaseException as found:  # noqa: BLE001 - the caller gets it
-            error = found
-        with suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future

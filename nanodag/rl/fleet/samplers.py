@@ -18,9 +18,10 @@ from typing import TypeVar
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.errors.words import counted
+from nanodag.host.threads import in_thread
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
-from nanodag.rl.fleet.router import Router, in_thread
+from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,138 @@
+"""One sample on its way to a client: text, tool calls and log-probabilities, out of the ids that an engine gives."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanodag.api.token_text import Decoding, TokenText
+from nanodag.api.tool_format import Call, Reader
+from nanodag.errors import SamplerError
+from nanodag.inference.protocol import Completion, FinishReason
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token with its logprob, and the likeliest ones at its place. start: where its text begins in the content.
+
+    logprob: None for a prompt's first token.
+    """
+
+    token: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+    start: int
+
+
+@dataclass(kw_only=True)
+class New:
+    """What came of an answer since it was last looked at."""
+
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+
+
+class Answer:
+    """stops: strings that end it; they are looked for in its content, also across the borders of tokens.
+
+    finish_reason: OpenAI's, None while it grows; stop_reason: the string or token id that ended it, as vLLM has it.
+    num_tokens: sampled, what ended it included.
+    """
+
+    def __init__(self, tokens: TokenText, reader: Reader, *, stops: Sequence[str], one_call: bool = False) -> None:
+        """one_call: it ends with its first call."""
+        self._decoding, self.reader = Decoding(tokens), reader
+        self._stops, self._one_call = stops, one_call
+        self._content = ""  # all that was read; a part of it may still be held back
+        self._is_cut = False
+        self._scored: deque[Scored] = deque()
+        self._num_said = self._num_calls_said = 0
+        self.num_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.weight_version = ""
+        self.prompt_scores: list[Scored] = []
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.reader.calls
+
+    def take(self, completion: Completion) -> None:
+        """Add what is new in all of a sample so far. Raises SamplerError where the engine ended it."""
+        reason = completion.finish_reason
+        if reason is not None and reason.type == "abort":
+            raise SamplerError(reason.message or "the sample was ended")
+        self.weight_version = completion.weight_version
+        self.num_prompt_tokens, self.num_cached_tokens = completion.num_prompt_tokens, completion.num_cached_tokens
+        if completion.prompt_ids and not self.prompt_scores:
+            self.prompt_scores = _of_prompt(completion)
+        ids = completion.output_ids
+        has_stop = reason is not None and reason.type == "stop" and isinstance(reason.matched, int)
+        for place in range(self.num_tokens, len(ids)):
+            is_end = has_stop and place == len(ids) - 1
+            self._token(completion, place, is_end=is_end)
+            if self.finish_reason is not None:
+                return
+        if reason is not None:
+            self._end(reason)
+
+    def new(self) -> New:
+        """What may be said by now and was not yet."""
+        visible = len(self._content) - (0 if self.finish_reason else self._num_held())
+        new = New(content=self._content[self._num_said : visible], calls=self.calls[self._num_calls_said :])
+        self._num_said, self._num_calls_said = max(visible, self._num_said), len(self.calls)
+        while self._scored and (self._scored[0].start < visible or (self.finish_reason and not self._is_cut)):
+            new.scored.append(self._scored.popleft())
+        return new
+
+    def _token(self, completion: Completion, place: int, *, is_end: bool) -> None:
+        token = completion.output_ids[place]
+        self.num_tokens += 1
+        # The token that ends the turn has no text; one that ends a call is the reader's to see.
+        piece = self._decoding.step(token)
+        if completion.logprobs and not is_end:
+            top = completion.top_logprobs[place] if completion.top_logprobs else ()
+            self._scored.append(Scored(token, completion.logprobs[place], top, len(self._content)))
+        before = len(self.calls)
+        self._add(self.reader.take(token, piece))
+        if self._one_call and self.finish_reason is None and len(self.calls) > before:
+            self.finish_reason = "tool_calls"
+
+    def _add(self, text: str) -> None:
+        if not text:
+            return
+        # A stop string that this text completes begins at most so far before it.
+        begin = max(0, len(self._content) - max(map(len, self._stops), default=0) + 1)
+        self._content += text
+        found = [(place, stop) for stop in self._stops if (place := self._content.find(stop, begin)) >= 0]
+        if found:
+            place, self.stop_reason = min(found)
+            self._content, self._is_cut = self._content[:place], True
+            self.finish_reason = "stop"
+
+    def _end(self, reason: FinishReason) -> None:
+        self._add(self.reader.take(-1, self._decoding.rest()) + self.reader.end())
+        if self.finish_reason is None:
+            self.finish_reason = "tool_calls" if self.calls else reason.type
+            self.stop_reason = reason.matched
+
+    def _num_held(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        return max((_overlap(self._content, stop) for stop in self._stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of the text that is a beginning of the stop string."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _of_prompt(completion: Completion) -> list[Scored]:
+    tops = completion.prompt_top_logprobs or [()] * len(completion.prompt_ids)
+    return [
+        Scored(token, logprob, top or (), 0)
+        for token, logprob, top in zip(completion.prompt_ids, completion.prompt_logprobs, tops, strict=True)
+    ]

@@ -1,0 +1,123 @@
+"""The API as one ASGI application: `application(models, ...)`."""
+
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanodag.api.endpoints import CLIENT_CLOSED_REQUEST, Endpoints
+from nanodag.api.metrics import Metrics
+from nanodag.api.refusals import Refused, refusal_of
+from nanodag.api.served_model import Limits, ServedModel
+from nanodag.errors import SamplerError
+from nanodag.inference.doors import Doors, TooLarge, is_health
+
+
+def application(
+    models: Mapping[str, ServedModel],
+    *,
+    limits: Limits | None = None,
+    keys: Collection[str] = (),
+    names: Collection[str] = (),
+    origins: Collection[str] = (),
+    engine_routes: Sequence[BaseRoute] = (),
+    extra_routes: Sequence[BaseRoute] = (),
+) -> ASGIApp:
+    """Serve these models by OpenAI's protocol.
+
+    models: by name; the first answers requests that name none. keys: a request bears one of them as `Authorization:
+    Bearer KEY`; none for no check. names: of this host, beside its addresses, localhost and what it is called: a
+    request for another Host is refused. origins: of pages elsewhere that may ask (CORS). engine_routes: the engines'
+    own protocol (`passage.py`). extra_routes: more, such as a page; what is fetched from them by GET needs no key,
+    since a browser cannot bear one there.
+    """
+    metrics, limits = Metrics(), limits or Limits()
+    endpoints = Endpoints(models, limits, metrics)
+    routes = [*endpoints.routes(), *engine_routes, Route("/metrics", metrics.exposition, methods=["GET"])]
+
+    async def health(http: HttpRequest) -> Response:
+        """200 where every model would answer now."""
+        down = [name for name, model in models.items() if not model.backend.is_ready]
+        content = {"status": "starting" if down else "ok", "models": list(models), "down": down}
+        return JSONResponse(content, status_code=503 if down else 200)
+
+    def is_open(scope: Scope) -> bool:
+        return is_health(scope) or (
+            scope["method"] in ("GET", "HEAD")
+            and any(route.matches(scope)[0] is Match.FULL for route in extra_routes)
+            and not any(route.matches(scope)[0] is Match.FULL for route in routes)
+        )
+
+    starlette = Starlette(
+        routes=[*routes, Route("/health", health, methods=["GET"]), *extra_routes],
+        exception_handlers={
+            Refused: _refused,
+            SamplerError: _refused,
+            TimeoutError: _refused,
+            Exception: _refused,
+            HTTPException: _http_error,
+            TooLarge: _too_large,
+            ClientDisconnect: _has_left,
+        },
+    )
+    doors: ASGIApp = Doors(
+        _Counted(starlette, metrics),
+        names={socket.gethostname(), *names},
+        keys=keys,
+        max_body_bytes=limits.max_body_bytes,
+        is_open=is_open,
+        origins=origins,
+    )
+    if origins:
+        doors = CORSMiddleware(
+            doors,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    return doors
+
+
+class _Counted:
+    """Counts replies by path and status; a path that nothing serves is one of many, so it has no name."""
+
+    def __init__(self, app: Starlette, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = getattr(route, "path", "other") if message["status"] != 404 else "other"
+                self._metrics.replied(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _refused(http: HttpRequest, error: Exception) -> Response:
+    return refusal_of(error).response()
+
+
+def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message: Any = f"{http.method} {http.url.path[:200]}: {error.detail}"
+    return Refused(message, status=error.status_code, code="unknown_url").response()
+
+
+def _too_large(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TooLarge)
+    return error.response
+
+
+def _has_left(http: HttpRequest, error: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,242 @@
+"""Bodies of requests, as OpenAI has them, with vLLM's and SGLang's further sampling fields.
+
+A field that is unknown is refused by its name: passed over, it would change the answer without a word. Those that no
+answer depends on are passed over, and so is every field that is null or has its neutral value.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from nanodag.api.refusals import Refused
+
+# No answer depends on them.
+HARMLESS = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction", "request_id", "priority",
+})  # fmt: skip
+# Not built, but harmless with these values.
+NEUTRAL: Mapping[str, Any] = {
+    "logit_bias": {}, "suffix": "", "modalities": ["text"], "functions": [], "function_call": "none",
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True,
+    "continue_final_message": False, "use_beam_search": False, "length_penalty": 1.0, "verbosity": "medium",
+    "separate_reasoning": True, "stream_reasoning": True,
+}  # fmt: skip
+# Sampling fields that SGLang honours and the embedded engine does not: their neutral value, and SGLang's name.
+SGLANG_SAMPLING: Mapping[str, tuple[Any, str]] = {
+    "presence_penalty": (0, "presence_penalty"),
+    "frequency_penalty": (0, "frequency_penalty"),
+    "repetition_penalty": (1, "repetition_penalty"),
+    "min_p": (0, "min_p"),
+    "min_tokens": (0, "min_new_tokens"),
+    "regex": ("", "regex"),
+    "ebnf": ("", "ebnf"),
+}
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 128
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, le=2**31)]
+Part = Annotated[int, Field(ge=1)]
+
+
+class Body(BaseModel):
+    """No conversions: "1" is no number. What is left over of a request is in `further`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    @property
+    def further(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+class StreamOptions(Body):
+    """What a stream has beside the answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class SamplingBody(Body):
+    """What both endpoints have. stop: strings that end an answer and are not part of it."""
+
+    model: str = ""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions. prompt: a text, token ids, or a list of either. logprobs: how many of the likeliest tokens
+    are told at each place."""
+
+    prompt: Any = None
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Literal[1] = 1
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or several, all of one form. Raises Refused for anything else."""
+        given = self.prompt
+        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise Refused("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+        if len(given) > MAX_PROMPTS:
+            raise Refused(f"{len(given)} prompts at once; at most {MAX_PROMPTS}", param="prompt")
+        if all(isinstance(prompt, str) for prompt in given):
+            return given
+        for number, prompt in enumerate(given):
+            if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+                raise Refused(f"prompt {number} is neither a text nor a list of token ids", param="prompt")
+        return given
+
+
+class Function(Body):
+    """A tool's name and what it takes, as a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that an earlier answer made. arguments: JSON."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message. What OpenAI's own answers have beside these fields (refusal, annotations) is passed over."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] = ""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_call_id: str = ""
+
+    def text(self, place: str) -> str:
+        """Its content as one text. Raises Refused for a part that is no text."""
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise Refused(
+                    f"{place}.content has a part of the type {str(part.get('type'))[:80]!r}; only text is read",
+                    param=place,
+                )
+        return "".join(part["text"] for part in self.content)
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: str = ""
+    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    strict: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions. chat_template_kwargs: switches of the model's chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Part | None = None
+    max_completion_tokens: Part | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+
+Parsed = TypeVar("Parsed", bound=SamplingBody)
+
+
+def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
+    """The checked body of a request. Raises Refused with the first field that is wrong, and why."""
+    try:
+        content = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
+    try:
+        body = model.model_validate(_without_nulls(content))
+    except ValidationError as error:
+        raise _explained(error) from error
+    for name, value in body.further.items():
+        if name not in HARMLESS and name not in SGLANG_SAMPLING and NEUTRAL.get(name) != value:
+            raise Refused(f"there is no field {name[:80]!r} here: leave it out", param=name[:80])
+    return body
+
+
+def _without_nulls(content: dict[str, Any]) -> dict[str, Any]:
+    """null stands for a field that is not there, at the top and in messages, as clients send it."""
+    kept = {name: value for name, value in content.items() if value is not None}
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [
+            {name: value for name, value in message.items() if value is not None}
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+    return kept
+
+
+def _explained(error: ValidationError) -> Refused:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    # Names of classes and types tell which form of a union was tried.
+    parts = [str(part) for part in problem["loc"] if not str(part).endswith(("]", "Tool")) and part not in _FORMS]
+    place = ".".join(parts)[:200]
+    found = repr(problem["input"])
+    found = found if len(found) <= 80 else found[:77] + "..."
+    return Refused(f"{place or 'the body'}: {problem['msg']} (found {found})", param=place or None)
+
+
+_FORMS = ("constrained-str", "str", "dict", "list")

@@ -1,0 +1,195 @@
+"""The serving process: engines, the application over them, and its end.
+
+`python -m nanodag.api --model NAME=FOLDER ...`; `nanodag serve` calls it with folders of the store.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+from starlette.routing import BaseRoute
+
+from nanodag.api.application import application
+from nanodag.api.engines import Engines
+from nanodag.api.launching import served_model, with_its_context
+from nanodag.api.passage import passed_on
+from nanodag.api.served_model import Limits, ServedModel
+from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors.words import counted
+from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STOP_S = 5  # what answers under way may still take when the server is ended
+LEAST_KEY = 16
+
+Routes = Callable[[], Sequence[BaseRoute]]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanodag.api", description="Serve checkpoints by OpenAI's protocol."
+    )
+    add = parser.add_argument
+    add("--model", action="append", required=True, metavar="NAME=FOLDER", help="a Hugging Face folder; may be repeated")
+    add("--engine", choices=("embedded", "sglang"), default="embedded")
+    add("--python", default="auto", help="of SGLang's environment")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0: the system chooses")
+    add("--replicas", type=int, default=1, help="engines of each model")
+    add("--tensor-parallel", type=int, default=1, help="GPUs of one SGLang engine")
+    add("--max-batch", type=int, default=32, help="samples that an engine runs at once")
+    add("--threads", type=int, default=1, help="of an engine, on a CPU")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--dtype", default="auto", help="of the embedded engine: auto, float32 or bfloat16")
+    add("--context-length", type=int, help="prompt and answer together; by default what the cache has room for")
+    add("--deterministic", action="store_true", help="the same bits for a request whoever asks beside it")
+    add("--api-key-file", type=Path, help="keys, one a line; needed on any address but loopback")
+    add("--cors", action="append", default=[], metavar="ORIGIN", help="pages of it may ask; may be repeated")
+    add("--allow-host", action="append", default=[], metavar="NAME", help="a name of this server beside localhost")
+    add("--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES)
+    add("--max-prompt-tokens", type=int)
+    add("--max-new-tokens", type=int)
+    add("--max-waiting", type=int, default=Limits.max_waiting, help="samples in flight; more are answered 429")
+    add("--request-timeout-s", type=float, default=Limits.request_timeout_s)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, extra_routes: Routes = tuple) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. extra_routes: makes what is served beside the API."""
+    args = parse_arguments(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        asyncio.run(_serve(args, extra_routes))
+    except NanodagError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    return 0
+
+
+async def _serve(args: argparse.Namespace, extra_routes: Routes) -> None:
+    keys, folders = _keys(args), _folders(args.model)
+    listener = _listener(args.host, args.port)  # before anything that takes long
+    logs = Path(tempfile.mkdtemp(prefix="nanodag-serve-"))
+    models = {
+        name: served_model(args, name, folder, logs, number * args.replicas)
+        for number, (name, folder) in enumerate(folders.items())
+    }
+    engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]
+    try:
+        with _cancelled_by_sigterm():
+            await asyncio.gather(*(each.start() for each in engines))
+        models = {name: await with_its_context(model) for name, model in models.items()}
+        app = application(
+            models,
+            limits=_limits(args),
+            keys=keys,
+            names={args.host, *args.allow_host},
+            origins=args.cors,
+            engine_routes=passed_on(models),
+            extra_routes=extra_routes(),
+        )
+        config = uvicorn.Config(
+            app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=STOP_S
+        )
+        server = uvicorn.Server(config)
+        for each in engines:
+            each.is_ending = lambda: server.should_exit
+        print(_said(args, models, listener), flush=True)
+        await server.serve(sockets=[listener])
+    finally:
+        await asyncio.gather(*(each.close() for each in engines))
+        listener.close()
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _folders(given: Sequence[str]) -> dict[str, Path]:
+    """Folders by name. Raises ConfigError for one that is no model, or two of a name."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        folder = Path(path).expanduser().absolute()
+        if not equals or not name or name in folders:
+            raise ConfigError(f"--model {text!r} is not NAME=FOLDER, or a second {name!r}.")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {text!r}: {folder} is no model folder; it has no config.json.")
+        folders[name] = folder
+    return folders
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """The keys of the file. Raises ConfigError where there are none and anybody could ask."""
+    if args.api_key_file is None:
+        if args.host not in LOOPBACK:
+            raise ConfigError(
+                f"--host {args.host} is within reach of others: name a file of keys with --api-key-file, or serve on "
+                "127.0.0.1."
+            )
+        return []
+    try:
+        lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {args.api_key_file} cannot be read: {error}.") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys or any(len(key) < LEAST_KEY or not key.isascii() or " " in key for key in keys):
+        raise ConfigError(
+            f"--api-key-file {args.api_key_file} needs one key a line, each of {LEAST_KEY} ASCII characters or more, "
+            "as from: openssl rand -hex 24"
+        )
+    return keys
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(
+        max_body_bytes=args.max_body_bytes,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_new_tokens=args.max_new_tokens,
+        max_waiting=args.max_waiting,
+        request_timeout_s=args.request_timeout_s,
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Its protocol is named, because asyncio switches Nagle's algorithm off only then: it costs 40 ms an answer.
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"Port {port} of {host} cannot be had ({error.strerror or error}); choose another with --port."
+        ) from error
+    return listener
+
+
+def _said(args: argparse.Namespace, models: dict[str, ServedModel], listener: socket.socket) -> str:
+    """One line: what is served where, by what, and how to stop it."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    names = ", ".join(f"{name} (context {model.context_length})" for name, model in models.items())
+    engines = counted(args.replicas * len(models), f"{args.engine} engine")
+    return f"Serving {names} by {engines} at {url}; Ctrl-C ends it."
+
+
+@contextlib.contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """While engines start, SIGTERM ends this as Ctrl-C does; later uvicorn listens."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

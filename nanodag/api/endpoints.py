@@ -1,0 +1,284 @@
+"""/v1/models, /v1/chat/completions and /v1/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nanodag.api.answer import Answer
+from nanodag.api.answering import Answering, Sample
+from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
+from nanodag.api.metrics import Metrics
+from nanodag.api.prompts import chat_prompt
+from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
+from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
+from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.tool_format import PlainReader, Reader
+from nanodag.inference.protocol import Request, SamplingParams
+
+CLIENT_CLOSED_REQUEST = 499
+SEEDS = 1 << 63
+
+
+class Endpoints:
+    """What lies behind the routes. models: by name; the first is asked where a request names none."""
+
+    def __init__(self, models: Mapping[str, ServedModel], limits: Limits, metrics: Metrics) -> None:
+        self._models, self._limits, self._metrics = models, limits, metrics
+        self._tokenizing = {name: asyncio.Lock() for name in models}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+
+    async def list_models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [_card(model) for model in self._models.values()]})
+
+    async def one_model(self, http: HttpRequest) -> Response:
+        return JSONResponse(_card(self._model(http.path_params["name"])))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = parse_body(ChatBody, await http.body())
+        model = self._model(body.model)
+        prompt = await self._tokenized(model, lambda: chat_prompt(model, body))
+        wanted = body.max_completion_tokens or body.max_tokens
+        num_top = body.top_logprobs if body.logprobs else None
+        if body.top_logprobs and not body.logprobs:
+            raise Refused("top_logprobs is only told with logprobs: true", param="top_logprobs")
+        further = further_params(model, body) | _grammar(model, body)
+        samples = self._samples(
+            model, body, [prompt.ids], prompt.reader, max_tokens=wanted, num_top=num_top, stop_ids=prompt.stop_ids,
+            further=further, one_call=not body.parallel_tool_calls,
+        )  # fmt: skip
+        has_tools = not isinstance(samples[0].answer.reader, PlainReader)
+        return await self._answered(http, body, ChatReply(model, body), samples, is_cut=has_tools)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = parse_body(CompletionBody, await http.body())
+        model = self._model(body.model)
+        given = body.prompts()
+
+        def ids_of_all() -> list[list[int]]:
+            special = body.add_special_tokens
+            return [model.tokens.prompt_ids(one, special=special) if isinstance(one, str) else one for one in given]
+
+        prompts = await self._tokenized(model, ids_of_all)
+        texts = [one if isinstance(one, str) else model.tokens.decode(one) for one in given] if body.echo else None
+        samples = self._samples(
+            model, body, prompts, lambda: PlainReader({}), max_tokens=body.max_tokens, num_top=body.logprobs,
+            further=further_params(model, body), texts=texts,
+            score_prompt=body.max_tokens == 0 or (body.echo and body.logprobs is not None),
+        )  # fmt: skip
+        return await self._answered(http, body, CompletionReply(model, body), samples)
+
+    def _model(self, name: str) -> ServedModel:
+        if not name:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            names = ", ".join(self._models)
+            raise Refused(
+                f"There is no model {name[:200]!r} here; there is {names}.",
+                status=404, param="model", code="model_not_found",
+            )  # fmt: skip
+        return self._models[name]
+
+    async def _tokenized(self, model: ServedModel, work: Callable[[], Any]) -> Any:
+        """What it returns, made beside the event loop: a long text takes seconds. One at a time for each model."""
+        async with self._tokenizing[model.name]:
+            return await asyncio.to_thread(work)
+
+    def _samples(
+        self,
+        model: ServedModel,
+        body: SamplingBody,
+        prompts: Sequence[list[int]],
+        reader: Callable[[], Reader],
+        *,
+        max_tokens: int | None,
+        num_top: int | None,
+        stop_ids: Sequence[int] = (),
+        further: Mapping[str, Any],
+        texts: Sequence[str] | None = None,
+        score_prompt: bool = False,
+        one_call: bool = False,
+    ) -> list[Sample]:
+        """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
+        of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
+        samples = []
+        for number, ids in enumerate(prompts):
+            most = self._most_new(model, ids, max_tokens)
+            for choice in range(body.n):
+                params = SamplingParams(
+                    max_new_tokens=most,
+                    temperature=body.temperature,
+                    top_p=body.top_p,
+                    top_k=body.top_k if body.top_k > 0 else -1,
+                    stop_token_ids=tuple({*stop_ids, *body.stop_token_ids}),
+                    ignore_eos=body.ignore_eos,
+                    sampling_seed=None if body.seed is None else (body.seed + choice) % SEEDS,
+                )
+                request = Request(
+                    input_ids=ids,
+                    params=params,
+                    return_logprob=num_top is not None or score_prompt,
+                    score_prompt=score_prompt,
+                    top_logprobs=num_top or 0,
+                    further=further,
+                )
+                answer = Answer(model.tokens, reader(), stops=body.stops, one_call=one_call)
+                text = texts[number] if texts is not None else ""
+                samples.append(Sample(index=len(samples), request=request, answer=answer, prompt_text=text))
+        return samples
+
+    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None) -> int:
+        """Tokens that the answer may have. Raises Refused for a prompt, or a wish, that is too long."""
+        context, limits = model.context_length, self._limits
+        if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
+            raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param="prompt")
+        wanted = 1 if max_tokens is None else max_tokens
+        if len(ids) + wanted > context:
+            raise Refused(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{len(ids) + wanted} tokens ({len(ids)} in the prompt, {wanted} in the answer). Please reduce either.",
+                param="messages", code="context_length_exceeded",
+            )  # fmt: skip
+        if limits.max_prompt_tokens is not None and len(ids) > limits.max_prompt_tokens:
+            raise Refused(f"The prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.")
+        room = min(context - len(ids), limits.max_new_tokens or context)
+        if max_tokens is not None and max_tokens > room:
+            raise Refused(f"{max_tokens} new tokens are more than the {room} of this server.", param="max_tokens")
+        return room if max_tokens is None else max_tokens
+
+    async def _answered(
+        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[Sample], *, is_cut: bool = False
+    ) -> Response:
+        """is_cut: the samples may have to be ended here."""
+        model, metrics = reply.model, self._metrics
+        if not model.backend.is_ready:
+            raise Refused(
+                f"The engine of {model.name} is starting: ask again.",
+                status=503, kind=UNAVAILABLE, code="engine_starting",
+            )  # fmt: skip
+        if metrics.num_in_flight + len(samples) > self._limits.max_waiting:
+            raise Refused(
+                f"{metrics.num_in_flight} answers are under way or wait, and {len(samples)} more would be above "
+                f"{self._limits.max_waiting}: ask again later.",
+                status=429, kind="rate_limit_error", code="queue_full",
+            )  # fmt: skip
+        is_streamed = body.stream or is_cut or bool(body.stops)
+        answering = Answering(model.backend, samples, self._limits, stream=is_streamed)
+        if body.stream:
+            with_usage = body.stream_options.include_usage
+            return _Events(self._events(answering, reply, with_usage), media_type="text/event-stream")
+        with metrics.counted(model.name, samples):
+            running = asyncio.ensure_future(answering.run())
+            left = asyncio.ensure_future(_left(http))
+            try:
+                await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    return Response(status_code=CLIENT_CLOSED_REQUEST)
+                running.result()
+            finally:
+                left.cancel()
+                running.cancel()
+                await asyncio.gather(running, left, return_exceptions=True)
+        return Response(to_json(reply.whole(samples)), media_type="application/json")
+
+    async def _events(self, answering: Answering, reply: Reply, with_usage: bool) -> AsyncIterator[bytes]:
+        samples, began = answering.samples, time.monotonic()
+        ended: set[int] = set()
+        has_begun = False
+        with self._metrics.counted(reply.model.name, samples):
+            try:
+                if firsts := [choice for sample in samples for choice in reply.first(sample)]:
+                    yield _event(reply.chunk(samples, firsts))
+                async with aclosing(answering.parts()) as parts:
+                    async for is_new in parts:
+                        if not is_new:
+                            yield b": keep-alive\n\n"
+                            continue
+                        for sample in samples:
+                            if sample.index in ended:
+                                continue
+                            choices = reply.parts(sample, sample.answer.new())
+                            if sample.answer.finish_reason is not None:
+                                ended.add(sample.index)
+                            for choice in choices:
+                                yield _event(reply.chunk([sample], [choice]))
+                        if not has_begun and any(sample.answer.num_tokens for sample in samples):
+                            has_begun = True
+                            self._metrics.first_token(reply.model.name, time.monotonic() - began)
+                if with_usage:
+                    yield _event(reply.chunk(samples, []) | {"usage": usage(samples)})
+            except Exception as error:  # noqa: BLE001 - the reply has begun: the client hears of it in the stream
+                yield _event(refusal_of(error).content())
+        yield b"data: [DONE]\n\n"
+
+
+class _Events(StreamingResponse):
+    """Server-sent events that no proxy keeps back."""
+
+    def __init__(self, events: AsyncIterator[bytes], **how: Any) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, **how)
+
+
+def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
+    """Sampling parameters that SGLang alone knows. Raises Refused for them where it is not the engine."""
+    wanted = {}
+    for name, (neutral, wire_name) in SGLANG_SAMPLING.items():
+        value = body.further.get(name, neutral)
+        if value == neutral:
+            continue
+        if not model.is_sglang:
+            raise Refused(f"{name} needs the engine sglang; {model.name} has the embedded one", param=name)
+        wanted[wire_name] = value
+    return wanted
+
+
+def _grammar(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+    """What holds an answer to a form. Raises Refused for an engine without grammars."""
+    wanted = body.response_format
+    if wanted.type == "text":
+        return {}
+    if not model.has_grammars:
+        raise Refused(
+            f"response_format {wanted.type} needs an engine with grammars (--engine sglang on a GPU); {model.name} "
+            "has none",
+            param="response_format",
+        )
+    schema = wanted.json_schema.schema_ if wanted.type == "json_schema" and wanted.json_schema else {"type": "object"}
+    return {"json_schema": to_json(schema).decode()}
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    """A model as /v1/models has it; from max_model_len on as vLLM has it, then our own."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "nanodag",
+        "root": str(model.root),
+        "max_model_len": model.context_length,
+        "has_chat_template": model.renderer is not None,
+        "weight_version": model.backend.weight_version,
+    }
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+async def _left(http: HttpRequest) -> None:
+    """Return when the client has gone."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,118 @@
+"""From a folder to a served model: which engine processes it gets, on which devices."""
+
+import argparse
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from nanodag.api.engines import Engines
+from nanodag.api.served_model import ServedModel
+from nanodag.api.token_text import TokenText
+from nanodag.errors import SourceError
+from nanodag.host.machine import detect
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
+from nanodag.inference.sglang_install import find_python
+from nanodag.inference.sglang_options import Option
+from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.model.architecture import read_checkpoint, read_json
+from nanodag.tokenizer.chat import ChatRenderer, load_renderer
+from nanodag.worker.devices import gpu_of_replica, visible_gpus
+
+LARGEST_SGLANG_CONTEXT = 8192  # unless another one is asked for
+SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas that share a device
+
+
+def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, first: int) -> ServedModel:
+    """A model whose engines are not started yet. args: as of `command.py`. first: engines that other models have, so
+    that each gets a GPU of its own as far as there are so many. Raises SourceError, BadRequest or MissingTool for what
+    cannot be served."""
+    tokens, config = TokenText(folder), read_json(folder / "config.json")
+    device = detect().device if args.device == "auto" else args.device
+    vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    context = min(args.context_length or LARGEST_SGLANG_CONTEXT, positions)
+    token = secrets.token_hex(16)  # engines answer this process alone
+    if args.engine == "embedded":
+        read_checkpoint(folder)  # refuses what the engine would refuse after a start of seconds
+
+    def connect(url: str) -> SamplerClient:
+        return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s)
+
+    def launch(number: int, weights: Path, version: str) -> ServerProcess:
+        log_path = logs / f"{name.replace('/', '-')}-{number}.log"
+        if args.engine == "sglang":
+            return _sglang(args, weights, version, device, first + number, context, token, log_path)
+        return SamplerProcess.start(
+            weights,
+            log_path=log_path,
+            dtype=args.dtype,
+            device=device,
+            gpu=gpu_of_replica(first + number) if device == "cuda" else "",
+            max_batch=args.max_batch,
+            context_length=args.context_length,
+            deterministic=args.deterministic,
+            threads=1 if args.deterministic else args.threads,
+            weight_version=version,
+            token=token,
+        )
+
+    return ServedModel(
+        name=name,
+        tokens=tokens,
+        renderer=_renderer(folder),
+        backend=Engines(name, folder, folder.name, num_replicas=args.replicas, launch=launch, connect=connect),
+        context_length=context,
+        vocab_size=vocab_size,
+        is_sglang=args.engine == "sglang",
+        has_grammars=args.engine == "sglang",
+        root=folder,
+    )
+
+
+async def with_its_context(model: ServedModel) -> ServedModel:
+    """The same, with the context that its engine, which is up, says that it has."""
+    engines = model.backend
+    assert isinstance(engines, Engines)
+    if model.is_sglang:
+        return model
+    return replace(model, context_length=int((await engines.least_busy().client.model_info())["context_length"]))
+
+
+def _sglang(
+    args: argparse.Namespace,
+    folder: Path,
+    version: str,
+    device: Literal["cpu", "cuda"],
+    number: int,
+    context: int,
+    token: str,
+    log_path: Path,
+) -> ServerProcess:
+    # With its tokenizer: grammars need it, and so does text by /generate.
+    options: dict[str, Option] = {"skip-tokenizer-init": False, "grammar-backend": "xgrammar"}
+    num_gpus = len(visible_gpus()) if device == "cuda" else 1
+    sharing = -(-args.replicas * len(args.model) * args.tensor_parallel // num_gpus)
+    return SGLangProcess.start(
+        find_python(args.python, device),
+        folder,
+        log_path=log_path,
+        device=device,
+        dtype="auto" if device == "cuda" else "float32",
+        max_batch=args.max_batch,
+        context_length=context,
+        weight_version=version,
+        memory_fraction=SGLANG_MEMORY[device] / sharing,
+        tensor_parallel=args.tensor_parallel,
+        first_gpu=number * args.tensor_parallel % num_gpus if device == "cuda" else 0,
+        threads=args.threads,
+        options=options,
+        token=token,
+    )
+
+
+def _renderer(folder: Path) -> ChatRenderer | None:
+    try:
+        return load_renderer(folder)
+    except SourceError:  # a base model of others has no chat template
+        return None

@@ -1,0 +1,68 @@
+"""What the API counts, in Prometheus' text format."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from nanodag.api.answering import Sample
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Of one application. num_in_flight: samples under way, those that wait in an engine included."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        by_model = ["model"]
+        self.num_in_flight = 0
+        self._replies = Counter("nanodag_replies", "Replies by status", ["path", "status"], registry=registry)
+        self._in_flight = Gauge("nanodag_samples_in_flight", "Samples that run or wait", registry=registry)
+        self._prompt = Counter("nanodag_prompt_tokens", "Tokens of prompts", by_model, registry=registry)
+        self._sampled = Counter("nanodag_sampled_tokens", "Tokens sampled", by_model, registry=registry)
+        self._ended = Counter("nanodag_samples", "Samples by why they ended", ["model", "reason"], registry=registry)
+        self._first = Histogram(
+            "nanodag_first_token_seconds", "Until a stream's first token", by_model, buckets=SECONDS, registry=registry
+        )
+        self._took = Histogram(
+            "nanodag_request_seconds", "Until a request's last token", by_model, buckets=SECONDS, registry=registry
+        )
+        self._restarts = Gauge(
+            "nanodag_engine_restarts", "Engines that were started again", by_model, registry=registry
+        )
+        self._ready = Gauge("nanodag_engine_ready", "1 where an engine answers", by_model, registry=registry)
+        self._in_flight.set_function(lambda: self.num_in_flight)
+
+    @contextmanager
+    def counted(self, model: str, samples: Sequence[Sample]) -> Iterator[None]:
+        """Count samples as under way, and at the end what became of them."""
+        self.num_in_flight += len(samples)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= len(samples)
+            self._took.labels(model).observe(time.monotonic() - began)
+            for sample in samples:
+                self._prompt.labels(model).inc(len(sample.request.input_ids))
+                self._sampled.labels(model).inc(sample.answer.num_tokens)
+                self._ended.labels(model, sample.answer.finish_reason or "broken off").inc()
+
+    def first_token(self, model: str, seconds: float) -> None:
+        self._first.labels(model).observe(seconds)
+
+    def replied(self, path: str, status: int) -> None:
+        self._replies.labels(path, str(status)).inc()
+
+    def engine(self, model: str, *, is_ready: bool, num_restarts: int) -> None:
+        self._ready.labels(model).set(is_ready)
+        self._restarts.labels(model).set(num_restarts)
+
+    async def exposition(self, http: HttpRequest) -> Response:
+        """GET /metrics."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

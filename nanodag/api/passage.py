@@ -1,0 +1,89 @@
+"""SGLang's own protocol, passed on to an engine: the same process speaks both.
+
+POST /generate, GET /model_info, /get_model_info, /server_info, /get_server_info and /health_generate, of the model that
+`?model=NAME` names, else of the first. What changes weights or ends the requests of others is not passed on.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from nanodag.api.engines import Engines
+from nanodag.api.refusals import Refused
+from nanodag.api.served_model import ServedModel
+from nanodag.errors import SamplerLost
+from nanodag.inference.client import LOST
+
+READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")
+MAX_SAMPLES = 256
+
+
+def passed_on(models: Mapping[str, ServedModel]) -> list[Route]:
+    """The routes. Every model's backend is an `Engines`."""
+
+    def model_of(http: HttpRequest) -> ServedModel:
+        name = http.query_params.get("model") or next(iter(models))
+        if name not in models:
+            raise Refused(f"There is no model {name[:200]!r} here.", status=404, param="model", code="model_not_found")
+        return models[name]
+
+    async def read(http: HttpRequest) -> Response:
+        return await _forward(model_of(http), "GET", http.url.path, None)
+
+    async def generate(http: HttpRequest) -> Response:
+        model = model_of(http)
+        raw = await http.body()
+        _check(raw, model)
+        return await _forward(model, "POST", "/generate", raw)
+
+    return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]
+
+
+def _check(raw: bytes, model: ServedModel) -> None:
+    """Raise Refused for what would end a whole engine, or keep it busy for hours."""
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    ids = body.get("input_ids")
+    if ids is not None:
+        prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+        for prompt in prompts:
+            is_list = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+            if not is_list or min(prompt) < 0 or max(prompt) >= model.vocab_size:
+                raise Refused(f"input_ids are not ids of a vocabulary of {model.vocab_size}", param="input_ids")
+    params = body.get("sampling_params") or {}
+    for one in params if isinstance(params, list) else [params]:
+        if isinstance(one, dict) and isinstance(one.get("n"), int) and one["n"] > MAX_SAMPLES:
+            raise Refused(f"n is {one['n']}; at most {MAX_SAMPLES}", param="n")
+
+
+async def _forward(model: ServedModel, method: str, path: str, body: bytes | None) -> Response:
+    engines = model.backend
+    assert isinstance(engines, Engines)
+    replica = engines.least_busy()
+    replica.load += 1
+    try:
+        answer = await replica.client.open(method, path, body)
+    except BaseException:
+        replica.load -= 1
+        raise
+
+    async def content() -> AsyncIterator[bytes]:
+        try:
+            async for block in answer.content.iter_any():
+                yield block
+        except LOST as error:
+            raise SamplerLost(f"the engine of {model.name} was lost") from error
+        finally:
+            answer.close()
+            replica.load -= 1
+
+    kind: Any = answer.headers.get("content-type", "application/json")
+    return StreamingResponse(content(), status_code=answer.status, media_type=kind)

@@ -1,0 +1,173 @@
+"""From OpenAI's messages and tools to the ids that an engine continues."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from nanodag.api.bodies import ChatBody, Message, NamedTool, Tool
+from nanodag.api.refusals import Refused
+from nanodag.api.served_model import ServedModel
+from nanodag.api.tool_format import NativeReader, PlainReader, Reader, TemplateReader, argument_of, response_template
+from nanodag.errors import SourceError
+from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """ids: of all messages, up to where the answer begins. stop_ids: what ends it. reader: makes what reads it."""
+
+    ids: list[int]
+    stop_ids: tuple[int, ...]
+    reader: Callable[[], Reader]
+
+
+def chat_prompt(model: ServedModel, body: ChatBody) -> ChatPrompt:
+    """The prompt of a conversation. Raises Refused for what this model's format has no place for."""
+    tools = offered(body)
+    if model.renderer is None:
+        raise Refused(f"{model.name} has no chat template: ask it by /v1/completions", param="model")
+    try:
+        if isinstance(model.renderer, NativeRenderer):
+            return _native(model.renderer, body, tools)
+        assert isinstance(model.renderer, TemplateRenderer)
+        return _by_template(model, model.renderer, body, tools)
+    except SourceError as error:
+        raise Refused(str(error), param="messages") from error
+
+
+def offered(body: ChatBody) -> list[Tool]:
+    """The tools that the answer may call. Raises Refused for a choice that names none of them."""
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in body.tools if tool.function.name == choice.function.name]
+        if not named:
+            raise Refused(
+                f"tool_choice names {choice.function.name[:80]!r}, which is not in tools", param="tool_choice"
+            )
+        return named[:1]
+    if choice == "required" and not body.tools:
+        raise Refused("tool_choice is required, and there are no tools", param="tool_choice")
+    return [] if choice == "none" else list(body.tools)
+
+
+def is_forced(body: ChatBody) -> bool:
+    """Whether the answer has to be a call."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
+    if len(tools) > 1:
+        names = ", ".join(tool.function.name for tool in tools)[:200]
+        raise Refused(
+            f"A call in this model's chat format does not name its tool, so one may be offered at a time; found "
+            f"{names}. Give one, or name it in tool_choice.",
+            param="tools",
+        )
+    turns, is_open = _folded(body.messages)
+    if is_open:  # the answer goes on behind the result, in the turn that called
+        ids = renderer.render_batch([turns], [body.chat_template_kwargs])[0][0].tolist()[:-1]
+    else:
+        ids = renderer.prompt(turns, body.chat_template_kwargs)
+    if not tools:
+        return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader(renderer.tool_tokens))
+    (tool,), forced = tools, is_forced(body)
+    argument_of(tool)  # refuses what a call cannot be for
+    return ChatPrompt(
+        ids=[*ids, renderer.call_begin] if forced else ids,
+        stop_ids=(*renderer.stop_ids, renderer.call_end),
+        reader=lambda: NativeReader(renderer, tool, is_open=forced),
+    )
+
+
+def _folded(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], bool]:
+    """The messages in nanodag's format, where a call, its result and what follows are parts of one turn; and whether
+    the last turn is one that goes on."""
+    turns: list[dict[str, Any]] = []
+    is_open = False  # whether the last turn is an assistant's that called
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        text = message.text(place)
+        if message.role == "tool":
+            if not is_open:
+                raise Refused(f"{place} is a tool's result, and no call stands before it", param="messages")
+            turns[-1]["content"].append({"type": "tool_result", "text": text})
+        elif message.role == "assistant":
+            parts = [{"type": "text", "text": text}] if text else []
+            parts += [{"type": "tool_call", "text": _argument(call.function.arguments)} for call in message.tool_calls]
+            if is_open:
+                turns[-1]["content"] += parts
+            else:
+                turns.append({"role": "assistant", "content": parts or text})
+            is_open = bool(message.tool_calls)
+            if not is_open and isinstance(turns[-1]["content"], list) and len(turns[-1]["content"]) == 1:
+                turns[-1]["content"] = text
+        else:
+            turns.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+            is_open = False
+    return turns, is_open and messages[-1].role == "tool"
+
+
+def _argument(arguments: str) -> str:
+    """The text of a call, from its arguments: the one value that is there, else all as it stands."""
+    try:
+        given = from_json(arguments)
+    except ValueError:
+        return arguments
+    values = list(given.values()) if isinstance(given, Mapping) else []
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
+
+
+def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
+    messages = [_plain(message, f"messages.{number}") for number, message in enumerate(body.messages)]
+    template = response_template(renderer)
+    if tools and (template is None or not renderer.takes_tools):
+        raise Refused(
+            f"The chat template of {model.name} "
+            + ("writes tool calls in a form that is not known here" if renderer.takes_tools else "knows no tools")
+            + ": leave tools out",
+            param="tools",
+        )
+    declared = [tool.model_dump(exclude_unset=True) for tool in tools]
+    ids = renderer.prompt(messages, body.chat_template_kwargs, tools=declared)
+    if not tools:
+        return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader({}))
+    assert template is not None
+    forced = _beginning(template, body, tools) if is_forced(body) else ""
+    if forced:
+        ids += model.tokens.prompt_ids(forced, special=False)
+    return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: TemplateReader(template, forced))
+
+
+def _beginning(template: Mapping[str, Any], body: ChatBody, tools: Sequence[Tool]) -> str:
+    """How an answer begins that has to be a call: then any engine writes one. Raises Refused for other formats."""
+    if template["fields"]["tool_calls"].get("open") != "<tool_call>":
+        raise Refused(
+            "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"
+        )
+    name = f'{tools[0].function.name}", "arguments": ' if len(tools) == 1 else ""
+    return f'<tool_call>\n{{"name": "{name}'
+
+
+def _plain(message: Message, place: str) -> dict[str, Any]:
+    """A message as chat templates have it: the arguments of calls are objects."""
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": message.text(place)}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _called(call.id, call.function.name, call.function.arguments, place) for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _called(identity: str, name: str, arguments: str, place: str) -> dict[str, Any]:
+    try:
+        given = from_json(arguments or "{}")
+    except ValueError as error:
+        raise Refused(
+            f"{place}.tool_calls: the arguments of {name[:80]!r} are not JSON: {error}", param=place
+        ) from error
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": given}}

@@ -1,0 +1,193 @@
+"""Replies in OpenAI's form: whole, or as the chunks of a stream."""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from nanodag.api.answer import New, Scored
+from nanodag.api.answering import Sample
+from nanodag.api.bodies import ChatBody, CompletionBody
+from nanodag.api.served_model import ServedModel
+from nanodag.api.token_text import TokenText
+from nanodag.api.tool_format import Call
+
+LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity
+
+
+class Reply:
+    """What both endpoints have in common. kind: of the object, as OpenAI calls it."""
+
+    def __init__(self, kind: str, prefix: str, model: ServedModel) -> None:
+        self.kind, self.model = kind, model
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def frame(self, samples: Sequence[Sample], choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+        versions = [sample.answer.weight_version for sample in samples if sample.answer.weight_version]
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model.name,
+            "system_fingerprint": versions[-1] if versions else self.model.backend.weight_version,
+            "choices": list(choices),
+        }
+
+    def whole(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """The reply when all samples have ended."""
+        choices = [self.choice(sample, sample.answer.new()) for sample in samples]
+        return self.frame(samples, choices, self.kind) | {"usage": usage(samples)}
+
+    def choice(self, sample: Sample, new: New) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def first(self, sample: Sample) -> list[dict[str, Any]]:
+        """Choices that begin a stream."""
+        raise NotImplementedError
+
+    def parts(self, sample: Sample, new: New) -> list[dict[str, Any]]:
+        """Choices of a stream for what came, with the finish reason where it ended."""
+        raise NotImplementedError
+
+    def chunk(self, samples: Sequence[Sample], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One event of a stream."""
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    """Of /v1/chat/completions."""
+
+    def __init__(self, model: ServedModel, body: ChatBody) -> None:
+        super().__init__("chat.completion", "chatcmpl", model)
+        self._wants_scores = body.logprobs
+        self._num_top = body.top_logprobs
+
+    def choice(self, sample: Sample, new: New) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": new.content or (None if new.calls else "")}
+        message["refusal"] = None
+        if new.calls:
+            message["tool_calls"] = [_call(call) for call in new.calls]
+        return {"index": sample.index, "message": message, "logprobs": self._scores(new.scored), **_end(sample)}
+
+    def first(self, sample: Sample) -> list[dict[str, Any]]:
+        return [self._part(sample, {"role": "assistant", "content": ""}, None)]
+
+    def parts(self, sample: Sample, new: New) -> list[dict[str, Any]]:
+        parts = []
+        if new.content or new.scored:
+            parts.append(self._part(sample, {"content": new.content}, self._scores(new.scored)))
+        first = len(sample.answer.calls) - len(new.calls)
+        for place, call in enumerate(new.calls, first):
+            parts.append(self._part(sample, {"tool_calls": [{"index": place, **_call(call)}]}, None))
+        if sample.answer.finish_reason is not None:
+            parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
+        return parts
+
+    def chunk(self, samples: Sequence[Sample], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self.frame(samples, choices, "chat.completion.chunk")
+
+    def _part(self, sample: Sample, delta: dict[str, Any], scores: Any) -> dict[str, Any]:
+        return {"index": sample.index, "delta": delta, "logprobs": scores, "finish_reason": None}
+
+    def _scores(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._wants_scores:
+            return None
+        return {"content": [self._score(entry) for entry in scored], "refusal": None}
+
+    def _score(self, entry: Scored) -> dict[str, Any]:
+        tokens = self.model.tokens
+        top = [_named(tokens, token, logprob) for token, logprob in entry.top[: self._num_top]]
+        return {**_named(tokens, entry.token, entry.logprob), "top_logprobs": top}
+
+
+class CompletionReply(Reply):
+    """Of /v1/completions."""
+
+    def __init__(self, model: ServedModel, body: CompletionBody) -> None:
+        super().__init__("text_completion", "cmpl", model)
+        self._num_top = body.logprobs
+        self._echo = body.echo
+        self._begun: set[int] = set()  # choices whose prompt was said
+
+    def choice(self, sample: Sample, new: New) -> dict[str, Any]:
+        scores = self._scores([*self._of_prompt(sample), *new.scored], sample)
+        return {"index": sample.index, "text": sample.prompt_text + new.content, "logprobs": scores, **_end(sample)}
+
+    def first(self, sample: Sample) -> list[dict[str, Any]]:
+        return []
+
+    def parts(self, sample: Sample, new: New) -> list[dict[str, Any]]:
+        answer = sample.answer
+        is_first = self._echo and sample.index not in self._begun
+        if not (new.content or new.scored or is_first or answer.finish_reason):
+            return []
+        self._begun.add(sample.index)
+        scored = [*(self._of_prompt(sample) if is_first else ()), *new.scored]
+        text = (sample.prompt_text if is_first else "") + new.content
+        scores = self._scores(scored, sample)
+        return [{"index": sample.index, "text": text, "logprobs": scores, **_end(sample)}]
+
+    def chunk(self, samples: Sequence[Sample], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self.frame(samples, choices, self.kind)
+
+    def _of_prompt(self, sample: Sample) -> list[Scored]:
+        return sample.answer.prompt_scores if self._echo else []
+
+    def _scores(self, scored: Sequence[Scored], sample: Sample) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        tokens = self.model.tokens
+        prompt = sample.answer.prompt_scores if self._echo else []
+        names = [tokens.name(entry.token) for entry in scored]
+        offsets = [len(sample.prompt_text) + entry.start for entry in scored]
+        if prompt and scored and scored[0] is prompt[0]:
+            place = 0
+            for number in range(len(prompt)):
+                offsets[number] = place
+                place += len(names[number])
+        return {
+            "tokens": names,
+            "token_logprobs": [_finite(entry.logprob) for entry in scored],
+            "top_logprobs": [self._top(entry) for entry in scored],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: Scored) -> dict[str, float] | None:
+        """The likeliest tokens and the one that is there, by name; of two of one name the likelier."""
+        if entry.logprob is None:
+            return None
+        named: dict[str, float] = {}
+        for token, logprob in [*entry.top[: self._num_top], (entry.token, entry.logprob)]:
+            named.setdefault(self.model.tokens.name(token), _finite(logprob) or 0.0)
+        return named
+
+
+def usage(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Tokens of a request. A prompt counts once, however many answers it has."""
+    prompts = {id(sample.request.input_ids): len(sample.request.input_ids) for sample in samples}
+    num_prompt, num_sampled = sum(prompts.values()), sum(sample.answer.num_tokens for sample in samples)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(sample.answer.num_cached_tokens for sample in samples)},
+    }
+
+
+def _end(sample: Sample) -> dict[str, Any]:
+    return {"finish_reason": sample.answer.finish_reason, "stop_reason": sample.answer.stop_reason}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _named(tokens: TokenText, token: int, logprob: float | None) -> dict[str, Any]:
+    return {"token": tokens.name(token), "logprob": _finite(logprob), "bytes": list(tokens.bytes_of(token))}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or math.isfinite(logprob) else LOWEST

@@ -1,0 +1,68 @@
+"""A tokenizer as the API needs it: a text's ids, the text of ids as they come, and one token by itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from nanodag.tokenizer import layout
+from nanodag.tokenizer.encoding import Encoding
+
+
+class TokenText:
+    """The tokenizer of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises SourceError where there is no tokenizer."""
+        self.encoding = Encoding(folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._opening = self._tokenizer.token_to_id(layout.BOS)
+
+    def prompt_ids(self, text: str, *, special: bool) -> list[int]:
+        """Ids of a text in which special tokens may be spelled out. special: with what the tokenizer puts before a
+        text; a tokenizer of ours begins each with <|bos|>."""
+        ids = self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+        if special and self._opening is not None and ids[:1] != [self._opening]:
+            return [self._opening, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(list(ids))
+
+    def name(self, token: int) -> str:
+        """A token by itself: its text, `bytes:\\xe2\\x80` where its bytes are no whole characters (as OpenAI writes
+        them), its name where it is a special one."""
+        data = self.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Its bytes; of a special token those of its name."""
+        if token in self.encoding.special_ids:
+            return self.encoding.decode([token]).encode()
+        return self.encoding.decode_bytes([token])
+
+
+class Decoding:
+    """The text of one answer, token by token. A character whose bytes are not all there waits for the rest."""
+
+    def __init__(self, tokens: TokenText) -> None:
+        self._tokens = tokens
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[int] = []
+
+    def step(self, token: int) -> str:
+        """What this token adds to the text."""
+        piece = self._stream.step(self._tokens._tokenizer, token)
+        self._waiting = [*self._waiting, token] if piece is None else []
+        return piece or ""
+
+    def rest(self) -> str:
+        """What is left at the end: bytes that never became a character, as U+FFFD."""
+        return self._tokens.decode(self._waiting) if self._waiting else ""

@@ -1,0 +1,159 @@
+"""How a model writes tool calls, and how they are read out of an answer while it grows.
+
+Two formats: nanodag's own, where a call is text between two special tokens (`nanodag.tokenizer.layout`), and that of
+Hermes and Qwen, JSON between <tool_call> and </tool_call>. A tokenizer that brings a `response_template` of its own is
+read by that. The reader is transformers' ResponseParser.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nanodag.api.bodies import Tool
+from nanodag.api.refusals import Refused
+from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
+
+HERMES: Mapping[str, Any] = {
+    "start_anchor": "\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "content_args": {"allow_non_json": True},
+            "repeats": True,
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call of an answer. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class Reader(Protocol):
+    """Takes an answer's tokens; gives the text that is no call, and the calls."""
+
+    calls: list[Call]
+
+    def take(self, token: int, piece: str) -> str:
+        """What this token adds to the content."""
+        ...
+
+    def end(self) -> str:
+        """What is left when no more comes."""
+        ...
+
+
+class PlainReader:
+    """All is content. names: special tokens that are to be seen all the same."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self.calls: list[Call] = []
+
+    def take(self, token: int, piece: str) -> str:
+        return self._names.get(token, "") + piece
+
+    def end(self) -> str:
+        return ""
+
+
+class NativeReader:
+    """nanodag's own format. A call has no name and is one text: it goes to the one tool, as its one argument."""
+
+    def __init__(self, renderer: NativeRenderer, tool: Tool, *, is_open: bool) -> None:
+        """is_open: the prompt ended with the token that opens a call."""
+        self._renderer, self._tool = renderer, tool
+        self._text = "" if is_open else None
+        self.calls: list[Call] = []
+
+    def take(self, token: int, piece: str) -> str:
+        if token == self._renderer.call_begin:
+            self._text = ""
+        elif self._text is None:
+            return piece
+        elif token == self._renderer.call_end:
+            arguments = json.dumps({argument_of(self._tool): self._text}, ensure_ascii=False)
+            self.calls.append(Call(self._tool.function.name, arguments))
+            self._text = None
+        else:
+            self._text += piece
+        return ""
+
+    def end(self) -> str:
+        """A call that was never closed is content."""
+        text, self._text = self._text, None
+        return text or ""
+
+
+class TemplateReader:
+    """A format that a response template describes."""
+
+    def __init__(self, template: Mapping[str, Any], forced: str) -> None:
+        """forced: how the answer was made to begin, in the prompt."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(dict(template), prefix="")
+        self._raw = ""  # of the call that is open
+        self.calls: list[Call] = []
+        self.end_of_call = str(template["fields"]["tool_calls"].get("close", ""))
+        self._events(self._parser.feed(forced))
+
+    def take(self, token: int, piece: str) -> str:
+        return self._events(self._parser.feed(piece))
+
+    def end(self) -> str:
+        return self._events(self._parser.finalize()[1])
+
+    def _events(self, events: Sequence[Mapping[str, Any]]) -> str:
+        content = ""
+        for event in events:
+            is_call = event["field"] == "tool_calls"
+            if event["type"] == "region_chunk":
+                if is_call:
+                    self._raw += event["text"]
+                elif event["field"] == "content" and not (self.calls and event["text"].isspace()):
+                    content += event["text"]
+            elif event["type"] == "region_close" and is_call:
+                content += self._called(event["value"])
+                self._raw = ""
+        return content
+
+    def _called(self, value: Any) -> str:
+        """Note a call; what is none is content."""
+        call = value.get("function", value) if isinstance(value, dict) else None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return f"<tool_call>{self._raw}</tool_call>"
+        arguments = call.get("arguments", call.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.calls.append(Call(call["name"], text))
+        return ""
+
+
+def response_template(renderer: ChatRenderer) -> Mapping[str, Any] | None:
+    """How a model of another chat format writes calls; None where that is not known."""
+    if not isinstance(renderer, TemplateRenderer):
+        return None
+    if renderer.response_template is not None and "tool_calls" in renderer.response_template.get("fields", {}):
+        return renderer.response_template
+    return HERMES if "<tool_call>" in renderer.template and "<function=" not in renderer.template else None
+
+
+def argument_of(tool: Tool) -> str:
+    """The one argument that a call in nanodag's format gives. Raises Refused for a tool that takes others."""
+    properties = tool.function.parameters.get("properties") or {}
+    required = tool.function.parameters.get("required") or list(properties)
+    if len(required) != 1 or not isinstance(properties.get(required[0]), dict):
+        raise Refused(
+            f"A call in this model's chat format is one text, so a tool takes one required argument; "
+            f"{tool.function.name!r} takes {len(required)}.",
+            param="tools",
+        )
+    return str(required[0])

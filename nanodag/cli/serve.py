@@ -1,0 +1,85 @@
+"""`nanodag serve`: finds the models, then hands over to the serving process, which has their tokenizers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from nanodag.cli.show import find_run, print_stale
+from nanodag.config import resolve
+from nanodag.config.kind import MODEL
+from nanodag.config.kinds import recorded_kind
+from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.errors.words import listed, nearest
+from nanodag.host.machine import detect
+from nanodag.host.processor import usable_cores
+from nanodag.run.record import pipeline_file, store_of
+from nanodag.store import Store
+from nanodag.store.run_record import RunRecord
+from nanodag.worker.launch import worker_environment
+
+SERVING = "nanodag.api"
+
+
+def serve(name: str, stage: str, *, also: Sequence[str], file: str, options: Sequence[str]) -> NoReturn:
+    """Serve a run's stage, a folder or a model of the hub. also: stages of the same run, RUN:STAGE, folders or models
+    of the hub. options: of the serving process."""
+    models = dict(_found(name, stage, file))
+    for other in also:
+        run = name if ":" not in other and not _is_elsewhere(other) else ""
+        found = _found(run, other, file) if run else _found(*_split(other), file)
+        for one, folder in found:
+            models[other if one in models else one] = folder
+    command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items()), *options]
+    # In this process's place, not as its child: a signal then reaches the one that ends the engines.
+    os.execve(sys.executable, command, worker_environment(usable_cores(), device=detect().device))
+
+
+def _split(text: str) -> tuple[str, str]:
+    if _is_elsewhere(text):
+        return text, ""
+    run, _, stage = text.partition(":")
+    return run, stage
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a model is no run's: a folder, or one of the hub."""
+    return "/" in name or (Path(name) / "config.json").is_file()
+
+
+def _found(name: str, stage: str, file: str) -> list[tuple[str, Path]]:
+    """The name and folder of one model."""
+    if _is_elsewhere(name):
+        if stage:
+            raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
+        return [(_elsewhere_name(name), _elsewhere(name))]
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    record = find_run(store, name)
+    return [_of_run(store, record, stage)]
+
+
+def _elsewhere_name(name: str) -> str:
+    return Path(name).resolve().name if Path(name).exists() else name.removeprefix("hub:")
+
+
+def _elsewhere(name: str) -> Path:
+    from nanodag.model.import_model import fetched
+
+    return fetched(f"file:{name}" if Path(name).exists() else f"hub:{name.removeprefix('hub:')}")
+
+
+def _of_run(store: Store, record: RunRecord, stage: str) -> tuple[str, Path]:
+    entries = record.stages.items()
+    models = [one for one, entry in entries if entry.has_ended_well and recorded_kind(entry.kind).makes == MODEL]
+    if stage and stage not in models:
+        raise ArtifactNotFound(
+            f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
+        )
+    if not models:
+        raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
+    chosen = stage or models[-1]
+    print_stale(Console(stderr=True, highlight=False), record, chosen)
+    return chosen, store.materialize(store.get(f"{record.run}:{chosen}"))

@@ -1,0 +1,304 @@
+"""OpenAI's protocol over an engine that says what a test wrote down."""
+
+import asyncio
+import json
+
+import pytest
+
+from nanodag.api.served_model import Limits
+from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
+
+GREETING = "Grüße, 世界 🙂!"  # characters of one to four bytes, most of them across tokens
+
+
+@pytest.fixture
+def greeting(folder, ids_of):
+    return Scripted(ids_of(GREETING, "<|end|>"))
+
+
+@pytest.fixture
+def app(folder, greeting):
+    return app_of(model_of(folder, greeting))
+
+
+# ---- chat
+
+
+def test_a_chat_reply_has_openais_form(app, greeting, ids_of):
+    reply = chat(app).json()
+    (choice,) = reply["choices"]
+    num_sampled = len(greeting.ids)
+    assert choice["message"] == {"role": "assistant", "content": GREETING, "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    prompt = ids_of("<|bos|>", "<|user|>", "hi", "<|end|>", "<|assistant|>")
+    assert list(greeting.asked[0].input_ids) == prompt
+    assert reply["usage"]["prompt_tokens"] == len(prompt) and reply["usage"]["completion_tokens"] == num_sampled
+    assert reply["usage"]["total_tokens"] == len(prompt) + num_sampled
+    assert reply["object"] == "chat.completion" and reply["model"] == "tiny" and reply["system_fingerprint"] == "3"
+    assert reply["id"].startswith("chatcmpl-")
+
+
+def test_a_stream_says_the_same_as_the_whole_reply_and_splits_no_character(app):
+    parts = events(chat(app, stream=True))
+    pieces = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == GREETING and not any("\ufffd" in piece for piece in pieces)
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"} and len({part["id"] for part in parts}) == 1
+
+
+def test_usage_comes_last_in_a_stream_where_it_is_asked_for(app):
+    *parts, last = events(chat(app, stream=True, stream_options={"include_usage": True}))
+    assert last["choices"] == [] and last["usage"] == chat(app).json()["usage"]
+    assert not any("usage" in part for part in parts)
+
+
+def test_tokens_that_come_fast_are_joined_to_a_few_events(folder, ids_of):
+    backend = Scripted(ids_of("a b c d e f g h i j k l m n o p q r s t u v w x y z"), pause_s=0.004)
+    app = app_of(model_of(folder, backend), limits=Limits(events_per_s=20))
+    parts = events(chat(app, stream=True))
+    said = [part for part in parts if part["choices"][0]["delta"].get("content")]
+    assert len(backend.ids) > 20 and len(said) <= 6  # a tenth of a second or a little more
+
+
+def test_a_long_silence_has_keep_alive_comments(folder, ids_of):
+    backend = Scripted(ids_of("a", "<|end|>"), pause_s=0.05)
+    reply = chat(app_of(model_of(folder, backend), limits=Limits(keep_alive_s=0.02)), stream=True)
+    assert reply.text.count(": keep-alive\n\n") >= 2 and len(events(reply)) == 3
+
+
+def test_n_choices_are_requests_of_their_own_with_seeds_in_a_row(app, greeting):
+    reply = chat(app, n=3, seed=7).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert [request.params.sampling_seed for request in greeting.asked] == [7, 8, 9]
+    assert reply["usage"]["prompt_tokens"] == len(greeting.asked[0].input_ids)  # once
+    assert reply["usage"]["completion_tokens"] == 3 * len(greeting.ids)
+    streamed = events(chat(app, n=3, stream=True))
+    for index in range(3):
+        mine = [part["choices"][0] for part in streamed if part["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == GREETING
+
+
+def test_sampling_settings_reach_the_engine(app, greeting):
+    chat(app, temperature=0.25, top_p=0.5, top_k=3, max_completion_tokens=9, stop_token_ids=[5])
+    params = greeting.asked[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.max_new_tokens) == (0.25, 0.5, 3, 9)
+    assert 5 in params.stop_token_ids and params.n == 1
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(app, greeting):
+    chat(app)
+    assert greeting.asked[0].params.max_new_tokens == 200 - len(greeting.asked[0].input_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "left"), [("世界", "Grüße, "), (["zz", "e, 世"], "Grüß"), ("G", "")])
+def test_a_stop_string_ends_an_answer_across_the_borders_of_tokens(folder, ids_of, stop, left, stream):
+    backend = Scripted(ids_of(GREETING, "<|end|>"))
+    reply = chat(app_of(model_of(folder, backend)), stop=stop, stream=stream)
+    if stream:
+        parts = [part["choices"][0] for part in events(reply)]
+        said, ended = "".join(part["delta"].get("content", "") for part in parts), parts[-1]
+    else:
+        (ended,) = reply.json()["choices"]
+        said = ended["message"]["content"]
+    assert said == left and ended["finish_reason"] == "stop"
+    assert ended["stop_reason"] in stop
+    assert backend.num_open == 0
+
+
+def test_what_only_looks_like_a_stop_string_is_said_at_the_end(app):
+    reply = events(chat(app, stop="!!", stream=True))
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in reply) == GREETING
+
+
+def test_logprobs_are_told_for_the_tokens_that_are_said(app, greeting, encoding):
+    reply = chat(app, logprobs=True, top_logprobs=2).json()
+    scored = reply["choices"][0]["logprobs"]["content"]
+    assert len(scored) == len(greeting.ids) - 1  # not the token that ends the turn
+    assert [entry["logprob"] for entry in scored] == [-0.5 * (place + 1) for place in range(len(scored))]
+    assert b"".join(bytes(entry["bytes"]) for entry in scored).decode() == GREETING
+    assert [top["logprob"] for top in scored[0]["top_logprobs"]] == [-0.1, -0.2]
+    assert greeting.asked[0].top_logprobs == 2
+    parts = events(chat(app, logprobs=True, top_logprobs=2, stream=True))
+    streamed = [entry for part in parts for entry in (part["choices"][0]["logprobs"] or {}).get("content", ())]
+    assert streamed == scored
+
+
+def test_logprobs_end_where_a_stop_string_begins(app):
+    reply = chat(app, logprobs=True, stop="世界").json()
+    scored = reply["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in scored).decode() == "Grüße, "
+
+
+# ---- completions
+
+
+def test_a_completion_begins_as_a_document_of_ours_does(app, greeting, ids_of):
+    reply = ask(app, "/v1/completions", {"prompt": "The cat", "max_tokens": 4}).json()
+    assert list(greeting.asked[0].input_ids) == ids_of("<|bos|>", "The cat")
+    assert reply["object"] == "text_completion" and reply["choices"][0]["finish_reason"] == "length"
+    ask(app, "/v1/completions", {"prompt": ids_of("The cat")})
+    assert list(greeting.asked[1].input_ids) == ids_of("The cat")  # as they were given
+    assert greeting.asked[1].params.max_new_tokens == 16
+
+
+def test_several_prompts_have_n_choices_each_in_order(app, greeting):
+    reply = ask(app, "/v1/completions", {"prompt": ["a", "b"], "n": 2}).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    first, second, third, fourth = (list(request.input_ids) for request in greeting.asked)
+    assert first == second != third == fourth
+
+
+def test_echo_with_logprobs_scores_the_prompt_alone_where_no_token_is_wanted(app, greeting, ids_of, encoding):
+    prompt = ids_of("The cat sat")
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = ask(app, "/v1/completions", body).json()["choices"]
+    request = greeting.asked[0]
+    assert request.score_prompt and request.params.max_new_tokens == 0
+    scores = choice["logprobs"]
+    assert choice["text"] == "The cat sat" == "".join(scores["tokens"])
+    assert scores["token_logprobs"] == [None, *[-1.0] * (len(prompt) - 1)]
+    assert scores["top_logprobs"][0] is None and scores["top_logprobs"][1].keys() == {
+        encoding.decode([5]),
+        encoding.decode([prompt[1]]),
+    }
+    assert scores["text_offset"] == [len("".join(scores["tokens"][:place])) for place in range(len(prompt))]
+
+
+def test_a_token_that_is_no_whole_character_is_named_by_its_bytes(app, ids_of):
+    body = {"prompt": ids_of("世"), "echo": True, "logprobs": 0, "max_tokens": 0}
+    tokens = ask(app, "/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+    assert all(token.startswith("bytes:\\x") for token in tokens)
+
+
+def test_echo_in_a_stream_says_the_prompt_first(app, ids_of):
+    parts = events(ask(app, "/v1/completions", {"prompt": "The cat", "echo": True, "stream": True, "max_tokens": 2}))
+    said = "".join(part["choices"][0]["text"] for part in parts)
+    assert said.startswith("The catG") and parts[-1]["choices"][0]["finish_reason"] == "length"
+
+
+# ---- models
+
+
+def test_models_are_listed_and_asked_by_name(folder, ids_of):
+    one, other = Scripted(ids_of("one", "<|end|>")), Scripted(ids_of("other", "<|end|>"))
+    app = app_of(model_of(folder, one, name="sft"), model_of(folder, other, name="rl", context=100))
+    listed = ask(app, "/v1/models").json()
+    assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("sft", 200), ("rl", 100)]
+    assert ask(app, "/v1/models/rl").json()["weight_version"] == "3"
+    assert chat(app, model="rl").json()["choices"][0]["message"]["content"] == "other"
+    assert chat(app).json()["model"] == "sft"
+    error = refusal(chat(app, model="gpt-4"), 404)
+    assert error["code"] == "model_not_found" and "there is sft, rl" in error["message"]
+
+
+# ---- errors
+
+
+def test_a_context_that_overflows_has_openais_code(app):
+    error = refusal(chat(app, "a b c " * 100))
+    assert error["code"] == "context_length_exceeded" and "maximum context length is 200 tokens" in error["message"]
+    error = refusal(chat(app, max_tokens=500))
+    assert error["code"] == "context_length_exceeded"
+    assert refusal(ask(app, "/v1/completions", {"prompt": [600_000]}))["param"] == "prompt"
+
+
+def test_more_than_may_wait_is_answered_429_and_a_place_is_free_again(folder, ids_of):
+    backend = Scripted(ids_of("a b c", "<|end|>"))
+    app = app_of(model_of(folder, backend), limits=Limits(max_waiting=4))
+    reply = chat(app, n=5)
+    assert refusal(reply, 429)["code"] == "queue_full" and reply.headers["retry-after"] == "1"
+    assert chat(app, n=4).status_code == 200 and chat(app, n=4).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_is_ended_with_504(folder, ids_of):
+    backend = Scripted(ids_of("a b c d e f"), pause_s=0.05)
+    app = app_of(model_of(folder, backend), limits=Limits(request_timeout_s=0.1))
+    assert refusal(chat(app), 504)["code"] == "timeout"
+    *_, last = events(chat(app, stream=True))
+    assert last["error"]["code"] == "timeout"
+    assert backend.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(SamplerLost("gone"), 503), (SamplerError("NaN"), 500), (BadRequest("no"), 400), (MemoryError("x"), 500)],
+)
+def test_what_an_engine_fails_with_is_told_in_openais_form(folder, ids_of, error, status):
+    app = app_of(model_of(folder, Scripted(ids_of("a b"), error=error, error_at=1)))
+    refusal(chat(app), status)
+    *_, last = events(chat(app, stream=True))
+    assert last["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_an_engine_that_is_not_up_is_503_and_health_says_which(folder, ids_of):
+    backend = Scripted(ids_of("a"))
+    app = app_of(model_of(folder, backend))
+    assert ask(app, "/health").status_code == 200
+    backend.is_ready = False
+    assert refusal(chat(app), 503)["code"] == "engine_starting"
+    assert ask(app, "/health").status_code == 503 and ask(app, "/health").json()["down"] == ["tiny"]
+
+
+def test_a_path_that_is_not_there_is_404_in_openais_form(app):
+    assert refusal(ask(app, "/v1/embeddings", {"input": "a"}), 404)["code"] == "unknown_url"
+    assert refusal(ask(app, "/v1/chat/completions"), 405)["code"] == "unknown_url"
+
+
+# ---- a client that leaves
+
+
+def leave_after(app, path, body, num_messages):
+    """Send a request by hand, and leave after so many messages of the reply."""
+
+    async def main():
+        left, sent = asyncio.Event(), []
+        bodies = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive():
+            if bodies:
+                return bodies.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == num_messages:
+                left.set()
+
+        if num_messages == 0:
+            asyncio.get_running_loop().call_later(0.05, left.set)
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+            "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+        }  # fmt: skip
+        await asyncio.wait_for(app(scope, receive, send), 5)
+        return sent
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("stream", "num_messages"), [(True, 3), (False, 0)])
+def test_who_leaves_takes_the_request_along(folder, ids_of, stream, num_messages):
+    backend = Scripted(ids_of("a b c d e f g h") * 50, pause_s=0.01)
+    app = app_of(model_of(folder, backend, context=2000), limits=Limits(events_per_s=1000))
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": 2}
+    leave_after(app, "/v1/chat/completions", body, num_messages)
+    assert len(backend.asked) == 2 and backend.num_open == 0
+    assert chat(app, n=2, max_tokens=1).status_code == 200  # and the places are free
+
+
+# ---- metrics
+
+
+def test_metrics_count_requests_and_tokens(app, greeting):
+    chat(app)
+    chat(app, model="none")
+    text = ask(app, "/metrics").text
+    assert f'nanodag_sampled_tokens_total{{model="tiny"}} {float(len(greeting.ids))}' in text
+    assert 'nanodag_samples_total{model="tiny",reason="stop"} 1.0' in text
+    assert 'nanodag_replies_total{path="/v1/chat/completions",status="200"} 1.0' in text
+    assert "nanodag_samples_in_flight 0.0" in text
