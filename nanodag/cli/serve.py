@@ -21,7 +21,7 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
-SERVING = "nanodag.api"
+SERVING = "nanodag.chat.web"  # nanodag.api, and the page
 
 
 def serve(name: str, stage: str, *, also: Sequence[str], file: str, options: Sequence[str]) -> NoReturn:

@@ -30,8 +30,9 @@ from nanodag.worker.launch import worker_environment
 MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
 
 
-def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
-    """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
+def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
+    """Hand over to the chat program with the model of a run's stage; the last one there is unless named. options: of
+    the program."""
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
     models = _made(record, MODEL)
@@ -44,7 +45,7 @@ def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
     folder = _files_of(store, record, stage or models[-1])
     print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
     environment = worker_environment(usable_cores(), device=detect().device)
-    command = [sys.executable, "-m", "nanodag.chat", str(folder)]
+    command = [sys.executable, "-m", "nanodag.chat", str(folder), *options]
     # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
     os.execve(sys.executable, command, environment)
 

@@ -82,7 +82,7 @@ class Page:
         self.press("Close")
 
     def answers(self):
-        return [found.text for found in self.all(".answer .steps")]
+        return [found.text.strip() for found in self.all(".answer .steps")]
 
     def shoot(self, what):
         self._number += 1
@@ -120,7 +120,7 @@ def test_a_message_is_answered_and_the_conversation_goes_on(page, api):
     page.say("one")
     page.say("two")
     assert page.answers() == ["sft heard one as message 1.", "sft heard two as message 3."]
-    assert "It ended by itself. 8 tokens in" in page.text()
+    page.wait_for("It ended by itself. 6 tokens in")
     assert api.asked[1]["messages"][1] == {"role": "assistant", "content": "sft heard one as message 1. "}
     assert page.one("#conversations .title").text == "one"
 
@@ -141,7 +141,7 @@ def test_an_answer_is_seen_as_it_grows_and_stopped(page, api):
     page.say("long", waits=False)
     page.wait_for("word1 word2")
     page.one("body").send_keys(Keys.ESCAPE)
-    page.wait(lambda: page.text().count("You stopped it.") == 2, "the second stop")
+    page.wait(lambda: [why.text for why in page.all(".why")][-1] == "You stopped it.", "the second stop")
 
 
 def test_a_message_is_changed_and_an_answer_made_again(page, api):
@@ -260,7 +260,7 @@ def test_probabilities_are_shown_under_the_mouse_and_by_keys(page):
     page.say("one")
     page.press("Probabilities")
     tokens = page.all(".token")
-    assert [token.text for token in tokens[:3]] == ["sft", "heard", "one"]
+    assert [token.text.strip() for token in tokens[:3]] == ["sft", "heard", "one"]
     page.js("arguments[0].focus()", tokens[0])
     assert "98.0 %" in page.one("#hint").text
     tokens[0].send_keys(Keys.ARROW_RIGHT)
@@ -270,6 +270,14 @@ def test_probabilities_are_shown_under_the_mouse_and_by_keys(page):
     page.shoot("probabilities")
     page.press("Probabilities")
     assert page.all(".token") == [] and page.all("#hint") == []
+
+
+def test_thoughts_are_folded_above_what_is_said(page):
+    page.say("think")
+    assert page.one(".thought").text == "Thoughts"
+    assert page.one(".text").text == "Easy."
+    page.one(".thought summary").click()
+    assert page.one(".thought").text == "Thoughts\nIt is easy."
 
 
 def test_why_an_answer_ended_is_told(page):

@@ -1,8 +1,8 @@
 """An OpenAI API with models that say what a test asks for, beside the routes of the chat page.
 
-What the last user message says decides: `long` is streamed slowly, `markup` is hostile Markdown, `sum`, `program` and
-`loop` call tools, `lost` ends in the middle, `full` has no room for more than one question. Anything else is answered
-with how it was asked.
+What the last user message says decides: `long` is streamed slowly, `markup` is hostile Markdown and `page` a friendly
+one, `think` thinks first, `sum`, `program` and `loop` call tools, `lost` ends in the middle, `full` has room for one
+question alone. Anything else is answered with how it was asked.
 """
 
 import asyncio
@@ -108,6 +108,8 @@ class FakeApi:
             pieces = [f"word{number} " for number in range(400)]
         elif question == "markup":
             pieces = [MARKUP]
+        elif question == "think":
+            pieces = ["<think>", "It is easy.", "</think>", "\n\n", "Easy."]
         elif question == "page":
             pieces = [line + "\n" for line in PAGE.split("\n")]
         elif not is_first:
@@ -122,6 +124,7 @@ class FakeApi:
                 yield _event({"content": piece}, logprobs=_logprobs(piece, number) if body.get("logprobs") else None)
                 await asyncio.sleep(0.05 if question == "long" else 0)
                 if question == "lost" and number == 1:
+                    await asyncio.sleep(0.3)  # a browser drops what it had no time to read
                     raise ConnectionResetError("told to")
         except asyncio.CancelledError:
             self.num_left += 1

@@ -12,8 +12,10 @@ from nanodag.chat import tools
 from nanodag.chat.tools import MAX_RESULT_CHARACTERS, TOOLS, call
 from nanodag.chat.web import routes as web
 from nanodag.chat.web.markdown import LONGEST, to_html
+from tests.api.scripted import Scripted, app_of, ask, model_of
 
 HERE = "http://127.0.0.1:8000"
+CALL = {"name": "calculator", "arguments": '{"expression": "2*3"}'}
 
 
 @pytest.fixture
@@ -141,15 +143,12 @@ def test_markdown_that_is_not_hostile_is_shown_in_full():
         assert part in html
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [">", "[", "![", "*a_ ", "**a ", "[a](<b", "[a][", "- ", "|a", "<", "`a``", "<http://a", "[a]: b\n", "\\", "&"],
-)
+@pytest.mark.parametrize("unit", [">", "[", "![", "*a_ ", "[a][", "- ", "|a", "[a]: b\n"])
 def test_no_markdown_takes_long(unit):
     text = (unit * LONGEST)[:LONGEST]
     begin = time.process_time()
     to_html(text)
-    assert time.process_time() - begin < 5.0, "0.7 s for the worst, when this was written"
+    assert time.process_time() - begin < 3.0, "0.2 s for the worst, when this was written"
 
 
 def test_a_hundred_thousand_nested_quotations_are_refused_in_no_time(client):
@@ -215,6 +214,37 @@ def test_calls_beyond_those_that_may_wait_are_refused(client, monkeypatch):
     monkeypatch.setattr(web, "MAX_CALLS_WAITING", 0)
     answer = post(client, "/chat/tool", {"name": "calculator", "arguments": '{"expression": "1"}'})
     assert answer.status_code == 429
+
+
+@pytest.fixture
+def served(chat_model):
+    """The page as it is served, beside the API, where a key is wanted."""
+    model = model_of(chat_model, Scripted([]))
+    return app_of(model, keys=["secret-of-the-server"], extra_routes=web.routes())
+
+
+@pytest.mark.parametrize("path", ["/", "/chat/page.js", "/chat/chat.css", "/chat/tools", "/v1/models", "/chat/tool"])
+def test_a_name_that_was_led_here_gets_nothing(served, path):
+    assert ask(served, path, host="localhost").status_code in (200, 401)
+    assert ask(served, path, host="rebound.example").status_code == 421
+
+
+def test_where_a_key_is_wanted_the_page_is_open_and_nothing_else(served):
+    bearing = {"origin": "http://localhost", "authorization": "Bearer secret-of-the-server"}
+    assert ask(served, "/").status_code == ask(served, "/chat/page.js").status_code == 200
+    assert ask(served, "/v1/models").status_code == 401
+    for path, body in (("/chat/tool", CALL), ("/chat/render", {"text": "a"})):
+        as_json = {"content-type": "application/json"}
+        assert ask(served, path, body, headers={"origin": "http://localhost", **as_json}).status_code == 401
+        assert ask(served, path, body, headers={**bearing, **as_json}).status_code == 200
+
+
+def test_an_origin_that_may_ask_models_may_not_run_programs(chat_model):
+    other = "https://other.example"
+    app = app_of(model_of(chat_model, Scripted([])), origins=[other], extra_routes=web.routes())
+    headers = {"content-type": "application/json", "origin": other}
+    assert ask(app, "/v1/models", headers=headers).status_code == 200
+    assert ask(app, "/chat/tool", CALL, headers=headers).status_code == 403
 
 
 def test_every_tool_takes_one_text():

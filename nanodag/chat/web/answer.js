@@ -32,9 +32,22 @@ export function newAnswer(model) {
   return { model, steps: [], finish: "", error: "", leftOut: 0, toolless: "", usage: null, seconds: 0 };
 }
 
-/** What was said in an answer, without what it thought. */
+const THINK = "<think>";
+const THOUGHT = "</think>";
+
+/** What a step thought and what it said: {thought, said}. Models write their thoughts first, and an end behind them;
+ * the beginning may be part of their prompt. */
+export function partsOf(step) {
+  const text = step.text.trimStart();
+  const end = text.indexOf(THOUGHT);
+  if (!text.startsWith(THINK) && end < 0) return { thought: step.thought, said: step.text };
+  const thought = (end < 0 ? text : text.slice(0, end)).replace(THINK, "").trim();
+  return { thought: step.thought + thought, said: end < 0 ? "" : text.slice(end + THOUGHT.length).trimStart() };
+}
+
+/** What was said in an answer. */
 export function textOf(answer) {
-  return answer.steps.map((step) => step.text).filter(Boolean).join("\n\n");
+  return answer.steps.map((step) => partsOf(step).said).filter(Boolean).join("\n\n");
 }
 
 /** Fill an answer to the last of the turns, whose earlier ones are its history. column: whose answers those are.
@@ -162,7 +175,7 @@ function addPiece(calls, piece) {
   call.arguments += piece.function?.arguments ?? "";
 }
 
-const rounded = (logprob) => Math.round(logprob * 1000) / 1000;
+const rounded = (logprob) => Math.round((logprob ?? 0) * 1000) / 1000; // null where the server has none
 
 function shortToken({ token, logprob, top_logprobs: others }) {
   return [token, rounded(logprob), (others ?? []).map((other) => [other.token, rounded(other.logprob)])];

@@ -21,6 +21,7 @@ const page = {
   tools: [], // as tools() has them
   maxRounds: 0,
   isGone: false,
+  isLeft: false, // about to be closed or loaded again
   all: new Map(), // id to conversation
   open: null,
   views: [], // of the open conversation: for each turn its answers' views
@@ -55,6 +56,7 @@ function takeOther(id, found) {
 
 function keep(conversation) {
   if (!page.all.has(conversation.id)) return; // nothing was said yet, or it was deleted
+  if (page.isLeft) return; // what the browser ends now is kept as it was
   conversation.updated = Date.now();
   notice("storage", kept.keep(conversation));
 }
@@ -397,7 +399,11 @@ function listen() {
       keep(page.open);
     });
   }
-  window.addEventListener("pagehide", () => [...page.running.keys()].forEach((id) => keep(page.all.get(id))));
+  window.addEventListener("pagehide", () => {
+    for (const id of page.running.keys()) keep(page.all.get(id));
+    page.isLeft = true;
+  });
+  window.addEventListener("pageshow", () => (page.isLeft = false));
   document.addEventListener("visibilitychange", () => document.hidden || look());
   kept.watch(takeOther);
 }

@@ -7,8 +7,8 @@
     POST /chat/tool     {"name": ..., "arguments": JSON as the model wrote it} -> {"result": text, "failed": bool}
 
 Only a script of the page itself is answered a POST: it must be JSON, which a form of another site cannot send, and its
-Origin must be this server. That the Host is this server's own name, and a key where one is needed, is looked after by
-the application that these are mounted in.
+Origin must be this server; an origin that `--cors` names may ask models, and run nothing. The application that these
+are mounted in checks the Host, and a key where one is needed.
 """
 
 import asyncio

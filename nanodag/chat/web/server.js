@@ -1,6 +1,7 @@
 // What the page asks of the server: the OpenAI API, and the routes of the page itself.
 
 const KEY = "nanodag.key";
+const SILENCE_MS = 60_000; // of a server that keeps a connection open by a comment every 15 s
 
 /** The server answered, and refused. code: OpenAI's, such as context_length_exceeded; param: the field refused. */
 export class Refused extends Error {
@@ -44,7 +45,7 @@ async function ask(path, body, signal) {
     response = await fetch(path, { method, headers, body: JSON.stringify(body), signal, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Gone("The server does not answer.");
+    throw new Gone();
   }
   if (response.ok) return response;
   const said = await response.json().catch(() => ({}));
@@ -74,6 +75,21 @@ export async function html(text) {
   return (await (await ask("/chat/render", { text })).json()).html;
 }
 
+/** The next piece of a stream. Raises Gone when it breaks, or nothing comes for long. */
+async function readSoon(reader) {
+  let timer;
+  const silence = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new Gone()), SILENCE_MS);
+  });
+  try {
+    return await Promise.race([reader.read(), silence]);
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Gone();
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
 /** The events of a streamed answer. Raises Refused and Gone; AbortError when the signal is. */
 export async function* stream(body, signal) {
   const response = await ask("/v1/chat/completions", { ...body, stream: true }, signal);
@@ -81,11 +97,8 @@ export async function* stream(body, signal) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read().catch((error) => {
-        if (error.name === "AbortError") throw error;
-        throw new Gone("The connection ended in the middle of the answer.");
-      });
-      if (done) throw new Gone("The connection ended in the middle of the answer.");
+      const { value, done } = await readSoon(reader);
+      if (done) throw new Gone();
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {

@@ -1,6 +1,6 @@
 // How turns and answers look. What a model or a reader wrote enters the page as text, or as HTML that the server made.
 
-import { textOf, why } from "/chat/answer.js";
+import { partsOf, textOf, why } from "/chat/answer.js";
 import { html } from "/chat/server.js";
 
 const RENDER_EVERY_MS = 400;
@@ -142,16 +142,17 @@ class StepView {
 
   update(showsTokens) {
     const { step } = this;
-    this.thinking.hidden = !step.thought;
-    if (this.thought.textContent !== step.thought) this.thought.textContent = step.thought;
+    const { thought, said } = partsOf(step);
     const asTokens = showsTokens && step.tokens.length > 0;
-    this.markdown.root.hidden = asTokens || !step.text;
+    this.thinking.hidden = asTokens || !thought;
+    if (this.thought.textContent !== thought) this.thought.textContent = thought;
+    this.markdown.root.hidden = asTokens || !said;
     this.tokens.hidden = !asTokens;
     if (asTokens) {
       for (const token of step.tokens.slice(this.tokens.childElementCount)) this.tokens.append(tokenSpan(token));
       this.tokens.firstElementChild.tabIndex = 0;
     } else {
-      this.markdown.show(step.text);
+      this.markdown.show(said);
     }
     step.calls.forEach((call, place) => {
       if (!this.calls[place]) {
