@@ -11,7 +11,7 @@ from nanodag.inference.protocol import Completion, FinishReason
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredToken:
     """A token with its logprob, and the likeliest ones at its place. start: where its text begins in the content.
 
     logprob: None for a prompt's first token.
@@ -29,7 +29,7 @@ class New:
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
 
 
 class Answer:
@@ -45,14 +45,14 @@ class Answer:
         self._stops, self._one_call = stops, one_call
         self._content = ""  # all that was read; a part of it may still be held back
         self._is_cut = False
-        self._scored: deque[Scored] = deque()
+        self._scored: deque[ScoredToken] = deque()
         self._num_said = self._num_calls_said = 0
         self.num_tokens = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.weight_version = ""
-        self.prompt_scores: list[Scored] = []
+        self.prompt_scores: list[ScoredToken] = []
 
     @property
     def calls(self) -> list[Call]:
@@ -93,7 +93,7 @@ class Answer:
         piece = self._decoding.step(token)
         if completion.logprobs and not is_end:
             top = completion.top_logprobs[place] if completion.top_logprobs else ()
-            self._scored.append(Scored(token, completion.logprobs[place], top, len(self._content)))
+            self._scored.append(ScoredToken(token, completion.logprobs[place], top, len(self._content)))
         before = len(self.calls)
         self._add(self.reader.take(token, piece))
         if self._one_call and self.finish_reason is None and len(self.calls) > before:
@@ -130,9 +130,9 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _of_prompt(completion: Completion) -> list[Scored]:
+def _of_prompt(completion: Completion) -> list[ScoredToken]:
     tops = completion.prompt_top_logprobs or [()] * len(completion.prompt_ids)
     return [
-        Scored(token, logprob, top or (), 0)
+        ScoredToken(token, logprob, top or (), 0)
         for token, logprob, top in zip(completion.prompt_ids, completion.prompt_logprobs, tops, strict=True)
     ]

@@ -39,7 +39,7 @@ def application(
     own protocol (`passage.py`). extra_routes: more, such as a page; what is fetched from them by GET needs no key,
     since a browser cannot bear one there.
     """
-    metrics, limits = Metrics(), limits or Limits()
+    metrics, limits = Metrics(models), limits or Limits()
     endpoints = Endpoints(models, limits, metrics)
     routes = [*endpoints.routes(), *engine_routes, Route("/metrics", metrics.exposition, methods=["GET"])]
 

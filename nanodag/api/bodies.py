@@ -48,7 +48,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Part = Annotated[int, Field(ge=1)]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """No conversions: "1" is no number. What is left over of a request is in `further`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
@@ -58,14 +58,14 @@ class Body(BaseModel):
         return self.model_extra or {}
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream has beside the answer."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
-class SamplingBody(Body):
+class SamplingBody(RequestBody):
     """What both endpoints have. stop: strings that end an answer and are not part of it."""
 
     model: str = ""
@@ -113,7 +113,7 @@ class CompletionBody(SamplingBody):
         return given
 
 
-class Function(Body):
+class Function(RequestBody):
     """A tool's name and what it takes, as a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -121,17 +121,17 @@ class Function(Body):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class Tool(Body):
+class Tool(RequestBody):
     type: Literal["function"] = "function"
     function: Function
 
 
-class CalledFunction(Body):
+class CalledFunction(RequestBody):
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(Body):
+class ToolCall(RequestBody):
     """A call that an earlier answer made. arguments: JSON."""
 
     id: str = ""
@@ -139,7 +139,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class Message(Body):
+class Message(RequestBody):
     """One message. What OpenAI's own answers have beside these fields (refusal, annotations) is passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -160,22 +160,22 @@ class Message(Body):
         return "".join(part["text"] for part in self.content)
 
 
-class NamedFunction(Body):
+class NamedFunction(RequestBody):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(RequestBody):
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class JsonSchema(Body):
+class JsonSchema(RequestBody):
     name: str = ""
     schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
     strict: bool = False
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

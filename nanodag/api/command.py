@@ -20,12 +20,14 @@ from starlette.routing import BaseRoute
 
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
+from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
+from nanodag.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STOP_S = 5  # what answers under way may still take when the server is ended
@@ -39,7 +41,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         prog="python -m nanodag.api", description="Serve checkpoints by OpenAI's protocol."
     )
     add = parser.add_argument
-    add("--model", action="append", required=True, metavar="NAME=FOLDER", help="a Hugging Face folder; may be repeated")
+    add("--model", action="append", default=[], metavar="NAME=FOLDER", help="a Hugging Face folder; may be repeated")
+    add("--follow", default="", metavar="RUN", help="serve the newest weights of a run under way, before other models")
+    add("--follow-stage", default="", metavar="STAGE", help="of that stage alone")
+    add("--store", default="", metavar="URL", help="where that run is")
+    add("--store-local", type=Path, metavar="FOLDER", help="the store's folder on this machine, where it is remote")
     add("--engine", choices=("embedded", "sglang"), default="embedded")
     add("--python", default="auto", help="of SGLang's environment")
     add("--host", default="127.0.0.1")
@@ -83,13 +89,23 @@ def main(
 async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable[[str], None] | None) -> None:
     keys, folders = _keys(args), _folders(args.model)
     listener = _listener(args.host, args.port)  # before anything that takes long
-    logs = Path(tempfile.mkdtemp(prefix="nanodag-serve-"))
-    models = {
-        name: served_model(args, name, folder, logs, number * args.replicas)
-        for number, (name, folder) in enumerate(folders.items())
-    }
-    engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]
+    scratch = Path(tempfile.mkdtemp(prefix="nanodag-serve-"))
+    followed, weights = None, None
+    engines: list[Engines] = []
+    following: list[asyncio.Task[None]] = []
     try:
+        if args.follow:
+            followed = Followed(Store(args.store, local=args.store_local), args.follow, args.follow_stage, scratch)
+            weights = followed.first()
+            folders = {args.follow: weights.fetch(), **folders}
+        if not folders:
+            raise ConfigError("Nothing to serve: give --model NAME=FOLDER, or --follow RUN.")
+        models = {}
+        for number, (name, folder) in enumerate(folders.items()):
+            version = weights.version if weights is not None and name == args.follow else folder.name
+            first = number * args.replicas
+            models[name] = served_model(args, name, folder, version, scratch, first=first, num_models=len(folders))
+        engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]
         with _cancelled_by_sigterm():
             await asyncio.gather(*(each.start() for each in engines))
         models = {name: await with_its_context(model) for name, model in models.items()}
@@ -108,14 +124,19 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         server = uvicorn.Server(config)
         for each in engines:
             each.is_ending = lambda: server.should_exit
+        if followed is not None and weights is not None:
+            following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
         print(_said(args, models, listener), flush=True)
         if ready is not None:
             ready(_address(listener))
         await server.serve(sockets=[listener])
     finally:
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await asyncio.gather(*(each.close() for each in engines))
         listener.close()
-        shutil.rmtree(logs, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _folders(given: Sequence[str]) -> dict[str, Path]:

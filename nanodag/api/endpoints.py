@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanodag.api.answer import Answer
-from nanodag.api.answering import Answering, Sample
+from nanodag.api.answering import Answering, Choice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import chat_prompt
@@ -111,7 +111,7 @@ class Endpoints:
         texts: Sequence[str] | None = None,
         score_prompt: bool = False,
         one_call: bool = False,
-    ) -> list[Sample]:
+    ) -> list[Choice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
         samples = []
@@ -137,7 +137,7 @@ class Endpoints:
                 )
                 answer = Answer(model.tokens, reader(), stops=body.stops, one_call=one_call)
                 text = texts[number] if texts is not None else ""
-                samples.append(Sample(index=len(samples), request=request, answer=answer, prompt_text=text))
+                samples.append(Choice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
     def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None) -> int:
@@ -160,7 +160,7 @@ class Endpoints:
         return room if max_tokens is None else max_tokens
 
     async def _answered(
-        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[Sample], *, is_cut: bool = False
+        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[Choice], *, is_cut: bool = False
     ) -> Response:
         """is_cut: the samples may have to be ended here."""
         model, metrics = reply.model, self._metrics

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 HEALTH_EVERY_S = 5.0
 UNWELL_S = 60.0  # an engine that does not answer for so long is ended
-MAX_PAUSE_S = 30.0  # between two starts that fail
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # between two starts that fail
 
 Launch = Callable[[int, Path, str], ServerProcess]
 
@@ -36,7 +36,7 @@ class Engines:
     """A Backend (`served_model.py`) over `num_replicas` processes.
 
     launch(number, folder, version): starts one and blocks until it answers; raises SamplerLost with the end of its log.
-    connect(url): a client of one. num_restarts: so far. is_ending: whether the whole server is about to end, and its
+    connect(url): a client of one. is_ending: whether the whole server is about to end, and its
     engines with it.
     """
 
@@ -55,7 +55,7 @@ class Engines:
         self._num_replicas, self._launch, self._connect = num_replicas, launch, connect
         self._replicas: list[_Replica] = []
         self._tending: list[asyncio.Task[None]] = []
-        self.num_restarts = 0
+        self._num_restarts = 0
         self.is_ending: Callable[[], bool] = lambda: False
 
     async def start(self) -> None:
@@ -80,18 +80,22 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        return any(replica.is_up for replica in self._replicas)
+        return bool(self._up())
 
     @property
     def weight_version(self) -> str:
         return self._version
 
     @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    @property
     def folder(self) -> Path:
         """Where its weights are from."""
         return self._folder
 
-    async def answer(self, request: Request, *, stream: bool) -> AsyncIterator[Completion]:
+    async def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """See Backend. A request that meets an engine's end raises SamplerLost."""
         replica = self.least_busy()
         replica.load += 1
@@ -108,10 +112,12 @@ class Engines:
 
     def least_busy(self) -> _Replica:
         """Raises SamplerLost where none is up."""
-        up = [replica for replica in self._replicas if replica.is_up and replica.server.is_alive]
-        if not up:
+        if not (up := self._up()):
             raise SamplerLost(f"no engine of {self.name} is up")
         return min(up, key=lambda replica: replica.load)
+
+    def _up(self) -> list[_Replica]:
+        return [replica for replica in self._replicas if replica.is_up and replica.server.is_alive]
 
     async def take_weights(self, folder: Path, version: str) -> None:
         """Have every engine answer with the weights in a folder, one engine after the other. Answers under way end on
@@ -155,7 +161,7 @@ class Engines:
             self.name, replica.server.pid, replica.server.process.returncode, replica.server.last_log_lines(5),
         )  # fmt: skip
         await replica.client.close()
-        pause_s = 1.0
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 server = await in_thread(lambda: self._launch(replica.number, self._folder, self._version))
@@ -165,7 +171,7 @@ class Engines:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         replica.server, replica.client, replica.is_up = server, self._connect(server.url), True
-        self.num_restarts += 1
+        self._num_restarts += 1
         log.warning("The engine of %s is up again (pid %d).", self.name, server.pid)
 
 

@@ -20,14 +20,20 @@ from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 from nanodag.worker.devices import gpu_of_replica, visible_gpus
 
+STREAM_EVERY_S = 0.05
 LARGEST_SGLANG_CONTEXT = 8192  # unless another one is asked for
 SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas that share a device
 
 
-def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, first: int) -> ServedModel:
-    """A model whose engines are not started yet. args: as of `command.py`. first: engines that other models have, so
-    that each gets a GPU of its own as far as there are so many. Raises SourceError, BadRequest or MissingTool for what
-    cannot be served."""
+def served_model(
+    args: argparse.Namespace, name: str, folder: Path, version: str, logs: Path, *, first: int, num_models: int
+) -> ServedModel:
+    """A model whose engines are not started yet.
+
+    args: as of `command.py`. version: of its weights. first: engines that the models before it have, so that each gets
+    a GPU of its own as far as there are so many. Raises SourceError, BadRequest or MissingTool for what cannot be
+    served.
+    """
     tokens, config = TokenText(folder), read_json(folder / "config.json")
     device = detect().device if args.device == "auto" else args.device
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
@@ -42,7 +48,7 @@ def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, 
     def launch(number: int, weights: Path, version: str) -> ServerProcess:
         log_path = logs / f"{name.replace('/', '-')}-{number}.log"
         if args.engine == "sglang":
-            return _sglang(args, weights, version, device, first + number, context, token, log_path)
+            return _sglang(args, weights, version, device, first + number, num_models, context, token, log_path)
         return SamplerProcess.start(
             weights,
             log_path=log_path,
@@ -54,6 +60,7 @@ def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, 
             deterministic=args.deterministic,
             threads=1 if args.deterministic else args.threads,
             weight_version=version,
+            stream_every_s=STREAM_EVERY_S,
             token=token,
         )
 
@@ -61,7 +68,7 @@ def served_model(args: argparse.Namespace, name: str, folder: Path, logs: Path, 
         name=name,
         tokens=tokens,
         renderer=_renderer(folder),
-        backend=Engines(name, folder, folder.name, num_replicas=args.replicas, launch=launch, connect=connect),
+        backend=Engines(name, folder, version, num_replicas=args.replicas, launch=launch, connect=connect),
         context_length=context,
         vocab_size=vocab_size,
         is_sglang=args.engine == "sglang",
@@ -85,6 +92,7 @@ def _sglang(
     version: str,
     device: Literal["cpu", "cuda"],
     number: int,
+    num_models: int,
     context: int,
     token: str,
     log_path: Path,
@@ -92,7 +100,7 @@ def _sglang(
     # With its tokenizer: grammars need it, and so does text by /generate.
     options: dict[str, Option] = {"skip-tokenizer-init": False, "grammar-backend": "xgrammar"}
     num_gpus = len(visible_gpus()) if device == "cuda" else 1
-    sharing = -(-args.replicas * len(args.model) * args.tensor_parallel // num_gpus)
+    sharing = -(-args.replicas * num_models * args.tensor_parallel // num_gpus)
     return SGLangProcess.start(
         find_python(args.python, device),
         folder,

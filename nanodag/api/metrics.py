@@ -1,7 +1,7 @@
 """What the API counts, in Prometheus' text format."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,7 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from nanodag.api.answering import Sample
+from nanodag.api.answering import Choice
+from nanodag.api.served_model import ServedModel
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -17,7 +18,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 6
 class Metrics:
     """Of one application. num_in_flight: samples under way, those that wait in an engine included."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
         registry = self._registry = CollectorRegistry()
         by_model = ["model"]
         self.num_in_flight = 0
@@ -32,14 +33,15 @@ class Metrics:
         self._took = Histogram(
             "nanodag_request_seconds", "Until a request's last token", by_model, buckets=SECONDS, registry=registry
         )
-        self._restarts = Gauge(
-            "nanodag_engine_restarts", "Engines that were started again", by_model, registry=registry
-        )
-        self._ready = Gauge("nanodag_engine_ready", "1 where an engine answers", by_model, registry=registry)
+        restarts = Gauge("nanodag_engine_restarts", "Engines that were started again", by_model, registry=registry)
+        ready = Gauge("nanodag_engine_ready", "1 where an engine answers", by_model, registry=registry)
         self._in_flight.set_function(lambda: self.num_in_flight)
+        for name, model in models.items():
+            restarts.labels(name).set_function(lambda backend=model.backend: backend.num_restarts)
+            ready.labels(name).set_function(lambda backend=model.backend: backend.is_ready)
 
     @contextmanager
-    def counted(self, model: str, samples: Sequence[Sample]) -> Iterator[None]:
+    def counted(self, model: str, samples: Sequence[Choice]) -> Iterator[None]:
         """Count samples as under way, and at the end what became of them."""
         self.num_in_flight += len(samples)
         began = time.monotonic()
@@ -58,10 +60,6 @@ class Metrics:
 
     def replied(self, path: str, status: int) -> None:
         self._replies.labels(path, str(status)).inc()
-
-    def engine(self, model: str, *, is_ready: bool, num_restarts: int) -> None:
-        self._ready.labels(model).set(is_ready)
-        self._restarts.labels(model).set(num_restarts)
 
     async def exposition(self, http: HttpRequest) -> Response:
         """GET /metrics."""

@@ -1,7 +1,7 @@
 """What the API serves: a model by name, and the engine behind it."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from nanodag.tokenizer.chat import ChatRenderer
 class Backend(Protocol):
     """What continues token ids. An engine behind SGLang's protocol, or what stands before one and writes it down."""
 
-    def answer(self, request: Request, *, stream: bool) -> AsyncIterator[Completion]:
+    def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """One sample (params.n is 1), as it grows: each item holds all of it so far, the last has a finish reason.
         Without `stream` there is the last alone. To close the iterator ends the sample.
 
@@ -31,6 +31,11 @@ class Backend(Protocol):
     @property
     def weight_version(self) -> str:
         """The weights that it has."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How many of its engines were started again."""
         ...
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from nanodag.tokenizer import layout
 from nanodag.tokenizer.encoding import Encoding
 
 
@@ -19,15 +18,16 @@ class TokenText:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._opening = self._tokenizer.token_to_id(layout.BOS)
 
     def prompt_ids(self, text: str, *, special: bool) -> list[int]:
-        """Ids of a text in which special tokens may be spelled out. special: with what the tokenizer puts before a
-        text; a tokenizer of ours begins each with <|bos|>."""
-        ids = self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
-        if special and self._opening is not None and ids[:1] != [self._opening]:
-            return [self._opening, *ids]
-        return ids
+        """Ids of a text in which special tokens may be spelled out. special: with those that the tokenizer adds by
+        itself, such as <|bos|>."""
+        # `encode` would keep the interpreter's lock
+        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+
+    def stepped(self, stream: DecodeStream, token: int) -> str | None:
+        """What a token adds to the text of a stream, None where that is not certain yet."""
+        return stream.step(self._tokenizer, token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, without special tokens."""
@@ -59,7 +59,7 @@ class Decoding:
 
     def step(self, token: int) -> str:
         """What this token adds to the text."""
-        piece = self._stream.step(self._tokens._tokenizer, token)
+        piece = self._tokens.stepped(self._stream, token)
         self._waiting = [*self._waiting, token] if piece is None else []
         return piece or ""
 

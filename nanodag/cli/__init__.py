@@ -314,6 +314,9 @@ def serve(
         list[str] | None,
         typer.Option("--also", metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
+    ] = False,
     engine: Annotated[str, typer.Option("--engine", help="embedded, or sglang where that is installed.")] = "embedded",
     replicas: Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="Engines of each model.")] = 1,
     host: Annotated[
@@ -341,6 +344,7 @@ def serve(
     \b
     nanodag serve RUN
     nanodag serve RUN rl --also sft --port 8080
+    nanodag serve RUN --follow
     nanodag serve Qwen/Qwen3-0.6B --engine sglang
     """
     from nanodag.cli.serve import serve as serve_models
@@ -348,7 +352,7 @@ def serve(
     options = [f"--engine={engine}", f"--replicas={replicas}", f"--host={host}", f"--port={port}"]
     options += [f"--api-key-file={api_key_file}"] if api_key_file else []
     options += [f"--cors={origin}" for origin in cors or []] + [f"--{one}" for one in option or []]
-    serve_models(run, stage, also=also or [], file=file, options=options)
+    serve_models(run, stage, also=also or [], is_following=follow, file=file, options=options)
 
 
 @app.command()

@@ -24,16 +24,25 @@ from nanodag.worker.launch import worker_environment
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
 
 
-def serve(name: str, stage: str, *, also: Sequence[str], file: str, options: Sequence[str]) -> NoReturn:
+def serve(
+    name: str, stage: str, *, also: Sequence[str], is_following: bool, file: str, options: Sequence[str]
+) -> NoReturn:
     """Serve a run's stage, a folder or a model of the hub. also: stages of the same run, RUN:STAGE, folders or models
-    of the hub. options: of the serving process."""
-    models = dict(_found(name, stage, file))
+    of the hub. is_following: the newest weights of a run under way. options: of the serving process."""
+    models, followed = {}, []
+    if is_following:
+        store = store_of(resolve(pipeline_file(file)).pipeline)
+        followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
+        followed += [f"--store={store.url}", f"--store-local={store.local}"]
+    else:
+        models = dict(_found(name, stage, file))
     for other in also:
         run = name if ":" not in other and not _is_elsewhere(other) else ""
         found = _found(run, other, file) if run else _found(*_split(other), file)
         for one, folder in found:
             models[other if one in models else one] = folder
-    command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items()), *options]
+    command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items())]
+    command += [*followed, *options]
     # In this process's place, not as its child: a signal then reaches the one that ends the engines.
     os.execve(sys.executable, command, worker_environment(usable_cores(), device=detect().device))
 

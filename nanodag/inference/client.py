@@ -8,7 +8,7 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 """
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, NoReturn
@@ -109,7 +109,7 @@ class SamplerClient:
         body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         return list(completion_from_wire(from_json(await self._call("POST", "/generate", body))).prompt_ids)
 
-    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+    async def stream(self, request: Request) -> AsyncGenerator[Completion, None]:
         """One sample, as it grows: each item holds all of it so far, the last has a finish reason. n must be 1."""
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")

@@ -115,6 +115,7 @@ class SamplerProcess(ServerProcess):
         threads: int = 1,
         seed: int = 0,
         weight_version: str | int = "default",
+        stream_every_s: float = 0.0,
         port: int = 0,
         token: str = "",
         start_timeout_s: float = 120.0,
@@ -131,7 +132,7 @@ class SamplerProcess(ServerProcess):
             options: dict[str, object] = {
                 "model-path": model_path, "dtype": dtype, "device": device, "max-running-requests": max_batch,
                 "threads": threads, "random-seed": seed, "weight-version": weight_version, "port": port,
-                "ready-file": ready_file,
+                "ready-file": ready_file, "stream-every-s": stream_every_s,
             }  # fmt: skip
             if context_length is not None:
                 options["context-length"] = context_length

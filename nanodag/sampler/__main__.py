@@ -41,6 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=1, help="torch threads")
     add("--random-seed", type=int, default=0, help="for requests without sampling_seed")
     add("--weight-version", default="default")
+    add("--stream-every-s", type=float, default=0.0, help="what a stream reports at most; 0: every token")
     add("--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, help="of a request; more is answered 413")
     add("--max-text-bytes", type=int, default=1 << 20, help="of a request's prompts that are given as text")
     return parser.parse_args(arguments)
@@ -105,6 +106,7 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
         deterministic=args.deterministic,
         seed=args.random_seed,
         weight_version=args.weight_version,
+        stream_every_s=args.stream_every_s,
     )
     sizes = (engine.num_slots, engine.context_length)
     log.info("%s in %s: %d samples of %d tokens at once", args.model_path, engine.dtype_name, *sizes)

@@ -7,12 +7,15 @@ batch has no influence on it. Rows are independent of one another in every opera
 Letters: R rows, V vocabulary (a multiple of BLOCK), N = V / BLOCK.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nanodag.inference.protocol import Top
 
 BLOCK = 64
 MAX_REDRAWS = 16
@@ -119,6 +122,14 @@ def draw(scores: Tensor, settings: DrawSettings, counts: np.ndarray) -> tuple[np
             chosen = _gather(probabilities, tokens)
     with np.errstate(invalid="ignore"):
         return tokens, np.log(np.minimum(chosen, 1.0))  # a softmax may round to a hair above 1
+
+
+def likeliest(scores: Tensor, count: int) -> list[Top]:
+    """For each row of (R, V) float32 scores its `count` best tokens with log_softmax(scores), the best first."""
+    values, tokens = torch.log_softmax(scores, dim=-1).topk(min(count, scores.shape[1]), dim=-1)
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    # Padding is -inf, and comes last.
+    return [[(token, value) for token, value in zip(*row, strict=True) if value > -math.inf] for row in pairs]
 
 
 def _likeliest(scores: Tensor, rows: np.ndarray | None) -> np.ndarray:

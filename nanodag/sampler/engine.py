@@ -11,6 +11,7 @@ Not thread-safe: ``loop.EngineLoop`` owns an engine for the server.
 """
 
 import itertools
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,7 @@ class Engine:
         deterministic: bool = False,
         seed: int = 0,
         weight_version: str = "default",
+        stream_every_s: float = 0.0,
     ) -> None:
         """Load the checkpoint in the folder ``model_path``.
 
@@ -65,6 +67,7 @@ class Engine:
         less than MIN_CONTEXT, with fewer samples; num_slots says how many fit. cache_bytes: of keys and values, which
         are float32 on a CPU, else in the weights' dtype. seed: of requests that bring none.
         deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
+        stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token.
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
         """
@@ -105,6 +108,7 @@ class Engine:
         self.weight_version = weight_version
         self.num_generated_tokens = 0
         self._seed = seed
+        self._stream_every_s, self._stream_due = stream_every_s, 0.0
         self._request_numbers = itertools.count()
         self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
         self._row_prompts: dict[int, bytes] = {}
@@ -137,7 +141,8 @@ class Engine:
             wants_stream=stream,
         )
         if running.is_scored:
-            running.prompt_logprobs = self.model.prompt_logprobs(running.prompt)
+            scores = self.model.prompt_logprobs(running.prompt, running.num_top)
+            running.prompt_logprobs, running.prompt_top_logprobs = scores
         samples = [ActiveSample(running=running, index=index) for index in range(params.n)]
         if np.isnan(running.prompt_logprobs).any():
             for sample in samples:
@@ -364,18 +369,23 @@ class Engine:
     def _report_watched(self, ended: np.ndarray) -> np.ndarray:
         """Send what streams, and end what met a stop string; returns the rows that are still to be ended."""
         table, remaining = self.table, set(ended.tolist())
+        now = time.monotonic()
+        is_due = now >= self._stream_due
+        if is_due:
+            self._stream_due = now + self._stream_every_s
         for row in sorted(table.watched):
             sample = table.sample_at(row)
-            count = int(table.counts[row])
+            count, params = int(table.counts[row]), sample.running.request.params
+            if not (is_due or count == 1 or params.stop):
+                continue
             sample.output_ids = table.output_ids[row, :count].tolist()
             sample.logprobs = table.logprobs[row, :count].tolist()
-            params = sample.running.request.params
             matched = self.text.matched_stop(sample.output_ids, params) if self.text and params.stop else None
             if matched is not None:
                 text, stop = matched
                 remaining.discard(row)
                 self._end(table.empty(row), FinishReason(type="stop", matched=stop), text)
-            elif sample.running.wants_stream and row not in remaining:
+            elif sample.running.wants_stream and row not in remaining and (is_due or count == 1):
                 so_far = self._text_of(sample, None)
                 sample.running.listener(sample.index, completion(sample, None, self.weight_version, so_far))
         return np.array(sorted(remaining), dtype=np.int64)

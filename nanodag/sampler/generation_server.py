@@ -127,6 +127,7 @@ class SamplerServer:
                     rid=rid if rid is not None else f"embedded-{next(self._numbers)}",
                     return_logprob=body.of_prompt("return_logprob", index),
                     score_prompt=body.of_prompt("logprob_start_len", index) == 0,
+                    top_logprobs=body.of_prompt("top_logprobs_num", index),
                 )
             )
         return requests

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanodag.inference.protocol import Top
 from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.rope import rope_frequencies
 from nanodag.sampler.decode_views import Buffers, DecodeViews
+from nanodag.sampler.drawing import likeliest
 from nanodag.sampler.kernel import bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
@@ -138,19 +140,22 @@ class SamplerModel:
         x += _multiply(functional.silu(gate).mul_(up), layer.down)
 
     @torch.inference_mode()
-    def prompt_logprobs(self, prompt: np.ndarray) -> list[float]:
-        """log_softmax(logits) of each token of a prompt (T,) int64 but the first: T - 1 of them. Touches no slot."""
+    def prompt_logprobs(self, prompt: np.ndarray, num_top: int = 0) -> tuple[list[float], list[Top]]:
+        """log_softmax(logits) of each token of a prompt (T,) int64 but the first: T - 1 of them; and the num_top
+        likeliest tokens at each of these places, none for 0. Touches no slot."""
         a, ids = self.architecture, torch.from_numpy(prompt).to(self.device)
         x = self.weights.embed(ids)
         for layer in self.weights.layers:
             attended, _, _ = self._prefill_attention(layer, x, 1, len(prompt))
             self._add_rest(layer, x, attended)
         logprobs: list[float] = []
+        tops: list[Top] = []
         for before, targets in zip(x[:-1].split(LOGIT_ROWS), ids[1:].split(LOGIT_ROWS), strict=True):
             hidden = _normalised(before, a.norm_eps).mul_(self.weights.norm)
             logits = _multiply(hidden, self.weights.head)[:, : a.vocab_size]
             logprobs += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-        return logprobs
+            tops += likeliest(logits, num_top) if num_top else []
+        return logprobs, tops
 
     @torch.inference_mode()
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, Request, VersionSpan
+from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, Request, Top, VersionSpan
 from nanodag.sampler.drawing import DrawSettings, sample_key
 
 MAX_TOP_K = 1 << 31  # more than any vocabulary
@@ -30,11 +30,17 @@ class ActiveRequest:
     listener: Listener
     wants_stream: bool
     prompt_logprobs: list[float] = field(default_factory=list)  # (T - 1,), empty if not asked
+    prompt_top_logprobs: list[Top] = field(default_factory=list)  # (T - 1,), empty if not asked
 
     @property
     def is_scored(self) -> bool:
         """Whether the logprobs of the prompt are asked for."""
         return self.request.score_prompt and self.request.return_logprob
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are told at each place."""
+        return self.request.top_logprobs if self.request.return_logprob else 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,6 +51,7 @@ class ActiveSample:
     index: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Top] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
 
@@ -73,6 +80,7 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.keys = np.zeros(num_slots, dtype=np.uint64)
         self.watched: set[int] = set()  # rows that stream, or wait for a stop string
+        self.told: set[int] = set()  # rows whose likeliest tokens are told
         self._changed()
 
     def _changed(self) -> None:
@@ -118,6 +126,8 @@ class SlotTable:
         self.keys[row] = sample_key(running.seed, sample.index)
         if running.wants_stream or params.stop:
             self.watched.add(row)
+        if running.num_top:
+            self.told.add(row)
         self._changed()
 
     def empty(self, row: int) -> ActiveSample:
@@ -130,6 +140,7 @@ class SlotTable:
         self.samples[row] = None
         self.active[row] = False
         self.watched.discard(row)
+        self.told.discard(row)
         self._changed()
         return sample
 
@@ -146,9 +157,10 @@ class SlotTable:
         self.logprobs[target, :count] = self.logprobs[source, :count]
         self.samples[target], self.samples[source] = self.samples[source], None
         self.active[source] = False
-        if source in self.watched:
-            self.watched.discard(source)
-            self.watched.add(target)
+        for rows in (self.watched, self.told):
+            if source in rows:
+                rows.discard(source)
+                rows.add(target)
         self._changed()
 
     def draw_settings(self, rows: int) -> DrawSettings:
@@ -203,4 +215,6 @@ def completion(
         text=text,
         prompt_logprobs=[None, *running.prompt_logprobs] if running.is_scored else [],
         prompt_ids=running.prompt.tolist() if running.is_scored else [],
+        top_logprobs=sample.top_logprobs[:count],
+        prompt_top_logprobs=[None, *running.prompt_top_logprobs] if running.is_scored and running.num_top else [],
     )

@@ -9,7 +9,7 @@ from ctypes import Structure, c_int64, c_void_p
 import numpy as np
 import torch
 
-from nanodag.sampler.drawing import draw
+from nanodag.sampler.drawing import draw, likeliest
 from nanodag.sampler.kernel import Kernel
 from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import read_length
@@ -42,11 +42,22 @@ class TorchSteps:
         table, active = self._table, self._table.active_rows
         settings = table.draw_settings(rows)
         scores = self._model.logits(rows, settings.inverse_temperature)
+        _tell(scores, table)
         tokens, logprobs = draw(scores, settings, table.counts[:rows])
         broken = active[np.isnan(logprobs[active])]
         if len(broken):
             active = np.setdiff1d(active, broken)
         return table.record(active, tokens[active], logprobs[active]), broken
+
+
+def _tell(scores: torch.Tensor, table: SlotTable) -> None:
+    """Keep the likeliest tokens of the rows that tell them. scores: (R, V) float32, before anything is drawn."""
+    if not table.told:
+        return
+    rows = sorted(table.told)
+    counts = [table.sample_at(row).running.num_top for row in rows]
+    for row, count, top in zip(rows, counts, likeliest(scores[rows], max(counts)), strict=True):
+        table.sample_at(row).top_logprobs.append(top[:count])
 
 
 class _Table(Structure):
@@ -96,6 +107,7 @@ class CompiledSteps:
             self._addresses.stop_ids = table.stop_ids.ctypes.data
             self._addresses.stop_width = table.stop_ids.shape[1]
         scores = self.score(rows)
+        _tell(scores, table)
         cut_off, settings = table.draw_settings(rows).cut_off
         if settings is not None:
             drawn = draw(scores[torch.from_numpy(cut_off)], settings, table.counts[cut_off])

@@ -78,8 +78,13 @@ class Checkpoints:
         return None
 
     def _committed(self) -> list[Path]:
-        folders = [p for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
-        return sorted(folders, reverse=True)
+        return [folder for _, folder in reversed(steps_in(self.path))]
+
+
+def steps_in(path: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every committed checkpoint in a folder that may not be there, oldest first; not verified."""
+    found = [(match, folder) for folder in path.glob("step-*") if (match := _NAME.fullmatch(folder.name))]
+    return sorted((int(match[1]), folder) for match, folder in found)
 
 
 def verify_checkpoint(folder: Path) -> int:

@@ -22,7 +22,7 @@ from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError
 from nanodag.host.processor import usable_cores
-from nanodag.model.architecture import Architecture
+from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load, save
@@ -148,16 +148,23 @@ def _model(job: Job, tokenizer_path: Path) -> Decoder:
     }
     if "model" in job.inputs:
         return load(job.inputs["model"], **options)
+    model = Decoder(architecture_of(job, tokenizer_path), **options)
+    initialise(model, int(config.seed))
+    return model
+
+
+def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
+    """Of the model that a stage trains: its input's, else what its config says."""
+    if "model" in job.inputs:
+        return read_checkpoint(job.inputs["model"]).architecture
+    config = job.config
     assert isinstance(config, PretrainStage)
-    architecture = qwen3_architecture(
+    return qwen3_architecture(
         shape_from(config.shape),
         vocabulary=Encoding(tokenizer_path).size,
         rope_theta=config.shape.rope_theta,
         max_positions=config.shape.max_positions,
     )
-    model = Decoder(architecture, **options)
-    initialise(model, int(config.seed))
-    return model
 
 
 def _shape(of: Architecture) -> Shape:

@@ -23,7 +23,7 @@ class Scripted:
     def __init__(self, ids: Sequence[int], *, pause_s=0.0, error=None, error_at=0, tops=0):
         self.ids, self.pause_s, self.error, self.error_at, self.tops = list(ids), pause_s, error, error_at, tops
         self.asked, self.num_open = [], 0
-        self.is_ready, self.weight_version = True, "3"
+        self.is_ready, self.weight_version, self.num_restarts = True, "3", 0
 
     async def answer(self, request, *, stream):
         self.asked.append(request)

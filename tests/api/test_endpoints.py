@@ -165,6 +165,9 @@ def test_echo_with_logprobs_scores_the_prompt_alone_where_no_token_is_wanted(app
         encoding.decode([prompt[1]]),
     }
     assert scores["text_offset"] == [len("".join(scores["tokens"][:place])) for place in range(len(prompt))]
+    spelled = {"prompt": "The cat sat", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = ask(app, "/v1/completions", spelled).json()["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, *scores["text_offset"]]  # <|bos|> is no part of the text
 
 
 def test_a_token_that_is_no_whole_character_is_named_by_its_bytes(app, ids_of):
@@ -302,3 +305,4 @@ def test_metrics_count_requests_and_tokens(app, greeting):
     assert 'nanodag_samples_total{model="tiny",reason="stop"} 1.0' in text
     assert 'nanodag_replies_total{path="/v1/chat/completions",status="200"} 1.0' in text
     assert "nanodag_samples_in_flight 0.0" in text
+    assert 'nanodag_engine_ready{model="tiny"} 1.0' in text and 'nanodag_engine_restarts{model="tiny"} 0.0' in text

@@ -1,0 +1,63 @@
+"""`python -m nanodag.train.checkpoint_model WORKSPACE CHECKPOINT FOLDER`: the model of a stage that is under way.
+
+Writes the weights of one of its checkpoints as a Hugging Face directory, such as the stage itself leaves at its end.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanodag.errors import ConfigError, NanodagError
+from nanodag.model.decoder import Decoder
+from nanodag.model.folder import save
+from nanodag.train.optimizer import Segment
+from nanodag.train.setup import architecture_of
+from nanodag.train.state import COMMON_FILE, SavedState
+from nanodag.worker.job import read_job
+
+ANCHOR = "model.embed_tokens.weight"  # every model has it; what stands before it stands before every name
+
+
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """The master weights, float32, by their names in the model. Raises CorruptArtifact where a part is missing."""
+    common = json.loads((checkpoint / COMMON_FILE).read_text())
+    shapes = {name: tuple(shape) for name, shape in common["shapes"].items()}
+    prefix = next((name.removesuffix(ANCHOR) for name in shapes if name.endswith(ANCHOR)), "")
+    weights = {}
+    with SavedState(checkpoint, shapes) as saved:
+        for name, shape in shapes.items():
+            flat = torch.empty(math.prod(shape))
+            whole = Segment(name=name, shape=shape, flat=0, start=0, offset=0, length=len(flat))
+            saved.fill("weights", whole, flat)
+            weights[name.removeprefix(prefix)] = flat.view(shape)
+    return weights
+
+
+def main() -> int:
+    workspace, checkpoint, folder = map(Path, sys.argv[1:])
+    try:
+        job = read_job(workspace / "job.json")
+        source = job.inputs.get("model")
+        tokenizer = job.inputs["tokenizer"] if source is None else source
+        architecture, weights = architecture_of(job, tokenizer), weights_of(checkpoint)
+        with torch.device("meta"):
+            wanted = {name for name, _ in Decoder(architecture).named_parameters()}
+        if wanted != weights.keys():
+            odd = min(wanted ^ weights.keys())
+            raise ConfigError(
+                f"{checkpoint} has not the weights of a whole model ({odd}): a stage that trains adapters leaves its "
+                "model at its end."
+            )
+        save(folder, weights, tokenizer=tokenizer, source=source, architecture=architecture)
+    except (NanodagError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

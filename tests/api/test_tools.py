@@ -1,0 +1,224 @@
+"""Tool calls: declared, forced, read out of an answer, and put back into a conversation."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanodag.api.bodies import Function, Message, Tool
+from nanodag.api.prompts import _folded
+from nanodag.api.tool_format import HERMES, Call, TemplateReader, argument_of
+from nanodag.tokenizer import layout
+from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
+
+HERMES_TEMPLATE = """\
+{%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+
+
+def tool(name, *arguments):
+    properties = {argument: {"type": "string"} for argument in arguments}
+    schema = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+
+
+CALCULATOR, PYTHON = tool("calculator", "expression"), tool("python", "code")
+WEATHER = tool("weather", "city", "day")
+
+
+@pytest.fixture(scope="module")
+def hermes_folder(folder, tmp_path_factory) -> Path:
+    """A tokenizer whose chat template writes calls as Qwen's does."""
+    copy = tmp_path_factory.mktemp("hermes")
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"chat_template": HERMES_TEMPLATE, "eos_token": layout.END}
+    path.write_text(json.dumps(settings))
+    return copy
+
+
+def message_of(reply):
+    (choice,) = reply.json()["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+# ---- nanodag's own format
+
+
+@pytest.fixture
+def sums(ids_of):
+    return Scripted(ids_of("It is ", "<|tool_call|>", "12*34", "<|tool_call_end|>", "<|tool_result|>", "9"))
+
+
+def test_a_call_of_our_format_goes_to_the_one_tool_as_its_argument(folder, sums):
+    message, reason = message_of(chat(app_of(model_of(folder, sums)), tools=[CALCULATOR]))
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "calculator", "arguments": '{"expression": "12*34"}'}
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert (message["content"], reason) == ("It is ", "tool_calls")
+
+
+def test_a_streamed_call_is_the_same_call(folder, sums):
+    parts = [
+        part["choices"][0] for part in events(chat(app_of(model_of(folder, sums)), tools=[CALCULATOR], stream=True))
+    ]
+    assert "".join(part["delta"].get("content", "") for part in parts) == "It is "
+    ((call,),) = [part["delta"]["tool_calls"] for part in parts if "tool_calls" in part["delta"]]
+    assert call["index"] == 0 and call["function"] == {"name": "calculator", "arguments": '{"expression": "12*34"}'}
+    assert parts[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_forced_call_is_opened_in_the_prompt(folder, ids_of):
+    backend = Scripted(ids_of("1+1", "<|tool_call_end|>"))
+    body = {"tools": [CALCULATOR, PYTHON], "tool_choice": {"type": "function", "function": {"name": "python"}}}
+    message, reason = message_of(chat(app_of(model_of(folder, backend)), **body))
+    assert list(backend.asked[0].input_ids)[-2:] == ids_of("<|assistant|>", "<|tool_call|>")
+    assert message["tool_calls"][0]["function"] == {"name": "python", "arguments": '{"code": "1+1"}'}
+    assert (message["content"], reason) == (None, "tool_calls")
+
+
+def test_without_tools_a_call_is_seen_in_the_text(folder, sums):
+    app = app_of(model_of(folder, sums))
+    for body in ({}, {"tools": [CALCULATOR], "tool_choice": "none"}):
+        message, _ = message_of(chat(app, **body))
+        assert message["content"] == "It is <|tool_call|>12*34<|tool_call_end|><|tool_result|>9"
+        assert "tool_calls" not in message
+
+
+def test_a_call_that_is_never_closed_is_content(folder, ids_of):
+    backend = Scripted(ids_of("<|tool_call|>", "12*3"))
+    message, reason = message_of(chat(app_of(model_of(folder, backend)), tools=[CALCULATOR]))
+    assert (message["content"], reason) == ("12*3", "length")
+
+
+def test_tools_that_our_format_has_no_place_for_are_refused(folder, sums):
+    app = app_of(model_of(folder, sums))
+    assert "one may be offered" in refusal(chat(app, tools=[CALCULATOR, PYTHON]))["message"]
+    assert "takes 2" in refusal(chat(app, tools=[WEATHER]))["message"]
+    assert refusal(chat(app, tools=[CALCULATOR], tool_choice={"function": {"name": "x"}}))["param"] == "tool_choice"
+    assert refusal(chat(app, tool_choice="required"))["param"] == "tool_choice"
+
+
+def test_the_answer_goes_on_in_the_turn_that_called(folder, ids_of):
+    backend = Scripted(ids_of("408", "<|end|>"))
+    call = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "12*34"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "408"},
+    ]
+    body = {"messages": messages, "tools": [CALCULATOR]}
+    ask(app_of(model_of(folder, backend)), "/v1/chat/completions", body)
+    assert list(backend.asked[0].input_ids) == ids_of(
+        *("<|bos|>", "<|user|>", "?", "<|end|>", "<|assistant|>", "<|tool_call|>", "12*34", "<|tool_call_end|>"),
+        *("<|tool_result|>", "408", "<|tool_result_end|>"),
+    )
+
+
+def test_what_follows_a_result_is_a_part_of_the_same_turn():
+    call = {"function": {"name": "f", "arguments": '{"x": "1+1"}'}}
+    given = [
+        Message(role="user", content="?"),
+        Message.model_validate({"role": "assistant", "content": "a", "tool_calls": [call]}),
+        Message(role="tool", content="2"),
+        Message(role="assistant", content="b"),
+        Message(role="user", content="!"),
+    ]
+    turns, is_open = _folded(given)
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"] and not is_open
+    assert [(part["type"], part["text"]) for part in turns[1]["content"]] == [
+        ("text", "a"), ("tool_call", "1+1"), ("tool_result", "2"), ("text", "b"),
+    ]  # fmt: skip
+
+
+def test_a_result_without_a_call_is_refused(folder, sums):
+    body = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "2"}]}
+    error = refusal(ask(app_of(model_of(folder, sums)), "/v1/chat/completions", body))
+    assert "no call stands before it" in error["message"]
+
+
+def test_the_argument_of_a_tool_is_its_required_one():
+    optional = {"properties": {"code": {"type": "string"}, "seconds": {"type": "number"}}, "required": ["code"]}
+    assert argument_of(Tool(function=Function(name="python", parameters=optional))) == "code"
+
+
+# ---- Hermes' and Qwen's format
+
+CALL = '{"name": "weather", "arguments": {"city": "Zürich", "day": "now"}}'
+
+
+def read(text, forced=""):
+    """Contents and calls of an answer, character by character."""
+    reader = TemplateReader(HERMES, forced)
+    content = "".join(reader.take(0, character) for character in text) + reader.end()
+    return content, reader.calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (f"Let me see.<tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["weather"]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
+        (f"<tool_call>{CALL}", "", ["weather"]),  # its end token came instead of the tag
+        ("<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense</tool_call>", []),
+        ("a < b <tool", "a < b <tool", []),
+        ("", "", []),
+    ],
+)
+def test_calls_in_json_are_read_as_they_come(text, content, names):
+    assert read(text) == (content, [Call(name, '{"city": "Zürich", "day": "now"}') for name in names])
+
+
+def test_tools_are_declared_by_the_template_and_calls_streamed(hermes_folder, ids_of):
+    backend = Scripted(ids_of(f"Well.<tool_call>{CALL}</tool_call>", "<|end|>"))
+    app = app_of(model_of(hermes_folder, backend, context=2000))
+    message, reason = message_of(chat(app, tools=[WEATHER, CALCULATOR]))
+    assert (message["content"], reason) == ("Well.", "tool_calls")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Zürich", "day": "now"}
+    prompt = model_of(hermes_folder, backend).tokens.encoding.decode(list(backend.asked[0].input_ids))
+    assert '"name": "weather"' in prompt and '"name": "calculator"' in prompt
+    parts = [part["choices"][0] for part in events(chat(app, tools=[WEATHER], stream=True))]
+    assert [part["delta"]["tool_calls"][0]["function"]["name"] for part in parts if "tool_calls" in part["delta"]] == [
+        "weather"
+    ]
+
+
+def test_a_named_choice_begins_the_call(hermes_folder, ids_of):
+    backend = Scripted(ids_of('{"city": "Bern", "day": "now"}}</tool_call>', "<|end|>"))
+    body = {"tools": [WEATHER, CALCULATOR], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    message, _ = message_of(chat(app_of(model_of(hermes_folder, backend, context=2000)), **body))
+    assert message["tool_calls"][0]["function"]["name"] == "weather" and not message["content"]
+    decoded = model_of(hermes_folder, backend).tokens.encoding.decode(list(backend.asked[0].input_ids))
+    assert decoded.endswith('<|assistant|><tool_call>\n{"name": "weather", "arguments": ')
+
+
+def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of):
+    backend = Scripted(ids_of(f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "<|end|>"))
+    app = app_of(model_of(hermes_folder, backend, context=2000))
+    message, reason = message_of(chat(app, tools=[WEATHER], parallel_tool_calls=False))
+    assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
+
+
+def test_arguments_of_earlier_calls_reach_the_template_as_objects(hermes_folder, ids_of):
+    backend = Scripted(ids_of("ok", "<|end|>"))
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "how "}, {"type": "text", "text": "is it?"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "wet"},
+    ]
+    model = model_of(hermes_folder, backend, context=2000)
+    ask(app_of(model), "/v1/chat/completions", {"messages": messages})
+    prompt = model.tokens.encoding.decode(list(backend.asked[0].input_ids))
+    assert "<|user|>how is it?<|end|>" in prompt
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|><|tool|>wet' in prompt
+    call["function"]["arguments"] = "{"
+    assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]
