@@ -13,7 +13,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ HELP = """\
 /quit             leave; so does the end of input"""
 
 Say = Callable[[str], None]
-Ask = Callable[[Request], AsyncIterator[Completion]]
+Ask = Callable[[Request], AsyncGenerator[Completion, None]]
 
 
 @dataclass
@@ -250,7 +250,8 @@ def chat(
     is_terminal = message is None and sys.stdin.isatty()
     with tempfile.TemporaryDirectory(prefix="nanodag-chat-") as folder, asyncio.Runner() as runner:
         args = parse_arguments([f"--model=model={model_folder}", "--max-batch=1", f"--device={device}"])
-        model = served_model(args, model_folder.name, model_folder, Path(folder), 0)
+        name = model_folder.name
+        model = served_model(args, name, model_folder, name, Path(folder), first=0, num_models=1)
         if model.renderer is None:
             raise SourceError(f"The tokenizer in {model_folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
@@ -298,7 +299,7 @@ class Talk:
         self._conversation, self._runner, self._console = conversation, runner, console
         self._is_terminal = is_terminal
 
-        def ask(request: Request) -> AsyncIterator[Completion]:
+        def ask(request: Request) -> AsyncGenerator[Completion, None]:
             return model.backend.answer(request, stream=True)
 
         self._line = Line(tokens=model.tokens, ask=ask, say=self._say, tell=self._tell)

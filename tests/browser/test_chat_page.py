@@ -1,6 +1,9 @@
 """The chat page in a real Chromium, before a server whose models say what they are told to."""
 
 import json
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +15,17 @@ from tests.chat.fake_api import FakeApi, serving
 pytestmark = pytest.mark.slow
 
 WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def chat_models(tmp_path_factory):
+    """Folders of two tiny random chat models, by name."""
+    from tests.evaluation.tiny import save_tiny_model
+
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("first", "second")}
+    for seed, folder in enumerate(folders.values()):
+        save_tiny_model(folder, "qwen3", seed=seed)
+    return folders
 
 
 class Page:
@@ -316,6 +330,36 @@ def test_a_server_that_is_gone_and_comes_back_is_mended_without_a_reload(api, op
         page.wait_for_end()
         assert page.answers()[-1] == "sft heard two as message 3."
         assert page.js("return window.same")
+
+
+def test_checkpoints_that_are_served_answer_side_by_side_with_their_probabilities(open_page, chat_models):
+    """The whole of it: `nanodag serve`'s process with two engines, and the page."""
+    named = [f"--model={name}={folder}" for name, folder in chat_models.items()]
+    command = [sys.executable, "-m", "nanodag.chat.web", *named, "--port=0", "--device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said = process.stdout.readline()
+            page = open_page(int(re.search(r"http://127.0.0.1:(\d+)/v1", said).group(1)))
+            page.choose(1, "second")
+            page.one("#open-settings").click()
+            page.one("[name=max_tokens]").send_keys(Keys.BACKSPACE * 3, "12")
+            page.press("Close")
+            page.say("the cat")
+            page.shoot("real")
+            assert len(page.answers()) == 2 and len(set(page.answers())) == 2
+            assert page.text().count(" tokens in ") == 2
+            page.press("Probabilities", 0)
+            chances = [float(text) for text in re.findall(r"([0-9.]+) %", hint_of_first_token(page))]
+            assert len(chances) == 6 and chances[1:] == sorted(chances[1:], reverse=True)
+            page.say("and then")
+            assert "failed" not in page.text()
+        finally:
+            process.terminate()
+
+
+def hint_of_first_token(page):
+    page.js("document.querySelector('.token').focus()")
+    return page.one("#hint").text
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(open_page, chrome):

@@ -63,7 +63,6 @@ function keep(conversation) {
 
 function show(conversation) {
   page.open = conversation;
-  at("talk").replaceChildren();
   drawAll();
   drawList();
   drawModels();
@@ -96,15 +95,10 @@ function drawList() {
 
 function drawAll() {
   hideHint();
-  const { turns } = page.open;
-  page.views = [];
-  if (!turns.length) {
-    at("talk").replaceChildren(el("p", { class: "empty" }, "Say something to the model."));
-    return;
-  }
-  const drawn = turns.map((turn, place) => drawTurn(turn, actionsAt(place)));
+  const drawn = page.open.turns.map((turn, place) => drawTurn(turn, actionsAt(place)));
   page.views = drawn.map((one) => one.views);
-  at("talk").replaceChildren(...drawn.map((one) => one.root));
+  const invitation = el("p", { class: "empty" }, "Say something to the model.");
+  at("talk").replaceChildren(...(drawn.length ? drawn.map((one) => one.root) : [invitation]));
   drawState();
 }
 
@@ -121,7 +115,6 @@ function drawState() {
   const isRunning = page.running.has(page.open.id);
   at("send").hidden = isRunning;
   at("stop").hidden = !isRunning;
-  at("talk").classList.toggle("running", isRunning);
 }
 
 // ---- questions and answers
@@ -235,9 +228,7 @@ async function look() {
       const found = await tools();
       [page.tools, page.maxRounds] = [found.tools, found.max_rounds];
     }
-    if (page.isGone) {
-      at("spoken").textContent = "The server is back.";
-    }
+    if (page.isGone) at("spoken").textContent = "The server is back.";
     for (const view of page.views.flat()) view?.renderAgain();
     page.isGone = false;
     notice("server", served.length ? "" : "The server has no model with a chat template.");
@@ -251,8 +242,8 @@ async function look() {
       return; // the dialog's end looks again
     }
     page.isGone = true;
-    const what = error instanceof Refused ? `cannot answer: ${error.message}` : "does not answer.";
-    notice("server", `The server ${what} It is asked again every ${LOOK_GONE_MS / 1000} s.`);
+    const what = error instanceof Refused ? `cannot answer (${error.message})` : "does not answer";
+    notice("server", `The server ${what}. It is asked again every ${LOOK_GONE_MS / 1000} s.`);
   }
   clearTimeout(nextLook);
   nextLook = setTimeout(look, page.isGone ? LOOK_GONE_MS : LOOK_MS);
