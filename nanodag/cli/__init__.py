@@ -291,7 +291,7 @@ def chat(
         from nanodag.cli.serve import serve as serve_models
 
         options = [f"--port={port}", *([] if no_open else ["--open"])]
-        serve_models(run, stage, also=also or [], file=file, options=options)
+        serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
     from nanodag.cli.use import chat_with
