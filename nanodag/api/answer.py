@@ -48,7 +48,7 @@ class Answer:
         self._scored: deque[ScoredToken] = deque()
         self._num_said = self._num_calls_said = 0
         self.num_tokens = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.weight_version = ""
@@ -64,7 +64,7 @@ class Answer:
         if reason is not None and reason.type == "abort":
             raise SamplerError(reason.message or "the sample was ended")
         self.weight_version = completion.weight_version
-        self.num_prompt_tokens, self.num_cached_tokens = completion.num_prompt_tokens, completion.num_cached_tokens
+        self.num_cached_tokens = completion.num_cached_tokens
         if completion.prompt_ids and not self.prompt_scores:
             self.prompt_scores = _of_prompt(completion)
         ids = completion.output_ids
@@ -89,8 +89,8 @@ class Answer:
     def _token(self, completion: Completion, place: int, *, is_end: bool) -> None:
         token = completion.output_ids[place]
         self.num_tokens += 1
-        # The token that ends the turn has no text; one that ends a call is the reader's to see.
-        piece = self._decoding.step(token)
+        # The token that ends the turn has no text of the answer; one that ends a call is the reader's to see.
+        piece = "" if is_end else self._decoding.step(token)
         if completion.logprobs and not is_end:
             top = completion.top_logprobs[place] if completion.top_logprobs else ()
             self._scored.append(ScoredToken(token, completion.logprobs[place], top, len(self._content)))

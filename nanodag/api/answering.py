@@ -1,7 +1,7 @@
 """The samples of one request, all under way at once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Answering:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def parts(self) -> AsyncIterator[bool]:
+    async def parts(self) -> AsyncGenerator[bool, None]:
         """True each time that there may be something new, `events_per_s` at most, and once at the end; False after a
         long silence. Raises as `run` does. To close it ends the samples."""
         running = asyncio.ensure_future(self.run())

@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanodag.api.endpoints import CLIENT_CLOSED_REQUEST, Endpoints
+from nanodag.api.endpoints import Endpoints
+from nanodag.api.leaving import CLIENT_CLOSED_REQUEST, Left
 from nanodag.api.metrics import Metrics
 from nanodag.api.refusals import Refused, refusal_of
 from nanodag.api.served_model import Limits, ServedModel
@@ -66,6 +67,7 @@ def application(
             HTTPException: _http_error,
             TooLarge: _too_large,
             ClientDisconnect: _has_left,
+            Left: _has_left,
         },
     )
     doors: ASGIApp = Doors(

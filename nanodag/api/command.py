@@ -95,6 +95,8 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
     following: list[asyncio.Task[None]] = []
     try:
         if args.follow:
+            if args.follow in folders:
+                raise ConfigError(f"--follow {args.follow} and --model have the same name.")
             followed = Followed(Store(args.store, local=args.store_local), args.follow, args.follow_stage, scratch)
             weights = followed.first()
             folders = {args.follow: weights.fetch(), **folders}
@@ -109,13 +111,14 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         with _cancelled_by_sigterm():
             await asyncio.gather(*(each.start() for each in engines))
         models = {name: await with_its_context(model) for name, model in models.items()}
+        limits = _limits(args)
         app = application(
             models,
-            limits=_limits(args),
+            limits=limits,
             keys=keys,
             names={args.host, *args.allow_host},
             origins=args.cors,
-            engine_routes=passed_on(models),
+            engine_routes=passed_on(models, limits),
             extra_routes=extra_routes(),
         )
         config = uvicorn.Config(

@@ -1,6 +1,7 @@
 """/v1/models, /v1/chat/completions and /v1/completions."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -10,10 +11,12 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from nanodag.api.answer import Answer
 from nanodag.api.answering import Answering, Choice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
+from nanodag.api.leaving import unless_left
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
@@ -22,8 +25,10 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
 from nanodag.inference.protocol import Request, SamplingParams
 
-CLIENT_CLOSED_REQUEST = 499
+log = logging.getLogger(__name__)
+
 SEEDS = 1 << 63
+READING_S = 30.0  # that a client may take to read an answer which has ended
 
 
 class Endpoints:
@@ -114,9 +119,9 @@ class Endpoints:
     ) -> list[Choice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
-        samples = []
+        samples: list[Choice] = []
         for number, ids in enumerate(prompts):
-            most = self._most_new(model, ids, max_tokens)
+            most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
                 params = SamplingParams(
                     max_new_tokens=most,
@@ -140,20 +145,23 @@ class Endpoints:
                 samples.append(Choice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
-    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None) -> int:
-        """Tokens that the answer may have. Raises Refused for a prompt, or a wish, that is too long."""
+    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+        """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
+        wish, that is too long."""
         context, limits = model.context_length, self._limits
         if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param="prompt")
+            raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param=param)
         wanted = 1 if max_tokens is None else max_tokens
         if len(ids) + wanted > context:
             raise Refused(
                 f"This model's maximum context length is {context} tokens. However, you requested "
                 f"{len(ids) + wanted} tokens ({len(ids)} in the prompt, {wanted} in the answer). Please reduce either.",
-                param="messages", code="context_length_exceeded",
+                param=param, code="context_length_exceeded",
             )  # fmt: skip
         if limits.max_prompt_tokens is not None and len(ids) > limits.max_prompt_tokens:
-            raise Refused(f"The prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.")
+            raise Refused(
+                f"The prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.", param=param
+            )
         room = min(context - len(ids), limits.max_new_tokens or context)
         if max_tokens is not None and max_tokens > room:
             raise Refused(f"{max_tokens} new tokens are more than the {room} of this server.", param="max_tokens")
@@ -179,19 +187,9 @@ class Endpoints:
         answering = Answering(model.backend, samples, self._limits, stream=is_streamed)
         if body.stream:
             with_usage = body.stream_options.include_usage
-            return _Events(self._events(answering, reply, with_usage), media_type="text/event-stream")
+            return _Events(self._events(answering, reply, with_usage), self._limits)
         with metrics.counted(model.name, samples):
-            running = asyncio.ensure_future(answering.run())
-            left = asyncio.ensure_future(_left(http))
-            try:
-                await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    return Response(status_code=CLIENT_CLOSED_REQUEST)
-                running.result()
-            finally:
-                left.cancel()
-                running.cancel()
-                await asyncio.gather(running, left, return_exceptions=True)
+            await unless_left(http, answering.run())
         return Response(to_json(reply.whole(samples)), media_type="application/json")
 
     async def _events(self, answering: Answering, reply: Reply, with_usage: bool) -> AsyncIterator[bytes]:
@@ -226,10 +224,19 @@ class Endpoints:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events that no proxy keeps back."""
+    """Server-sent events that no proxy keeps back. A client that reads no longer, and does not leave, is left."""
 
-    def __init__(self, events: AsyncIterator[bytes], **how: Any) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, **how)
+    def __init__(self, events: AsyncIterator[bytes], limits: Limits) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._limit_s = limits.request_timeout_s + READING_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("A client read nothing of its answer for %g s and was left.", self._limit_s)
 
 
 def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
@@ -276,9 +283,3 @@ def _card(model: ServedModel) -> dict[str, Any]:
 
 def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
-
-
-async def _left(http: HttpRequest) -> None:
-    """Return when the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

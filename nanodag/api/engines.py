@@ -90,11 +90,6 @@ class Engines:
     def num_restarts(self) -> int:
         return self._num_restarts
 
-    @property
-    def folder(self) -> Path:
-        """Where its weights are from."""
-        return self._folder
-
     async def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """See Backend. A request that meets an engine's end raises SamplerLost."""
         replica = self.least_busy()
@@ -109,6 +104,11 @@ class Engines:
                     yield completion
         finally:
             replica.load -= 1
+
+    @property
+    def load(self) -> int:
+        """Requests under way, those that wait in an engine included."""
+        return sum(replica.load for replica in self._replicas)
 
     def least_busy(self) -> _Replica:
         """Raises SamplerLost where none is up."""

@@ -9,7 +9,7 @@ from typing import Literal
 from nanodag.api.engines import Engines
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 from nanodag.host.machine import detect
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
@@ -36,7 +36,10 @@ def served_model(
     """
     tokens, config = TokenText(folder), read_json(folder / "config.json")
     device = detect().device if args.device == "auto" else args.device
-    vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    try:
+        vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder}/config.json is not of a language model: it has no {error}.") from error
     context = min(args.context_length or LARGEST_SGLANG_CONTEXT, positions)
     token = secrets.token_hex(16)  # engines answer this process alone
     if args.engine == "embedded":

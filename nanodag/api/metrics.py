@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -37,8 +38,8 @@ class Metrics:
         ready = Gauge("nanodag_engine_ready", "1 where an engine answers", by_model, registry=registry)
         self._in_flight.set_function(lambda: self.num_in_flight)
         for name, model in models.items():
-            restarts.labels(name).set_function(lambda backend=model.backend: backend.num_restarts)
-            ready.labels(name).set_function(lambda backend=model.backend: backend.is_ready)
+            restarts.labels(name).set_function(partial(getattr, model.backend, "num_restarts"))
+            ready.labels(name).set_function(partial(getattr, model.backend, "is_ready"))
 
     @contextmanager
     def counted(self, model: str, samples: Sequence[Choice]) -> Iterator[None]:

@@ -4,6 +4,7 @@ POST /generate, GET /model_info, /get_model_info, /server_info, /get_server_info
 `?model=NAME` names, else of the first. What changes weights or ends the requests of others is not passed on.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from nanodag.api.engines import Engines
+from nanodag.api.leaving import unless_left
 from nanodag.api.refusals import Refused
-from nanodag.api.served_model import ServedModel
+from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
 
@@ -22,7 +24,7 @@ READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/
 MAX_SAMPLES = 256
 
 
-def passed_on(models: Mapping[str, ServedModel]) -> list[Route]:
+def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
     """The routes. Every model's backend is an `Engines`."""
 
     def model_of(http: HttpRequest) -> ServedModel:
@@ -38,7 +40,14 @@ def passed_on(models: Mapping[str, ServedModel]) -> list[Route]:
         model = model_of(http)
         raw = await http.body()
         _check(raw, model)
-        return await _forward(model, "POST", "/generate", raw)
+        assert isinstance(model.backend, Engines)
+        if model.backend.load >= limits.max_waiting:
+            raise Refused(
+                f"{model.backend.load} requests are under way or wait: ask again later.",
+                status=429, kind="rate_limit_error", code="queue_full",
+            )  # fmt: skip
+        async with asyncio.timeout(limits.request_timeout_s):
+            return await unless_left(http, _forward(model, "POST", "/generate", raw))
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]
 

@@ -167,11 +167,12 @@ def usage(samples: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of a request. A prompt counts once, however many answers it has."""
     prompts = {id(sample.request.input_ids): len(sample.request.input_ids) for sample in samples}
     num_prompt, num_sampled = sum(prompts.values()), sum(sample.answer.num_tokens for sample in samples)
+    num_cached = sum(sample.answer.num_cached_tokens for sample in samples)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
-        "prompt_tokens_details": {"cached_tokens": sum(sample.answer.num_cached_tokens for sample in samples)},
+        "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},
     }
 
 

@@ -6,7 +6,7 @@ read by that. The reader is transformers' ResponseParser.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,15 +102,22 @@ class TemplateReader:
 
         self._parser = ResponseParser(dict(template), prefix="")
         self._raw = ""  # of the call that is open
+        self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
-        self.end_of_call = str(template["fields"]["tool_calls"].get("close", ""))
-        self._events(self._parser.feed(forced))
+        self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
-        return self._events(self._parser.feed(piece))
+        return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
 
     def end(self) -> str:
-        return self._events(self._parser.finalize()[1])
+        return "" if self._is_lost else self._read(lambda: self._parser.finalize()[1])
+
+    def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
+        try:
+            return self._events(parse())
+        except (ValueError, KeyError, TypeError):  # the model wrote what its own template does not allow
+            self._is_lost = True
+            return self._raw
 
     def _events(self, events: Sequence[Mapping[str, Any]]) -> str:
         content = ""
@@ -119,7 +126,7 @@ class TemplateReader:
             if event["type"] == "region_chunk":
                 if is_call:
                     self._raw += event["text"]
-                elif event["field"] == "content" and not (self.calls and event["text"].isspace()):
+                elif not (self.calls and event["text"].isspace()):  # such as line ends between calls
                     content += event["text"]
             elif event["type"] == "region_close" and is_call:
                 content += self._called(event["value"])

@@ -29,29 +29,30 @@ def serve(
 ) -> NoReturn:
     """Serve a run's stage, a folder or a model of the hub. also: stages of the same run, RUN:STAGE, folders or models
     of the hub. is_following: the newest weights of a run under way. options: of the serving process."""
-    models, followed = {}, []
+    models: dict[str, Path] = {}
+    followed: list[str] = []
     if is_following:
         store = store_of(resolve(pipeline_file(file)).pipeline)
         followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
         followed += [f"--store={store.url}", f"--store-local={store.local}"]
     else:
-        models = dict(_found(name, stage, file))
+        model, folder = _found(name, stage, file)
+        models[model] = folder
     for other in also:
-        run = name if ":" not in other and not _is_elsewhere(other) else ""
-        found = _found(run, other, file) if run else _found(*_split(other), file)
-        for one, folder in found:
-            models[other if one in models else one] = folder
+        one, folder = _found(*_named(other, name), file)
+        models[other if one in models else one] = folder
     command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items())]
     command += [*followed, *options]
     # In this process's place, not as its child: a signal then reaches the one that ends the engines.
     os.execve(sys.executable, command, worker_environment(usable_cores(), device=detect().device))
 
 
-def _split(text: str) -> tuple[str, str]:
+def _named(text: str, run: str) -> tuple[str, str]:
+    """The run and stage that RUN:STAGE, or STAGE of this run, names; a folder or a model of the hub by itself."""
     if _is_elsewhere(text):
         return text, ""
-    run, _, stage = text.partition(":")
-    return run, stage
+    other, colon, stage = text.rpartition(":")
+    return (other if colon else run), stage
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -59,15 +60,14 @@ def _is_elsewhere(name: str) -> bool:
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
-def _found(name: str, stage: str, file: str) -> list[tuple[str, Path]]:
+def _found(name: str, stage: str, file: str) -> tuple[str, Path]:
     """The name and folder of one model."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
-        return [(_elsewhere_name(name), _elsewhere(name))]
+        return _elsewhere_name(name), _elsewhere(name)
     store = store_of(resolve(pipeline_file(file)).pipeline)
-    record = find_run(store, name)
-    return [_of_run(store, record, stage)]
+    return _of_run(store, find_run(store, name), stage)
 
 
 def _elsewhere_name(name: str) -> str:

@@ -113,6 +113,24 @@ def test_what_only_looks_like_a_stop_string_is_said_at_the_end(app):
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in reply) == GREETING
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_it(folder, ids_of):
+    ids = ids_of("one", "|", "two")
+    reply = chat(app_of(model_of(folder, Scripted(ids))), stop_token_ids=ids_of("|"), logprobs=True).json()
+    (choice,) = reply["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+    assert choice["stop_reason"] == ids_of("|")[0]
+    assert len(choice["logprobs"]["content"]) == len(ids_of("one"))
+    assert reply["usage"]["completion_tokens"] == len(ids_of("one")) + 1
+
+
+def test_limits_of_the_server_are_told(folder, greeting):
+    app = app_of(model_of(folder, greeting), limits=Limits(max_prompt_tokens=8, max_new_tokens=4))
+    chat(app)
+    assert greeting.asked[0].params.max_new_tokens == 4
+    assert "this server takes 8" in refusal(chat(app, "a b c d e f g h"))["message"]
+    assert "more than the 4" in refusal(chat(app, max_tokens=5))["message"]
+
+
 def test_logprobs_are_told_for_the_tokens_that_are_said(app, greeting, encoding):
     reply = chat(app, logprobs=True, top_logprobs=2).json()
     scored = reply["choices"][0]["logprobs"]["content"]

@@ -177,6 +177,14 @@ def test_calls_in_json_are_read_as_they_come(text, content, names):
     assert read(text) == (content, [Call(name, '{"city": "Zürich", "day": "now"}') for name in names])
 
 
+def test_what_a_models_own_template_does_not_allow_is_content():
+    call = {"open": "[", "close": "]", "content": "json"}
+    strict = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": call}}
+    reader = TemplateReader(strict, "")
+    said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
+    assert (said, reader.calls) == ("a{nonsenseb", [])
+
+
 def test_tools_are_declared_by_the_template_and_calls_streamed(hermes_folder, ids_of):
     backend = Scripted(ids_of(f"Well.<tool_call>{CALL}</tool_call>", "<|end|>"))
     app = app_of(model_of(hermes_folder, backend, context=2000))

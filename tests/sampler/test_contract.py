@@ -107,6 +107,23 @@ def test_a_sample_is_ids_with_the_logprobs_of_transformers(sampler, temperature)
     assert close(found, sampler.first, (1, 2, 3), temperature)
 
 
+def test_the_likeliest_tokens_of_each_place_are_those_of_transformers(sampler):
+    prompt = (1, 2, 3)
+    params = SamplingParams(max_new_tokens=4, temperature=0.6, ignore_eos=True)
+    asked = Request(input_ids=list(prompt), params=params, score_prompt=True, top_logprobs=3)
+    ((found,),) = sampler.ask(lambda client: client.generate([asked]))
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *found.output_ids]])
+        logits = AutoModelForCausalLM.from_pretrained(sampler.first)(ids).logits[0]
+    assert found.prompt_top_logprobs[0] is None and len(found.top_logprobs) == 4
+    told = [*found.prompt_top_logprobs[1:], *found.top_logprobs]
+    for place, top in enumerate(told):
+        temperature = 1.0 if place < len(prompt) - 1 else 0.6
+        values, tokens = (logits[place] / temperature).log_softmax(-1).topk(3)
+        assert [token for token, _ in top] == tokens.tolist()
+        assert torch.allclose(torch.tensor([logprob for _, logprob in top]), values, atol=1e-4)
+
+
 def test_a_prompt_is_scored_at_temperature_1_and_nothing_need_be_sampled(sampler):
     prompts = [(1, 2, 3, 4), (9, 8, 7)]
     params = SamplingParams(max_new_tokens=0, temperature=0.0)

@@ -1,0 +1,177 @@
+"""The application over the embedded engine in its own process: what only both together show."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanodag.api.application import application
+from nanodag.api.engines import Engines
+from nanodag.api.passage import passed_on
+from nanodag.api.served_model import Limits
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.sampler_process import SamplerProcess
+from tests.api.scripted import model_of
+from tests.evaluation.tiny import POSITIONS, VOCABULARY, save_tiny_model
+from tests.forks import spawn_server
+
+TOKEN = "of-this-test"
+LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def process(model_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        log_path = model_folder / "sampler.log"
+        options = {"deterministic": True, "max_batch": 4, "stream_every_s": 0.01, "token": TOKEN}
+        with SamplerProcess.start(model_folder, log_path=log_path, **options) as process:
+            yield process
+
+
+@pytest.fixture
+def serve(model_folder, process):
+    """serve(scenario): run scenario(client of the API, client of the engine)."""
+
+    def run(scenario, **limits):
+        async def main():
+            kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
+            engines = Engines(
+                "tiny", model_folder, "default", num_replicas=1,
+                launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
+            )  # fmt: skip
+            await engines.start()
+            model = model_of(model_folder, engines, context=POSITIONS)
+            models, limited = {"tiny": model}, Limits(**limits)
+            app = application(models, limits=limited, engine_routes=passed_on(models, limited))
+            transport = httpx.ASGITransport(app)
+            try:
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+                    return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
+            finally:
+                await engines.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def oracle(folder, ids):
+    """(T, V) log-probabilities by transformers."""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits, dim=-1)
+
+
+async def num_running(engine):
+    info = json.loads(await engine._call("GET", "/get_server_info"))
+    return info["num_running_samples"] + info["num_waiting_samples"]
+
+
+def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_folder):
+    ids = [5, 17, 103, 44]
+
+    async def scenario(client, engine):
+        body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 3, "ignore_eos": True}
+        return (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+
+    scores = serve(scenario)
+    model = model_of(model_folder, None)
+    names = [model.tokens.name(token) for token in range(VOCABULARY)]
+    sampled = [names.index(name) for name in scores["tokens"][len(ids) :]]
+    expected = oracle(model_folder, [*ids, *sampled])
+    for place in range(1, len(ids) + 3):
+        token = [*ids, *sampled][place]
+        assert scores["token_logprobs"][place] == pytest.approx(float(expected[place - 1, token]), abs=1e-3)
+        values, best = expected[place - 1].topk(3)
+        told = scores["top_logprobs"][place]
+        for value, other in zip(values.tolist(), best.tolist(), strict=True):
+            assert told[names[other]] == pytest.approx(value, abs=1e-3)
+
+
+def test_an_answer_among_others_is_the_same_as_alone(serve):
+    bodies = [{"prompt": [place + 3], "max_tokens": 24, "seed": place, "ignore_eos": True} for place in range(7)]
+
+    async def scenario(client, engine):
+        async def said(body):
+            return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+
+        together = await asyncio.gather(*(said(body) for body in bodies))
+        assert together == [await said(body) for body in bodies]
+        assert len(set(together)) == len(bodies)
+        two = (await client.post("/v1/completions", json={**bodies[2], "n": 2})).json()["choices"]
+        assert two[0]["text"] == together[2] != two[1]["text"]
+
+    serve(scenario)
+
+
+def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
+    async def scenario(client, engine):
+        whole = (await client.post("/v1/completions", json={**LONG, "seed": 1})).json()["choices"][0]["text"]
+        stop = whole[10:12]
+        body = {**LONG, "seed": 1, "stop": stop}
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"] == whole[: whole.index(stop)] and choice["stop_reason"] == stop
+        await nothing_runs(engine)
+
+    serve(scenario)
+
+    async def too_slow(client, engine):
+        assert (await client.post("/v1/completions", json={**LONG, "n": 100})).status_code == 504
+        await nothing_runs(engine)
+
+    serve(too_slow, request_timeout_s=0.05)
+
+
+async def nothing_runs(engine):
+    async with asyncio.timeout(10):
+        while await num_running(engine):
+            await asyncio.sleep(0.01)
+
+
+def test_who_leaves_frees_the_engine(serve):
+    async def scenario(client, engine):
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 100, "stream": True}))
+        while not await num_running(engine):
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await nothing_runs(engine)
+        assert await engine.health()
+
+    serve(scenario)
+
+
+def test_sglangs_protocol_is_passed_on_as_it_is(serve):
+    async def scenario(client, engine):
+        assert (await client.get("/model_info")).json() == await engine.model_info()
+        assert (await client.get("/health_generate")).status_code == 200
+        params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": [3, 4], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+        passed = (await client.post("/generate?model=tiny", json=body)).json()
+        direct = json.loads(await engine._call("POST", "/generate", body))
+        for answer in (passed, direct):
+            answer["meta_info"].pop("id"), answer["meta_info"].pop("cached_tokens")
+        assert passed == direct and len(passed["meta_info"]["output_top_logprobs"][0]) == 2
+        streamed = await client.post("/generate", json={**body, "stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        for wrong in ({"input_ids": [VOCABULARY]}, {"input_ids": [True]}, {"input_ids": []}, {"input_ids": "ab"}):
+            assert (await client.post("/generate", json=wrong)).status_code == 400
+        many = {"input_ids": [3], "sampling_params": {"n": 4096}}
+        assert (await client.post("/generate", json=many)).status_code == 400
+        assert (await client.post("/generate", json={"nonsense": 1})).status_code == 400  # by the engine
+        assert (await client.post("/generate?model=other", json=body)).status_code == 404
+        for closed in ("/update_weights_from_disk", "/abort_request", "/pause_generation", "/flush_cache"):
+            assert (await client.post(closed, json={})).status_code == 404
+
+    serve(scenario)
