@@ -8,7 +8,7 @@ import typer
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, On, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.parameters import Detach, File, ModelName, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
@@ -258,7 +258,7 @@ def stages(run: RunName = "", file: File = "") -> None:
 
 @app.command()
 def chat(
-    run: RunName = "",
+    run: ModelName = "",
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
     ] = "",
@@ -301,12 +301,7 @@ def chat(
 
 @app.command()
 def serve(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
-        ),
-    ] = "",
+    run: ModelName = "",
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
     ] = "",
