@@ -69,12 +69,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None, extra_routes: Routes = tuple) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. extra_routes: makes what is served beside the API."""
+def main(
+    arguments: Sequence[str] | None = None, extra_routes: Routes = tuple, ready: Callable[[str], None] | None = None
+) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. extra_routes: makes what is served beside the API. ready: called
+    with the server's address once models are up."""
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        asyncio.run(_serve(args, extra_routes))
+        asyncio.run(_serve(args, extra_routes, ready))
     except NanodagError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, extra_routes: Routes = tuple) -
     return 0
 
 
-async def _serve(args: argparse.Namespace, extra_routes: Routes) -> None:
+async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable[[str], None] | None) -> None:
     keys, folders = _keys(args), _folders(args.model)
     listener = _listener(args.host, args.port)  # before anything that takes long
     scratch = Path(tempfile.mkdtemp(prefix="nanodag-serve-"))
@@ -127,6 +130,8 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes) -> None:
         if followed is not None and weights is not None:
             following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
         print(_said(args, models, listener), flush=True)
+        if ready is not None:
+            ready(_address(listener))
         await server.serve(sockets=[listener])
     finally:
         for task in following:
@@ -198,13 +203,16 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def _said(args: argparse.Namespace, models: dict[str, ServedModel], listener: socket.socket) -> str:
     """One line: what is served where, by what, and how to stop it."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     names = ", ".join(f"{name} (context {model.context_length})" for name, model in models.items())
     engines = counted(args.replicas * len(models), f"{args.engine} engine")
-    return f"Serving {names} by {engines} at {url}; Ctrl-C ends it."
+    return f"Serving {names} by {engines} at {_address(listener)}/v1; Ctrl-C ends it."
 
 
 @contextlib.contextmanager

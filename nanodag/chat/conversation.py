@@ -1,68 +1,124 @@
-"""A conversation in the terminal, token by token, through the sampler.
+"""A conversation in the terminal, token by token, in the words of the OpenAI API.
 
-The sampler runs as its own process and streams over HTTP, exactly as for RL, so answers here are made as rollouts are.
-On a terminal lines are edited and coloured; otherwise every line of standard input is one message, and standard output
-has the answers alone.
+The engine runs as its own process, exactly as for `nanodag serve` and RL, so answers here are made as everywhere. On a
+terminal lines are edited, kept in a history and coloured; otherwise every line of standard input is one message, and
+standard output has the answers alone.
 
-Not covered: tools (their calls are shown as text), several conversations at once.
+Not covered: several conversations at once, and changing an earlier message; the web chat has both.
 """
 
 import asyncio
 import contextlib
-import secrets
+import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from nanodag.errors import BadRequest, SamplerError
-from nanodag.inference.client import SamplerClient
-from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.tokenizer.chat import ChatRenderer, load_renderer
+from nanodag.api.answer import Answer
+from nanodag.api.bodies import ChatBody
+from nanodag.api.command import parse_arguments
+from nanodag.api.engines import Engines
+from nanodag.api.launching import served_model, with_its_context
+from nanodag.api.prompts import ChatPrompt, chat_prompt
+from nanodag.api.refusals import Refused
+from nanodag.api.served_model import ServedModel
+from nanodag.api.token_text import TokenText
+from nanodag.chat.history import typed_lines
+from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
+from nanodag.errors import BadRequest, SamplerError, SourceError
+from nanodag.inference.protocol import Completion, Request, SamplingParams
 
 HELP = """\
 /reset            forget the conversation
 /system TEXT      begin again with this system message; without TEXT, with none
+/tools NAME ...   what the model may call: calculator, python; without NAME, nothing
 /temperature X    0 takes the likeliest token every time
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
 
+Say = Callable[[str], None]
+Ask = Callable[[Request], AsyncGenerator[Completion, None]]
+
 
 @dataclass
 class Conversation:
-    """Messages so far, and how they are put to the model. context: tokens that prompt and answer may have together."""
+    """Messages so far, as the OpenAI API has them, and how they are put to the model.
 
-    renderer: ChatRenderer
+    render: makes a prompt of a request; raises Refused. context: tokens that prompt and answer may have together.
+    tools: names of those that the model may call. toolless: why it may call none though it was asked to.
+    """
+
+    render: Callable[[ChatBody], ChatPrompt]
     context: int
     temperature: float
     max_new_tokens: int
-    messages: list[dict[str, str]] = field(default_factory=list)
+    tools: tuple[str, ...] = DEFAULT_TOOLS
+    toolless: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, text: str) -> list[int]:
-        """Add a message and return the prompt's ids, the oldest exchanges left out until an answer has room.
-
-        Raises BadRequest, with the message taken back, when it does not fit even alone.
-        """
+    def ask(self, text: str) -> None:
+        """Add a message of the user."""
         self.messages.append({"role": "user", "content": text})
-        while len(ids := self.renderer.prompt(self.messages)) + self.max_new_tokens > self.context:
-            first = 1 if self.messages[0]["role"] == "system" else 0
-            if len(self.messages) - first < 3:
-                self.messages.pop()
+
+    def prompt(self) -> ChatPrompt:
+        """What the model is asked next, the oldest exchanges left out until an answer has room.
+
+        Raises BadRequest, with the last question taken back, when it does not fit even alone or cannot be rendered.
+        """
+        while True:
+            try:
+                prompt = self._rendered()
+            except Refused as refused:
+                del self.messages[self._questions()[-1] :]
+                raise BadRequest(str(refused)) from refused
+            if len(prompt.ids) + self.max_new_tokens <= self.context:
+                return prompt
+            first, *later = self._questions()
+            if not later:
+                del self.messages[first:]
                 raise BadRequest(
                     f"This message and {self.max_new_tokens} tokens of answer exceed the model's {self.context}: "
                     "shorten it, or lower /tokens."
                 )
-            del self.messages[first : first + 2]
-        return ids
+            del self.messages[first : later[0]]
+
+    def _rendered(self) -> ChatPrompt:
+        """Without tools where the model cannot be offered them. Raises Refused for any other reason."""
+        try:
+            return self.render(self._body())
+        except Refused as refused:
+            if refused.param != "tools":
+                raise
+            self.tools, self.toolless = (), str(refused)
+            return self.render(self._body())
+
+    def _body(self) -> ChatBody:
+        tools = [TOOLS[name].definition() for name in self.tools]
+        return ChatBody.model_validate({"messages": self.messages, "tools": tools})
+
+    def _questions(self) -> list[int]:
+        return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
 
     def answer(self, text: str) -> None:
         """Add what the model said."""
         self.messages.append({"role": "assistant", "content": text})
+
+    def called(self, text: str, calls: Sequence[tuple[str, str]], results: Sequence[str]) -> None:
+        """Add what the model said before its calls, the calls as names and arguments, and what came of them."""
+        made = [
+            {"id": f"call-{len(self.messages)}-{number}", "function": {"name": name, "arguments": arguments}}
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        self.messages.append({"role": "assistant", "content": text, "tool_calls": made})
+        for one, result in zip(made, results, strict=True):
+            self.messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
 
     def begin_again(self, system: str | None = None) -> None:
         """Forget the exchanges. system: a new system message, empty for none; None keeps the one there is."""
@@ -84,10 +140,22 @@ class Conversation:
             case "/system":
                 self.begin_again(rest)
                 return "The conversation begins again" + (" with this system message." if rest else ", without one.")
+            case "/tools":
+                return self.offer(rest.split())
             case "/temperature" | "/tokens":
                 return self._set(name, rest)
             case _:
                 return HELP
+
+    def offer(self, names: Sequence[str]) -> str:
+        """Let the model call these tools; returns what to say of it."""
+        for name in names:
+            if name not in TOOLS:
+                return f"There is no tool {name!r}; there are {', '.join(TOOLS)}."
+            if why := TOOLS[name].why_not():
+                return why
+        self.tools, self.toolless = tuple(names), ""
+        return f"The model may call: {', '.join(names)}." if names else "The model may call nothing."
 
     def _set(self, name: str, text: str) -> str:
         try:
@@ -103,111 +171,179 @@ class Conversation:
         return f"{name.removeprefix('/')}: {number:g}"
 
 
-def chat(model_folder: Path, *, temperature: float = 0.8, max_new_tokens: int = 256, device: str = "cpu") -> int:
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What connects a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
+    line about it."""
+
+    tokens: TokenText
+    ask: Ask
+    say: Say
+    tell: Say
+
+    async def answer(self, conversation: Conversation) -> None:
+        """Say the answer to the last question as it comes, carrying out the tools that it calls. What was said stays
+        said when this is cancelled. Raises BadRequest for a question that cannot be put, SamplerError."""
+        for number in range(MAX_ROUNDS + 1):
+            was_offered = bool(conversation.tools)
+            prompt = conversation.prompt()
+            if was_offered and conversation.toolless:
+                self.tell(f"Asked without tools: {conversation.toolless}")
+            answer, said = Answer(self.tokens, prompt.reader(), stops=()), ""
+            params = SamplingParams(
+                max_new_tokens=conversation.max_new_tokens,
+                temperature=conversation.temperature,
+                stop_token_ids=prompt.stop_ids,
+            )
+            request = Request(input_ids=prompt.ids, params=params, return_logprob=False)
+            results: list[str] = []
+            try:
+                async with aclosing(self.ask(request)) as completions:
+                    async for completion in completions:
+                        answer.take(completion)
+                        piece = answer.new().content
+                        said += piece
+                        self.say(piece)
+                if number < MAX_ROUNDS:
+                    results = [await self._carried_out(one.name, one.arguments) for one in answer.calls]
+            finally:
+                if results:
+                    conversation.called(said, [(one.name, one.arguments) for one in answer.calls], results)
+                else:
+                    conversation.answer(said)
+            if not answer.calls:
+                return
+        self.tell(f"Ended: it called tools in more than {MAX_ROUNDS} rounds.")
+
+    async def _carried_out(self, name: str, arguments: str) -> str:
+        result = await asyncio.to_thread(call, name, arguments)
+        self.tell(f"{name}: {_shown(arguments)} = {result}")
+        return result
+
+
+def _shown(arguments: str) -> str:
+    """The text of a call with one text, else the arguments as they came."""
+    try:
+        values = list(json.loads(arguments).values())
+    except (ValueError, AttributeError):
+        return arguments
+    return str(values[0]) if len(values) == 1 else arguments
+
+
+def chat(
+    model_folder: Path,
+    *,
+    temperature: float = 0.8,
+    max_new_tokens: int = 256,
+    device: str = "cpu",
+    system: str = "",
+    tools: Sequence[str] = DEFAULT_TOOLS,
+    message: str | None = None,
+) -> int:
     """Talk to a model until /quit or the end of input; returns the exit code. Ctrl-C ends an answer.
 
-    Raises SourceError for a folder without tokenizer or chat template, SamplerLost when the sampler cannot start.
+    system: the system message. message: the only one; `-` for the whole of standard input.
+    Raises SourceError for a folder without tokenizer or chat template, SamplerLost when the engine cannot start,
+    BadRequest for a tool that cannot be used here.
     """
     console = Console(highlight=False)
-    renderer = load_renderer(model_folder)
-    is_terminal = sys.stdin.isatty()
-    with tempfile.TemporaryDirectory(prefix="nanodag-chat-") as folder:
+    is_terminal = message is None and sys.stdin.isatty()
+    with tempfile.TemporaryDirectory(prefix="nanodag-chat-") as folder, asyncio.Runner() as runner:
+        args = parse_arguments([f"--model=model={model_folder}", "--max-batch=1", f"--device={device}"])
+        name = model_folder.name
+        model = served_model(args, name, model_folder, name, Path(folder), first=0, num_models=1)
+        if model.renderer is None:
+            raise SourceError(f"The tokenizer in {model_folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
             console.print(f"[dim]Loading {model_folder} ... (/help for commands)[/dim]")
-        with _interrupts_kept_away():
-            token = secrets.token_hex(16)
-            log_path = Path(folder) / "log"
-            sampler = SamplerProcess.start(model_folder, log_path=log_path, device=device, max_batch=1, token=token)
-        with sampler, asyncio.Runner() as runner:
-            client = SamplerClient(sampler.url, token=token)
-            try:
-                context = int(runner.run(client.model_info())["context_length"])
-                longest = min(max_new_tokens, max(1, context // 2))
-                conversation = Conversation(renderer, context, temperature, longest)
-                lines = _typed(console) if is_terminal else (line.rstrip("\n") for line in sys.stdin)
-                return _converse(conversation, lines, client, runner, console, is_terminal=is_terminal)
-            except SamplerError as error:
-                console.print(f"{error}\n{sampler.last_log_lines()}", style="red", markup=False)
-                return 1
-            finally:
-                runner.run(client.close())
-
-
-def _converse(
-    conversation: Conversation,
-    lines: Iterator[str],
-    client: SamplerClient,
-    runner: asyncio.Runner,
-    console: Console,
-    *,
-    is_terminal: bool,
-) -> int:
-    def say(text: str) -> None:
-        console.out(text, end="", highlight=False)
-
-    for line in lines:
-        if not line.strip():
-            continue
-        if line.startswith("/"):
-            reply = conversation.command(line)
-            if reply is None:
-                break
-            if is_terminal:
-                console.print(reply, style="dim", markup=False)
-            else:
-                print(reply, file=sys.stderr)
-            continue
+        engines = model.backend
+        assert isinstance(engines, Engines)
         try:
-            ids = conversation.ask(line)
+            with _interrupts_kept_away():
+                runner.run(engines.start())
+            conversation = _begun(runner.run(with_its_context(model)), temperature, max_new_tokens, tools)
+            conversation.begin_again(system)
+            talk = Talk(conversation, model, runner, console, is_terminal)
+            if message is not None:
+                return 0 if talk.hears(sys.stdin.read() if message == "-" else message) else 1
+            lines = typed_lines("you") if is_terminal else (line.rstrip("\n") for line in sys.stdin)
+            return talk.goes_on(lines)
+        except SamplerError as error:
+            console.print(str(error), style="red", markup=False)
+            return 1
+        finally:
+            runner.run(engines.close())
+
+
+def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: Sequence[str]) -> Conversation:
+    context = model.context_length
+    longest = min(max_new_tokens, max(1, context // 2))
+    conversation = Conversation(lambda body: chat_prompt(model, body), context, temperature, longest)
+    said = conversation.offer(tools)
+    if conversation.tools != tuple(tools):
+        raise BadRequest(said)
+    return conversation
+
+
+class Talk:
+    """A conversation, and where it is shown: on a terminal, or with nothing but the answers on standard output."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        model: ServedModel,
+        runner: asyncio.Runner,
+        console: Console,
+        is_terminal: bool,
+    ) -> None:
+        self._conversation, self._runner, self._console = conversation, runner, console
+        self._is_terminal = is_terminal
+
+        def ask(request: Request) -> AsyncGenerator[Completion, None]:
+            return model.backend.answer(request, stream=True)
+
+        self._line = Line(tokens=model.tokens, ask=ask, say=self._say, tell=self._tell)
+
+    def _say(self, text: str) -> None:
+        self._console.out(text, end="", highlight=False)
+
+    def _tell(self, text: str) -> None:
+        if self._is_terminal:
+            self._console.print(f"\n{text}", style="dim", markup=False)
+        else:
+            print(text, file=sys.stderr)
+
+    def goes_on(self, lines: Iterator[str]) -> int:
+        """Hear these lines, commands among them, to their end; returns the exit code."""
+        all_heard = True
+        for line in lines:
+            if line.startswith("/"):
+                reply = self._conversation.command(line)
+                if reply is None:
+                    break
+                self._tell(reply)
+            elif line.strip():
+                all_heard = self.hears(line) and all_heard
+        return 0 if all_heard or self._is_terminal else 1
+
+    def hears(self, text: str) -> bool:
+        """Answer one message; False where it could not be put to the model."""
+        self._conversation.ask(text)
+        if self._is_terminal:
+            self._console.print("[bold green]model[/bold green]  ", end="")
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # the answer so far stays part of the conversation
+                self._runner.run(self._line.answer(self._conversation))
         except BadRequest as error:
             print(error, file=sys.stderr)
-            continue
-        if is_terminal:
-            console.print("[bold green]model[/bold green]  ", end="")
-        pieces: list[str] = []
-        with contextlib.suppress(KeyboardInterrupt):  # the answer so far stays part of the conversation
-            runner.run(_stream(client, conversation, ids, pieces, say))
-        say("\n\n" if is_terminal else "\n")
-        conversation.answer("".join(pieces))
-    return 0
-
-
-async def _stream(
-    client: SamplerClient, conversation: Conversation, ids: list[int], said: list[str], say: Callable[[str], None]
-) -> None:
-    """Say an answer as it comes, and collect its pieces."""
-    params = SamplingParams(
-        max_new_tokens=conversation.max_new_tokens,
-        temperature=conversation.temperature,
-        stop_token_ids=conversation.renderer.stop_ids,
-    )
-    num_said = 0
-    async for completion in client.stream(Request(input_ids=ids, params=params, return_logprob=False)):
-        text = completion.text or ""
-        if completion.finish_reason is None:
-            # A token may end inside a character: what is not whole yet decodes to U+FFFD and waits for the next.
-            text = text.rstrip("\ufffd")
-        if len(text) > num_said:
-            piece, num_said = text[num_said:], len(text)
-            said.append(piece)
-            say(piece)
-
-
-def _typed(console: Console) -> Iterator[str]:
-    """Lines typed at the terminal, with the editing that readline gives where it is there."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - importing it is what makes input() edit lines
-    while True:
-        try:
-            yield console.input("[bold blue]you[/bold blue]    ")
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
+            return False
+        self._say("\n\n" if self._is_terminal else "\n")
+        return True
 
 
 @contextlib.contextmanager
 def _interrupts_kept_away() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C: it is meant for the answer under way, not for the sampler."""
+    """Processes started inside never see Ctrl-C: it is meant for the answer under way, not for the engine."""
     # A child inherits the mask of blocked signals, and the handlers that a server installs do not unblock them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -8,7 +8,7 @@ import typer
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, On, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.parameters import Detach, File, ModelName, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
@@ -258,30 +258,50 @@ def stages(run: RunName = "", file: File = "") -> None:
 
 @app.command()
 def chat(
-    run: RunName = "",
+    run: ModelName = "",
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
     ] = "",
+    message: Annotated[
+        str, typer.Option("--message", "-m", metavar="TEXT", help="The only one; - for all of standard input.")
+    ] = "",
+    web: Annotated[bool, typer.Option("--web", help="In a browser, by a page of this machine.")] = False,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also", metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
+    ] = 8000,
+    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
     file: File = "",
 ) -> None:
-    """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the talk.
+    """Talk to a model, in the terminal or in a browser. Ctrl-C ends an answer, Ctrl-D the talk.
 
     \b
     nanodag chat RUN sft
+    nanodag chat RUN --message "What is 12*34?"
+    nanodag chat RUN rl --web --also sft
     """
+    if web:
+        if message:
+            raise ConfigError("--message asks one question in the terminal; leave out --web, or ask it on the page.")
+        from nanodag.cli.serve import serve as serve_models
+
+        options = [f"--port={port}", *([] if no_open else ["--open"])]
+        serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
+    if also:
+        raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
     from nanodag.cli.use import chat_with
 
-    chat_with(run, stage, file=file)
+    chat_with(run, stage, file=file, options=["--message", message] if message else [])
 
 
 @app.command()
 def serve(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
-        ),
-    ] = "",
+    run: ModelName = "",
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
     ] = "",

@@ -30,6 +30,12 @@ File = Annotated[
     ),
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins. Default: the newest run.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
+    ),
+]
 ThisRun = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins.")]
 Key = Annotated[
     str,

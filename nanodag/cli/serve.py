@@ -21,7 +21,7 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
-SERVING = "nanodag.api"
+SERVING = "nanodag.chat.web"  # nanodag.api, and the page
 
 
 def serve(
@@ -36,10 +36,10 @@ def serve(
         followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
         followed += [f"--store={store.url}", f"--store-local={store.local}"]
     else:
-        model, folder = _found(name, stage, file)
+        model, folder = found_model(name, stage, file)
         models[model] = folder
     for other in also:
-        one, folder = _found(*_named(other, name), file)
+        one, folder = found_model(*_named(other, name), file)
         models[other if one in models else one] = folder
     command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items())]
     command += [*followed, *options]
@@ -60,7 +60,7 @@ def _is_elsewhere(name: str) -> bool:
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
-def _found(name: str, stage: str, file: str) -> tuple[str, Path]:
+def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
     """The name and folder of one model."""
     if _is_elsewhere(name):
         if stage:

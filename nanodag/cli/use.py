@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Console
 from rich.markdown import Markdown
 
 from nanodag.cli import said
 from nanodag.cli.live_table import make_console
+from nanodag.cli.serve import found_model
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config import resolve
-from nanodag.config.kind import MODEL, PAGE
+from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, MissingTool
-from nanodag.errors.words import listed, nearest
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
@@ -30,21 +29,12 @@ from nanodag.worker.launch import worker_environment
 MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
 
 
-def chat_with(name: str, stage: str, *, file: str) -> NoReturn:
-    """Hand over to the chat program with the model of a run's stage; the last one there is unless named."""
-    store = store_of(resolve(pipeline_file(file)).pipeline)
-    record = find_run(store, name)
-    models = _made(record, MODEL)
-    if stage and stage not in models:
-        raise ArtifactNotFound(
-            f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"
-        )
-    if not models:
-        raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
-    folder = _files_of(store, record, stage or models[-1])
-    print_stale(Console(stderr=True, highlight=False), record, stage or models[-1])  # standard output has the answers
+def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
+    """Hand over to the chat program with the model of a run's stage, the last one there is unless named; with a folder,
+    or a model of the hub. options: of the program."""
+    _, folder = found_model(name, stage, file)
     environment = worker_environment(usable_cores(), device=detect().device)
-    command = [sys.executable, "-m", "nanodag.chat", str(folder)]
+    command = [sys.executable, "-m", "nanodag.chat", str(folder), *options]
     # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
     os.execve(sys.executable, command, environment)
 

@@ -11,3 +11,8 @@ def cache_folder() -> Path:
     if folder := os.environ.get("NANODAG_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
+
+
+def state_folder() -> Path:
+    """What this user's programs remember, such as what was typed. It can be deleted."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanodag"

@@ -29,6 +29,7 @@ def start_chromium(chromium: str, driver: str, *more: str) -> Chrome:
         *more,
     ):
         options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})  # what a page complains of can be asked for
     return Chrome(options=options, service=Service(driver))
 
 

@@ -1,46 +1,72 @@
+import asyncio
+import io
+import os
+import pty
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanodag.chat.conversation import Conversation
+from nanodag.api.prompts import ChatPrompt, chat_prompt
+from nanodag.api.refusals import Refused
+from nanodag.api.tool_format import PlainReader
+from nanodag.chat.conversation import Conversation, Talk
+from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
-from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.inference.protocol import Completion, FinishReason
+from nanodag.tokenizer.encoding import Encoding
+from tests.api.scripted import model_of
 
 
-class OneTokenAWord(ChatRenderer):
+def one_token_a_word(body) -> ChatPrompt:
     """A prompt is one token for each word and each message."""
-
-    stop_ids = (1,)
-
-    def render_batch(self, conversations, switches=None):
-        raise NotImplementedError
-
-    def prompt(self, messages, switches=None):
-        return [2 for message in messages for _ in ["role", *message["content"].split()]]
+    ids = [2 for message in body.messages for _ in ["role", *message.content.split()]]
+    return ChatPrompt(ids=ids, stop_ids=(1,), reader=lambda: PlainReader({}))
 
 
-def conversation(context: int = 12) -> Conversation:
-    return Conversation(OneTokenAWord(), context, temperature=0.5, max_new_tokens=4)
+def conversation(context: int = 12, render=one_token_a_word) -> Conversation:
+    return Conversation(render, context, temperature=0.5, max_new_tokens=4)
+
+
+def length_of_prompt(talk: Conversation, question: str) -> int:
+    talk.ask(question)
+    return len(talk.prompt().ids)
 
 
 def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     talk = conversation()
     talk.begin_again("brief")  # 2 tokens
-    assert len(talk.ask("a b")) == 2 + 3
+    assert length_of_prompt(talk, "a b") == 2 + 3
+    talk.called("", [("calculator", "{}")], ["r"])  # 1 and 2
     talk.answer("c")  # 2
-    assert len(talk.ask("d e f")) == 2 + 4  # with the first exchange it would be 11, and 4 of answer do not fit in 12
+    assert (
+        length_of_prompt(talk, "d e f") == 2 + 4
+    )  # with the first exchange it would be 14, and 4 of answer do not fit in 12
     assert [m["content"] for m in talk.messages] == ["brief", "d e f"]
 
 
 def test_a_message_that_does_not_fit_alone_is_refused_and_forgotten():
     talk = conversation()
     with pytest.raises(BadRequest, match="exceed the model's 12"):
-        talk.ask("one two three four five six seven eight")
+        length_of_prompt(talk, "one two three four five six seven eight")
     assert talk.messages == []
-    assert len(talk.ask("one two three four five six seven")) == 8
+    assert length_of_prompt(talk, "one two three four five six seven") == 8
+
+
+def test_a_model_that_cannot_be_offered_tools_is_asked_without_them():
+    def render(body):
+        if body.tools:
+            raise Refused("it knows no tools", param="tools")
+        return one_token_a_word(body)
+
+    talk = conversation(render=render)
+    assert length_of_prompt(talk, "a") == 2
+    assert (talk.tools, talk.toolless) == ((), "it knows no tools")
 
 
 def test_commands_change_the_conversation():
@@ -60,8 +86,135 @@ def test_commands_change_the_conversation():
     assert talk.max_new_tokens == 7
     assert talk.command("/temperature hot") == "/temperature takes a number; found 'hot'."
     assert "out of range" in (talk.command("/tokens 12") or "")
+    assert talk.command("/tools python calculator") == "The model may call: python, calculator."
+    assert talk.command("/tools shell") == "There is no tool 'shell'; there are calculator, python."
+    assert talk.tools == ("python", "calculator")
+    assert talk.command("/tools") == "The model may call nothing."
+    assert talk.tools == ()
     assert "/quit" in (talk.command("/unknown") or "")
     assert talk.command("/quit") is None
+
+
+class Spoken:
+    """A Backend that says one text after another, each a token at a time. asked: the prompts that it was given."""
+
+    is_ready, weight_version = True, "1"
+
+    def __init__(self, *texts):
+        self.texts, self.asked = list(texts), []
+
+    async def answer(self, request, *, stream):
+        self.asked.append(list(request.input_ids))
+        ids = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        for number in range(1, len(ids) + 1):
+            await asyncio.sleep(0)
+            reason = FinishReason(type="stop", matched=ids[-1]) if number == len(ids) else None
+            yield Completion(
+                rid="r",
+                output_ids=ids[:number],
+                logprobs=[],
+                finish_reason=reason,
+                weight_version="1",
+                weight_versions=[],
+                num_prompt_tokens=1,
+            )
+
+
+@pytest.fixture
+def spoken(chat_model):
+    """spoken("text", "<|end|>", ...): the ids of a text with special tokens by their names."""
+    encoding = Encoding(chat_model)
+
+    def ids(*pieces):
+        return [
+            token
+            for piece in pieces
+            for token in ([encoding.token_id(piece)] if piece.startswith("<|") else encoding.encode(piece))
+        ]
+
+    return ids
+
+
+@pytest.fixture
+def talk_with(chat_model):
+    """A talk with a model that says these; what was printed for the reader is in its `printed`."""
+    with asyncio.Runner() as runner:
+
+        def made(*texts):
+            backend = Spoken(*texts)
+            model = model_of(chat_model, backend)
+            heard = Conversation(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=8)
+            printed = io.StringIO()
+            return heard, backend, printed, Talk(heard, model, runner, Console(file=printed), is_terminal=False)
+
+        yield made
+
+
+def test_a_call_is_carried_out_and_the_answer_goes_on_behind_its_result(talk_with, spoken, capsys):
+    call = spoken("the ", "<|tool_call|>", "12*34", "<|tool_call_end|>")
+    heard, backend, printed, talk = talk_with(call, spoken("cat", "<|end|>"))
+    assert talk.hears("how many")
+    assert printed.getvalue() == "the cat\n"
+    assert capsys.readouterr().err == "calculator: 12*34 = 408\n"
+    result = spoken("<|tool_result|>", "408", "<|tool_result_end|>")
+    assert backend.asked[1] == backend.asked[0] + call + result
+    assert [message["role"] for message in heard.messages] == ["user", "assistant", "tool", "assistant"]
+    assert heard.messages[2]["tool_call_id"] == heard.messages[1]["tool_calls"][0]["id"]
+
+
+def test_a_model_that_calls_without_end_is_ended(talk_with, spoken, capsys):
+    heard, backend, _, talk = talk_with(spoken("<|tool_call|>", "1", "<|tool_call_end|>"))
+    assert talk.hears("a")
+    assert len(backend.asked) == MAX_ROUNDS + 1
+    assert "called tools in more than 8 rounds" in capsys.readouterr().err
+    assert heard.messages[-1] == {"role": "assistant", "content": ""}
+
+
+def test_an_answer_that_is_ended_stays_as_far_as_it_was_said(talk_with, spoken):
+    heard, backend, printed, talk = talk_with(spoken("the cat sat", "<|end|>"))
+    answer = backend.answer
+
+    async def interrupted(request, *, stream):
+        async for completion in answer(request, stream=stream):
+            yield completion
+            if completion.output_ids == spoken("the cat"):
+                raise KeyboardInterrupt
+
+    backend.answer = interrupted
+    assert talk.hears("a")
+    assert heard.messages[-1] == {"role": "assistant", "content": "the cat"}
+    assert printed.getvalue() == "the cat\n"
+
+
+def test_lines_of_an_earlier_chat_come_back_with_the_arrow_key(tmp_path):
+    """On a terminal of its own, as readline needs one."""
+    program = (
+        "from nanodag.chat.history import typed_lines\n"
+        "for line in typed_lines('you'):\n"
+        "    print('heard', repr(line), flush=True)\n"
+    )
+
+    def typed(keys):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ.update(XDG_STATE_HOME=str(tmp_path), TERM="xterm")
+            os.execv(sys.executable, [sys.executable, "-c", program])
+        shown, deadline = b"", time.monotonic() + 30
+        with suppress(OSError):  # the terminal's end
+            while b"you" not in shown and time.monotonic() < deadline:
+                shown += os.read(terminal, 4096)
+            os.write(terminal, keys)
+            while piece := os.read(terminal, 4096):
+                shown += piece
+        os.waitpid(pid, 0)
+        os.close(terminal)
+        return shown.decode()
+
+    assert "heard 'the cat'" in typed(b"the cot\x1b[D\x7fa\r\x04")  # left, delete: `t` stays
+    assert "heard 'the cat sat'" in typed(b"\x1b[A sat\r\x04")
+    history = tmp_path / "nanodag" / "chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.read_text().splitlines()[-2:] == ["the cat", "the cat sat"]
 
 
 def test_answers_on_standard_output_are_what_the_model_says_greedily(chat_model):

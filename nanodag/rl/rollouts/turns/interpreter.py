@@ -23,13 +23,19 @@ async def interpreter(
     """
 
     def run(program: str) -> str:
-        with _RUNNING:
-            done = run_python(program, timeout_s=seconds)
-        if done.timed_out:
-            return "error: it took too long"
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            return f"{done.stdout[:max_result_tokens]}error: {lines[-1] if lines else 'it was ended'}"
-        return done.stdout.rstrip("\n")
+        return printed(program, seconds=seconds, longest=max_result_tokens)
 
     return await with_tool(sampler, sample, run, max_calls=max_calls, max_result_tokens=max_result_tokens)
+
+
+def printed(program: str, *, seconds: float, longest: int) -> str:
+    """What a program printed in the sandbox, or the last line of its error behind at most `longest` characters of that.
+    Blocks until a core is free and the program has ended."""
+    with _RUNNING:
+        done = run_python(program, timeout_s=seconds)
+    if done.timed_out:
+        return "error: it took too long"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return f"{done.stdout[:longest]}error: {lines[-1] if lines else 'it was ended'}"
+    return done.stdout.rstrip("\n")

@@ -1,0 +1,112 @@
+"""What a model may call in a chat: a calculator, and Python in the sandbox. No torch here.
+
+Both are those of RL (`nanodag.rl.rollouts.turns`), so a policy that learnt to call them finds the same ones here.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nanodag.errors import BadRequest, MissingTool
+from nanodag.rewards.sandbox import walls
+from nanodag.rl.rollouts.turns.calculator import calculated
+from nanodag.rl.rollouts.turns.interpreter import printed
+
+MAX_ROUNDS = 8  # of calls, for one answer
+MAX_RESULT_CHARACTERS = 4000
+PYTHON_S = 5.0
+FAILED = "error"  # what the result of a call begins with when it came to nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool. parameter: the name of its only argument, a text. run: from that text to the result's."""
+
+    name: str
+    description: str
+    parameter: str
+    meaning: str
+    run: Callable[[str], str]
+    needs_walls: bool = False
+
+    def definition(self) -> dict[str, Any]:
+        """As `tools` of a request to the OpenAI API has it."""
+        text = {"type": "string", "description": self.meaning}
+        parameters = {"type": "object", "properties": {self.parameter: text}, "required": [self.parameter]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def why_not(self) -> str:
+        """Why it cannot be used on this machine; empty where it can."""
+        if not self.needs_walls:
+            return ""
+        try:
+            found = walls()
+        except MissingTool as error:
+            return str(error)
+        if found is None:
+            return "Python of a chat runs in the sandbox only, and NANODAG_SANDBOX=limits is none; unset it."
+        return ""
+
+
+def _python(program: str) -> str:
+    return printed(program, seconds=PYTHON_S, longest=MAX_RESULT_CHARACTERS)
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool(
+            name="calculator",
+            description="The exact value of an arithmetic expression of numbers, + - * / // % ** and brackets.",
+            parameter="expression",
+            meaning="such as 12*(3+4)",
+            run=calculated,
+        ),
+        Tool(
+            name="python",
+            description=f"Runs a Python program for at most {PYTHON_S:g} seconds, with the standard library and "
+            "without a network, and returns what it printed.",
+            parameter="program",
+            meaning="a whole program, which prints its result",
+            run=_python,
+            needs_walls=True,
+        ),
+    )
+}
+
+
+DEFAULT_TOOLS = ("calculator",)  # a call of nanodag's own format does not name its tool, so one may be offered there
+
+
+def call(name: str, arguments: str) -> str:
+    """The result of one call, at most MAX_RESULT_CHARACTERS long, for the model to read. A call that cannot be carried
+    out has a result that begins with FAILED and says why.
+
+    arguments: JSON, an object with one text. Its name is not looked at: models write `code` for `program`.
+    """
+    tool = TOOLS.get(name)
+    if tool is None:
+        return f"{FAILED}: there is no tool {name[:40]!r}; there are {', '.join(TOOLS)}"
+    if why := tool.why_not():
+        return f"{FAILED}: {why}"
+    try:
+        text = _only_text(arguments)
+    except BadRequest as error:
+        return f'{FAILED}: {error}; a call has the form {{"{tool.parameter}": "..."}}'
+    result = tool.run(text)
+    left = len(result) - MAX_RESULT_CHARACTERS
+    return result if left <= 0 else f"{result[:MAX_RESULT_CHARACTERS]}\n... and {left} characters more"
+
+
+def _only_text(arguments: str) -> str:
+    """Raises BadRequest for what is no object with one text."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest("its arguments are no JSON") from error
+    values = list(given.values()) if isinstance(given, dict) else []
+    if len(values) != 1 or not isinstance(values[0], str):
+        raise BadRequest(f"its arguments are {arguments[:80]}")
+    return values[0]

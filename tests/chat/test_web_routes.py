@@ -1,0 +1,274 @@
+"""The routes of the chat page, asked without a browser."""
+
+import json
+import re
+import time
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from nanodag.chat import tools
+from nanodag.chat.tools import MAX_RESULT_CHARACTERS, TOOLS, call
+from nanodag.chat.web import routes as web
+from nanodag.chat.web.markdown import LONGEST, to_html
+from tests.api.scripted import Scripted, app_of, ask, model_of
+
+HERE = "http://127.0.0.1:8000"
+CALL = {"name": "calculator", "arguments": '{"expression": "2*3"}'}
+
+
+@pytest.fixture
+def client():
+    with TestClient(Starlette(routes=web.routes()), base_url=HERE) as made:
+        yield made
+
+
+def post(client, path, body, **headers):
+    headers = {"content-type": "application/json", "origin": HERE, **headers}
+    return client.post(path, content=json.dumps(body), headers=headers)
+
+
+def test_the_page_may_run_show_and_ask_nothing_but_this_server(client):
+    page = client.get("/")
+    policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
+    assert policy["frame-ancestors"] == "'none'" and policy["img-src"] == "data:"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert not re.search(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", page.text), "the policy would stop these"
+
+
+def test_every_file_that_the_page_names_is_served_and_none_lies_elsewhere(client):
+    named = set(re.findall(r'(?:src|href)="([^"#d][^"]*)"', client.get("/").text))
+    for script in web.FOLDER.glob("*.js"):
+        named |= set(re.findall(r'from "([^"]+)"', script.read_text()))
+    assert {"/chat/chat.css", "/chat/page.js", "/chat/kept.js"} <= named
+    for path in named:
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].split(";")[0] in ("text/css", "text/javascript")
+
+
+@pytest.mark.parametrize("path", ["/chat/routes.py", "/chat/../routes.py", "/chat/%2e%2e/tools.py", "/chat/"])
+def test_nothing_beside_the_page_is_served(client, path):
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),  # what a form of another site can send
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": ""}, 403),
+        ({"origin": "http://127.0.0.1:8001"}, 403),
+        ({"origin": "http://127.0.0.1:8000.evil.example"}, 403),
+        ({"origin": "http://evil.example@127.0.0.1:8000"}, 403),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/chat/tool", "/chat/render"])
+def test_a_post_is_answered_to_the_page_itself_alone(client, path, headers, status):
+    body = {"name": "calculator", "arguments": '{"expression": "2"}', "text": "2"}
+    answer = post(client, path, body, **headers)
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b'{"text": 1}', 400), (b"\xff", 400)],
+)
+def test_a_body_that_is_no_json_object_is_refused(client, content, status):
+    headers = {"content-type": "application/json", "origin": HERE}
+    assert client.post("/chat/render", content=content, headers=headers).status_code == status
+
+
+def test_what_is_too_long_is_refused(client):
+    assert post(client, "/chat/render", {"text": "a" * LONGEST}).status_code == 200
+    assert post(client, "/chat/render", {"text": "a" * (LONGEST + 1)}).status_code == 413
+    assert post(client, "/chat/tool", {"name": "a" * web.MAX_BODY_BYTES, "arguments": ""}).status_code == 413
+
+
+def test_half_a_character_is_rendered_as_a_mark(client):
+    headers = {"content-type": "application/json", "origin": HERE}
+    answer = client.post("/chat/render", content=b'{"text": "a\\ud800b"}', headers=headers)
+    assert answer.json()["html"] == "<p>a?b</p>\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "a <img src=x onerror=alert(1)> b",
+        "<div onclick=x>\n\n# t\n\n</div>",
+        "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt:alert(1))",
+        "[a](&#106;avascript:alert(1))",
+        "[a](java\tscript:alert(1))",
+        "[a](\x01javascript:alert(1))",
+        "<javascript:alert(1)>",
+        "[a]: javascript:alert(1)\n\n[a]",
+        "[a](data:text/html;base64,PHNjcmlwdD4=)",
+        "[a](vbscript:x) [b](file:///etc/passwd) [c](//evil.example) [d](/v1/models) [e](blob:x)",
+        "![a](data:image/svg+xml;base64,PHN2Zz4=)",
+        "![a](https://evil.example/pixel.png)",
+        '[a](https://example.org/" onclick="alert(1))',
+        '[a](https://example.org "x\\" onclick=\\"alert(1)")',
+        '```"><script>alert(1)</script>\n```',
+        "```js onload=alert(1)\nx\n```",
+        "`<script>`",
+        "<!-- --><![CDATA[<script>]]>",
+    ],
+)
+def test_hostile_markdown_leaves_no_tag_or_link_that_does_anything(text):
+    found = Tags(to_html(text)).found
+    assert {tag for tag, _ in found} <= {"p", "a", "code", "pre", "h1", "em", "br"}
+    for tag, attributes in found:
+        assert set(attributes) <= {"a": {"href", "title", "target", "rel"}, "code": {"class"}}.get(tag, set())
+        if tag == "a":
+            assert attributes["href"].startswith("https://") and attributes["rel"] == "noopener noreferrer nofollow"
+
+
+def test_markdown_that_is_not_hostile_is_shown_in_full():
+    text = "# A\n\n**b** *c* ~~d~~ `e`\nf\n\n| g |\n|---|\n| h |\n\n[i](https://j/) <mailto:k@l.m>\n\n```py\nn < o\n```"
+    html = to_html(text)
+    for part in (
+        *("<h1>A</h1>", "<strong>b</strong> <em>c</em> <s>d</s> <code>e</code><br />", "<th>g</th>", "<td>h</td>"),
+        '<a href="https://j/" target="_blank" rel="noopener noreferrer nofollow">i</a>',
+        *('<a href="mailto:k@l.m"', '<code class="language-py">n &lt; o'),
+    ):
+        assert part in html
+
+
+@pytest.mark.parametrize("unit", [">", "[", "![", "*a_ ", "[a][", "- ", "|a", "[a]: b\n"])
+def test_no_markdown_takes_long(unit):
+    text = (unit * LONGEST)[:LONGEST]
+    begin = time.process_time()
+    to_html(text)
+    assert time.process_time() - begin < 3.0, "0.2 s for the worst, when this was written"
+
+
+def test_a_hundred_thousand_nested_quotations_are_refused_in_no_time(client):
+    begin = time.process_time()
+    assert post(client, "/chat/render", {"text": ">" * 100_000}).status_code == 413
+    assert time.process_time() - begin < 1.0
+
+
+def test_tools_are_offered_as_the_api_has_them(client):
+    offered = {tool["definition"]["function"]["name"]: tool for tool in client.get("/chat/tools").json()["tools"]}
+    assert set(offered) == {"calculator", "python"} and offered["calculator"]["why_not"] == ""
+    assert offered["calculator"]["definition"]["function"]["parameters"]["required"] == ["expression"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "result"),
+    [
+        ("calculator", '{"expression": "12*(3+4)"}', "84"),
+        ("calculator", '{"input": "1/3"}', "0.333333"),
+        ("calculator", '{"expression": "9**9**9"}', "error"),
+        ("calculator", "12*3", 'error: its arguments are no JSON; a call has the form {"expression": "..."}'),
+        ("calculator", '{"expression": 12}', None),
+        ("calculator", '{"expression": "1", "more": "2"}', None),
+        ("calculator", "[" * 100_000, None),
+        ("python", '{"program": "print(6 * 7)"}', "42"),
+        ("python", '{"code": "1 / 0"}', "error: ZeroDivisionError: division by zero"),
+        ("python", '{"code": "print(\\"\\ud800\\")"}', "?"),
+        ("shell", '{"command": "ls"}', "error: there is no tool 'shell'; there are calculator, python"),
+    ],
+)
+def test_a_call_has_a_result_or_says_why_not(client, name, arguments, result):
+    answer = post(client, "/chat/tool", {"name": name, "arguments": arguments}).json()
+    assert answer["result"].startswith("error") if result is None else answer["result"] == result
+    assert answer["failed"] == answer["result"].startswith("error")
+
+
+def test_a_long_result_is_cut_and_says_so():
+    result = call("python", json.dumps({"program": f"print('a' * {MAX_RESULT_CHARACTERS + 7})"}))
+    assert result == "a" * MAX_RESULT_CHARACTERS + "\n... and 7 characters more"
+
+
+def test_a_program_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(tools, "PYTHON_S", 0.5)
+    assert call("python", '{"program": "while True: pass"}') == "error: it took too long"
+
+
+@pytest.mark.parametrize("asked", ["limits", "none"])
+def test_python_is_refused_where_there_is_no_sandbox(client, monkeypatch, asked):
+    from nanodag.rewards import sandbox
+
+    monkeypatch.setenv(sandbox.OPT_OUT, asked)
+    sandbox.walls.cache_clear()
+    try:
+        result = call("python", '{"program": "print(1)"}')
+        python = client.get("/chat/tools").json()["tools"][1]
+    finally:
+        sandbox.walls.cache_clear()
+    assert result == f"error: {python['why_not']}"
+    assert sandbox.OPT_OUT in result and "sandbox" in result
+
+
+def test_calls_beyond_those_that_may_wait_are_refused(client, monkeypatch):
+    monkeypatch.setattr(web, "MAX_CALLS_WAITING", 0)
+    answer = post(client, "/chat/tool", {"name": "calculator", "arguments": '{"expression": "1"}'})
+    assert answer.status_code == 429
+
+
+@pytest.fixture
+def served(chat_model):
+    """The page as it is served, beside the API, where a key is wanted."""
+    model = model_of(chat_model, Scripted([]))
+    return app_of(model, keys=["secret-of-the-server"], extra_routes=web.routes())
+
+
+@pytest.mark.parametrize("path", ["/", "/chat/page.js", "/chat/chat.css", "/chat/tools", "/v1/models", "/chat/tool"])
+def test_a_name_that_was_led_here_gets_nothing(served, path):
+    assert ask(served, path, host="localhost").status_code in (200, 401)
+    assert ask(served, path, host="rebound.example").status_code == 421
+
+
+def test_where_a_key_is_wanted_the_page_is_open_and_nothing_else(served):
+    bearing = {"origin": "http://localhost", "authorization": "Bearer secret-of-the-server"}
+    assert ask(served, "/").status_code == ask(served, "/chat/page.js").status_code == 200
+    assert ask(served, "/v1/models").status_code == 401
+    for path, body in (("/chat/tool", CALL), ("/chat/render", {"text": "a"})):
+        as_json = {"content-type": "application/json"}
+        assert ask(served, path, body, headers={"origin": "http://localhost", **as_json}).status_code == 401
+        assert ask(served, path, body, headers={**bearing, **as_json}).status_code == 200
+
+
+def test_an_origin_that_may_ask_models_may_not_run_programs(chat_model):
+    other = "https://other.example"
+    app = app_of(model_of(chat_model, Scripted([])), origins=[other], extra_routes=web.routes())
+    headers = {"content-type": "application/json", "origin": other}
+    assert ask(app, "/v1/models", headers=headers).status_code == 200
+    assert ask(app, "/chat/tool", CALL, headers=headers).status_code == 403
+
+
+def test_every_tool_takes_one_text():
+    """Calls of nanodag's own chat format are one text."""
+    for tool in TOOLS.values():
+        assert list(tool.definition()["function"]["parameters"]["properties"]) == [tool.parameter]
+
+
+class Tags:
+    """The tags that a browser's parser sees. found: name and attributes."""
+
+    def __init__(self, html):
+        from html.parser import HTMLParser
+
+        found = []
+
+        class Parser(HTMLParser):
+            def handle_starttag(self, tag, attrs):
+                found.append((tag, dict(attrs)))
+
+            def handle_comment(self, data):
+                found.append(("comment", {}))
+
+            handle_decl = unknown_decl = handle_pi = handle_comment
+
+        Parser().feed(html)
+        self.found = found
