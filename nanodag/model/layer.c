@@ -5,6 +5,9 @@ All is computed in float32 and rounded once. The gradient of a weight is summed 
 of threads, so that its sum has one order.
 
 Letters: N rows (tokens), W width, H heads, D head width, a multiple of 2 * LANES; W is a multiple of LANES. */
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 #include "vectors.h"
 
 #define PARTS 16
@@ -46,9 +49,14 @@ INLINE void give(const int is_bf16, void *to, int64_t at, vec x) {
         store((float *)to + at, x);
         return;
     }
+#if defined(__AVX512BF16__)
+    halves rounded = (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
     words bits = (words)x, is_nan = (words)(x != x);
-    words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    *(halves *)((uint16_t *)to + at) = __builtin_convertvector((is_nan & 0x7FC0) | (~is_nan & rounded), halves);
+    words nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    halves rounded = __builtin_convertvector((is_nan & 0x7FC0) | (~is_nan & nearest), halves);
+#endif
+    *(halves *)((uint16_t *)to + at) = rounded;
 }
 
 INLINE void add_to(float *sums, vec x) { store(sums, load(sums) + x); }
