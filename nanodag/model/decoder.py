@@ -4,7 +4,7 @@ Letters: B rows, T tokens a row, N = B * T, W width, H query heads, G key-value 
 
 Why not the classes of transformers: their layer is two dozen small operations with a Python call each, and their loss
 holds all logits. Here a layer is two pure functions of tensors around the attention, so that
-- each is compiled once and serves every layer (its weights are arguments, not attributes);
+- each is compiled once and serves every layer (its weights are arguments, not attributes), or is our own code;
 - ZeRO-3 can gather a layer's weights when the layer is called, compiled or not;
 - any attention can stand between them (nanodag.model.attention.Attend).
 Names and arithmetic agree with transformers, so a checkpoint of one is a checkpoint of the other.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nanodag.model import cpu_layer
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
@@ -34,6 +35,7 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    mlp_width: int
     norm_eps: float
 
 
@@ -72,35 +74,46 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
+    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, heads: Heads
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
     x = x + functional.linear(attended, output)
-    h = rms_norm(x, norm, eps)
+    h = rms_norm(x, norm, heads.norm_eps)
     return x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
 
 
 class Functions:
-    """The layer's two halves, compiled or not; one pair for all layers of a model. compiled may be switched."""
+    """The layer's two halves, one pair for all layers of a model: our own code on a CPU where it takes the layer, else
+    the functions above, compiled or not. compiled may be switched."""
 
     def __init__(self, *, compiled: bool) -> None:
         self.compiled = compiled
         self._compiled = (torch.compile(before_attention), torch.compile(after_attention)) if compiled else None
 
-    def any_length(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compile for any number of tokens: stages differ in it, RL's micro-batches too."""
-        if self.compiled:  # else torch._dynamo, a second to import, is not needed
-            for tensor in tensors:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return tensors
+    def before(
+        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x as the layer's other half is to take it, and `before_attention`."""
+        if cpu_layer.can_run(x, heads):
+            return cpu_layer.before_attention(x, cos, sin, *weights, heads)
+        if self.compiled and self._compiled:
+            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads)
+        return x, *before_attention(x, cos, sin, *weights, heads)
 
-    def before(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """`before_attention`."""
-        return self._compiled[0](*args) if self.compiled and self._compiled else before_attention(*args)
-
-    def after(self, *args: Any) -> Tensor:
+    def after(self, x: Tensor, attended: Tensor, *weights: Tensor, heads: Heads) -> Tensor:
         """`after_attention`."""
-        return self._compiled[1](*args) if self.compiled and self._compiled else after_attention(*args)
+        if cpu_layer.can_run(x, heads):
+            return cpu_layer.after_attention(x, attended, *weights, heads)
+        if self.compiled and self._compiled:
+            return self._compiled[1](*_any_length(x, attended), *weights, heads)
+        return after_attention(x, attended, *weights, heads)
+
+
+def _any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Compile for any number of tokens: stages differ in it, RL's micro-batches too."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
 
 
 class Norm(nn.Module):
@@ -144,7 +157,11 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = SelfAttention(of), MLP(of)
         self._functions = functions
         self._heads = Heads(
-            num_heads=of.num_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim, norm_eps=of.norm_eps
+            num_heads=of.num_heads,
+            num_kv_heads=of.num_kv_heads,
+            head_dim=of.head_dim,
+            mlp_width=of.intermediate_size,
+            norm_eps=of.norm_eps,
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -154,19 +171,20 @@ class Layer(nn.Module):
         biases = None if attention.q_proj.bias is None else tuple(p.bias for p in projected)
         qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
         weights = tuple(p.weight for p in projected)
-        flat, cos, sin = self._functions.any_length(x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
-        query, key, value = self._functions.before(
-            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, self._heads
+        flat, cos, sin = x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1)
+        flat, query, key, value = self._functions.before(
+            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, heads=self._heads
         )
         attended = attend(*(t.unflatten(0, rows) for t in (query, key, value)))
         out = self._functions.after(
-            *self._functions.any_length(flat, attended.flatten(2).flatten(0, 1)),
+            flat,
+            attended.flatten(2).flatten(0, 1),
             attention.o_proj.weight,
             self.post_attention_layernorm.weight,
             mlp.gate_proj.weight,
             mlp.up_proj.weight,
             mlp.down_proj.weight,
-            self._heads.norm_eps,
+            heads=self._heads,
         )
         return out.unflatten(0, rows)
 
@@ -219,7 +237,8 @@ class LastNorm(Norm):
 class Decoder(nn.Module):
     """A causal language model on packed rows.
 
-    compiled: compile the layer (g++ on CPU, Triton on CUDA; seconds at the first step, cached on disk between runs).
+    compiled: compile the layer (seconds at the first step, cached on disk between runs): by Triton on CUDA, on a CPU by
+    g++ where our own code does not take it.
     activation_checkpointing: keep only a layer's input and compute the layer again in the backward pass.
     """
 

@@ -24,6 +24,8 @@ Widths are multiples of LANES; kernel.py sees to that. */
 #define ROWS 6 /* x PANEL accumulators fit the registers */
 #define BLOCK 64 /* of the vocabulary, whose width is a multiple of it */
 #define WIDE 1024 /* floats: narrower matrices are read where they are, 4 % faster; wider ones 25 to 45 % slower */
+#define CHAINS 8 /* of additions, each of which waits for the one before: so many keep two multipliers busy */
+#define LINE 16 /* floats of a line of the cache */
 #define AHEAD 8 /* rows of a matrix that are asked for before they are needed */
 typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4))); /* of bfloat16: the one of lower k below */
 
@@ -131,10 +133,11 @@ INLINE void column_of(const int panels, int64_t rows, int64_t depth, const float
     }
 }
 
-/* `columns` of w, near one another: rows of a wide w would meet in few sets of the cache. */
+/* `columns` of w, near one another: rows of a wide w would meet in few sets of the cache. The columns behind them are
+asked for: they come while these are multiplied. */
 INLINE void gather(const int columns, int64_t depth, const float *w, int64_t width, float *packed) {
     for (int64_t k = 0; k < depth; k++, w += width, packed += columns) {
-        __builtin_prefetch(w + AHEAD * width);
+        for (int n = 0; n < columns; n += LINE) __builtin_prefetch(w + columns + n);
         for (int n = 0; n < columns; n += LANES) store(packed + n, load(w + n));
     }
 }
@@ -273,14 +276,16 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
     }
 }
 
-/* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. */
+/* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. The slot that comes
+next is asked for meanwhile: it lies `next` floats behind, and all slots together are more than the near cache holds. */
 INLINE void attend_parts(const int parts, const float *query, const float *keys, const float *values, int64_t length,
-                         float *scores, float *out) {
+                         int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
     float highest = -INFINITY, scale = 1 / sqrtf((float)D);
     int64_t l = 0, padded = (length + LANES - 1) / LANES * LANES;
     for (; l + 4 <= length; l += 4) {
         vec sums[4];
+        for (int64_t i = 0; i < 4 * D; i += LINE) __builtin_prefetch(keys + next + l * D + i);
         for (int i = 0; i < 4; i++) {
             sums[i] = load(query) * load(keys + (l + i) * D);
             for (int p = 1; p < parts; p++) sums[i] += load(query + p * LANES) * load(keys + (l + i) * D + p * LANES);
@@ -301,14 +306,21 @@ INLINE void attend_parts(const int parts, const float *query, const float *keys,
         totals += weights;
     }
     float inverse = 1 / sum_of(totals);
-    for (int p = 0; p < parts; p += 2) { /* a chain of additions for each: two keep the multiplier busy */
-        vec first = {}, second = {};
-        for (l = 0; l < length; l++) {
-            first += scores[l] * load(values + l * D + p * LANES);
-            if (p + 1 < parts) second += scores[l] * load(values + l * D + (p + 1) * LANES);
+    const int wide = parts % 4 ? parts % 2 ? 1 : 2 : 4, apart = CHAINS / wide; /* vectors at a time, sums of each */
+    for (int p = 0; p < parts; p += wide) {
+        vec sums[CHAINS] = {};
+        for (l = 0; l + apart <= length; l += apart) {
+            for (int64_t i = 0; i < apart * wide * LANES; i += LINE)
+                __builtin_prefetch(values + next + (l + i / (wide * LANES)) * D + p * LANES + i % (wide * LANES));
+            for (int i = 0; i < CHAINS; i++)
+                sums[i] += scores[l + i / wide] * load(values + (l + i / wide) * D + (p + i % wide) * LANES);
         }
-        store(out + p * LANES, first * inverse);
-        if (p + 1 < parts) store(out + (p + 1) * LANES, second * inverse);
+        for (; l < length; l++)
+            for (int i = 0; i < wide; i++) sums[i] += scores[l] * load(values + l * D + (p + i) * LANES);
+        for (int i = 0; i < wide; i++) {
+            for (int j = i + wide; j < CHAINS; j += wide) sums[i] += sums[j];
+            store(out + (p + i) * LANES, sums[i] * inverse);
+        }
     }
 }
 
@@ -316,45 +328,57 @@ static void attend(const Model *m, const Layer *layer, const float *query, int64
     const int64_t D = m->head_dim;
     const float *keys = layer->keys + slot * m->capacity * D, *values = layer->values + slot * m->capacity * D;
     switch (D / LANES) {
-        case 1: attend_parts(1, query, keys, values, length, m->scratch, out); break;
-        case 2: attend_parts(2, query, keys, values, length, m->scratch, out); break;
-        case 4: attend_parts(4, query, keys, values, length, m->scratch, out); break;
-        case 8: attend_parts(8, query, keys, values, length, m->scratch, out); break;
-        default: attend_parts((int)(D / LANES), query, keys, values, length, m->scratch, out);
+        case 1: attend_parts(1, query, keys, values, length, m->capacity * D, m->scratch, out); break;
+        case 2: attend_parts(2, query, keys, values, length, m->capacity * D, m->scratch, out); break;
+        case 4: attend_parts(4, query, keys, values, length, m->capacity * D, m->scratch, out); break;
+        case 8: attend_parts(8, query, keys, values, length, m->capacity * D, m->scratch, out); break;
+        default: attend_parts((int)(D / LANES), query, keys, values, length, m->capacity * D, m->scratch, out);
     }
 }
 
-static void embed(const Model *m, int64_t row, int64_t token) {
-    float *x = m->hidden + row * m->hidden_stride;
-    for (int64_t i = 0; i < m->hidden_size; i++)
-        x[i] = m->embedding.at ? element(m->embedding, token * m->hidden_size + i)
-                               : element(m->head, i * m->vocab_width + token);
+static void embed(const Model *m, int64_t rows, const int64_t *tokens) {
+    const int64_t H = m->hidden_size;
+    if (m->embedding.at)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < H; i++) m->hidden[r * m->hidden_stride + i] = element(m->embedding, tokens[r] * H + i);
+    else /* a row of the head after the other: a column's elements lie in one set of the cache */
+        for (int64_t i = 0; i < H; i++)
+            for (int64_t r = 0; r < rows; r++)
+                m->hidden[r * m->hidden_stride + i] = element(m->head, i * m->vocab_width + tokens[r]);
 }
 
 static void add_bias(float *y, const float *bias, int64_t width) {
     for (int64_t i = 0; bias && i < width; i += LANES) store(y + i, load(y + i) + load(bias + i));
 }
 
-/* Run one token a row and leave the last layer's output in hidden. tokens, positions, slots: (R,), slots NULL where row
-r is that of slot r. A row sees what rows before it have put into the same slot. */
-void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *positions, const int64_t *slots) {
+/* Run one token a row and leave the last layer's output of the wanted rows in hidden, one after the other. tokens,
+positions, slots: (R,), slots NULL where row r is that of slot r. wanted: numbers of rows, ascending; NULL for all. A row
+sees what rows before it have put into the same slot. */
+void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t *positions, const int64_t *slots,
+             int64_t num_wanted, const int64_t *wanted) {
     const int64_t H = m->hidden_size, K = m->num_kv_heads, G = m->heads_per_kv, D = m->head_dim, F = m->intermediate_size;
     const int64_t qkv_width = K * (G + 2) * D;
-    for (int64_t r = 0; r < rows; r++) embed(m, r, tokens[r]);
+    embed(m, rows, tokens);
     for (const Layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
         for (int64_t r = 0; r < rows; r++) normalise(m, r, 1, 0);
         product(m, rows, H, m->normed, H, layer->qkv, qkv_width, m->qkv, qkv_width, 0);
+        const int selects = wanted && layer == m->layers + m->num_layers - 1;
+        int64_t kept = 0;
         for (int64_t r = 0; r < rows; r++) {
+            const int is_kept = !selects || (kept < num_wanted && r == wanted[kept]);
             add_bias(m->qkv + r * qkv_width, layer->qkv_bias, qkv_width);
             for (int64_t k = 0; k < K; k++) {
                 float *heads = m->qkv + r * qkv_width + k * (G + 2) * D;
                 int64_t of_cache = (slots ? slots[r] : r) * K + k;
                 place(m, layer, heads, of_cache, positions[r]);
-                for (int64_t g = 0; g < G; g++)
-                    attend(m, layer, heads + g * D, of_cache, positions[r] + 1,
-                           m->attended + ((r * K + k) * G + g) * D);
+                for (int64_t g = 0; is_kept && g < G; g++)
+                    attend(m, layer, heads + g * D, of_cache, positions[r] + 1, m->attended + ((kept * K + k) * G + g) * D);
             }
+            if (!is_kept) continue;
+            if (kept < r) memcpy(m->hidden + kept * m->hidden_stride, m->hidden + r * m->hidden_stride, H * sizeof(float));
+            kept++;
         }
+        rows = kept;
         product(m, rows, K * G * D, m->attended, K * G * D, layer->output, H, m->hidden, m->hidden_stride, 1);
         for (int64_t r = 0; r < rows; r++) {
             add_bias(m->hidden + r * m->hidden_stride, layer->output_bias, H);
@@ -374,7 +398,7 @@ void forward(const Model *m, int64_t rows, const int64_t *tokens, const int64_t 
 
 /* One token of each of the first rows, whose cache grows by it where the row is active. */
 void decode(const Model *m, const Table *t, int64_t rows) {
-    forward(m, rows, t->tokens, t->positions, 0);
+    forward(m, rows, t->tokens, t->positions, 0, 0, 0);
     for (int64_t r = 0; r < rows; r++) t->positions[r] += t->active[r];
 }
 
@@ -393,23 +417,12 @@ static uint64_t mix(uint64_t value) {
     return value ^ (value >> 31);
 }
 
-/* scores (V,) become exponentials over the largest; `sums` gets those of each BLOCK. Returns the total. */
-static double exponentials(float *scores, int64_t width, float *sums) {
-    float highest = -INFINITY;
-    vec most = all(-INFINITY);
-    for (int64_t v = 0; v < width; v += LANES) {
-        ints larger = load(scores + v) > most;
-        most = (vec)((larger & (ints)load(scores + v)) | (~larger & (ints)most));
-    }
-    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+/* The sum of exponentials over the largest score, that of each BLOCK in `sums`. */
+static double exponentials(const float *scores, int64_t width, float highest, float *sums) {
     double total = 0;
     for (int64_t v = 0; v < width; v += BLOCK) {
         vec sum = {};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            vec value = exp_of(load(scores + v + i) - highest);
-            store(scores + v + i, value);
-            sum += value;
-        }
+        for (int i = 0; i < BLOCK; i += LANES) sum += exp_of(load(scores + v + i) - highest);
         total += sums[v / BLOCK] = sum_of(sum);
     }
     return total;
@@ -419,24 +432,27 @@ static double exponentials(float *scores, int64_t width, float *sums) {
 row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
 static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *logprob) {
     const int64_t width = m->vocab_width;
-    float *scores = m->logits + row * width, *sums = m->scratch;
-    double total = exponentials(scores, width, sums), before = 0;
+    const float *scores = m->logits + row * width, highest = highest_of(scores, width);
+    float *sums = m->scratch, block[BLOCK];
+    double total = exponentials(scores, width, highest, sums), before = 0, probability;
     int64_t token = 0;
-    if (t->greedy[row]) { /* the likeliest has exp(0) = 1 */
-        while (token < width - 1 && scores[token] != 1.0f) token++;
+    if (t->greedy[row]) {
+        while (token < width - 1 && scores[token] != highest) token++;
+        probability = 1 / total;
     } else {
         double uniform = (mix(t->keys[row] + (uint64_t)(t->counts[row] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
         double target = fmin(uniform, 1 - 0x1p-52) * total;
-        int64_t block = 0;
-        while (block < width / BLOCK - 1 && !(before + sums[block] > target)) before += sums[block++];
-        token = block * BLOCK;
+        int64_t first = 0, place = 0, last = 0;
+        for (; first < width - BLOCK && !(before + sums[first / BLOCK] > target); first += BLOCK)
+            before += sums[first / BLOCK];
+        for (int i = 0; i < BLOCK; i += LANES) store(block + i, exp_of(load(scores + first + i) - highest));
         /* The block's sum was rounded to float: what its elements add up to may be a little less. */
-        int64_t last = token;
-        for (int64_t v = token; v < token + BLOCK; v++)
-            if (scores[v] > 0) last = v;
-        while (token < last && !(before + scores[token] > target)) before += scores[token++];
+        for (int i = 0; i < BLOCK; i++)
+            if (block[i] > 0) last = i;
+        while (place < last && !(before + block[place] > target)) before += block[place++];
+        token = first + place;
+        probability = block[place] / total;
     }
-    double probability = scores[token] / total;
     *logprob = log(probability > 1 ? 1 : probability); /* NaN stays NaN */
     return token;
 }
@@ -451,7 +467,7 @@ static uint8_t record(const Table *t, int64_t row) {
     return count + 1 >= t->limits[row] ? ENDED : GOES_ON;
 }
 
-/* Draw for the active rows from logits, which is overwritten, and record; a row with top-p or top-k was drawn already.
+/* Draw for the active rows from logits, and record; a row with top-p or top-k was drawn already.
 A row whose log-probability is NaN is broken and left as it is. Returns how many do not go on. */
 int64_t draw(const Model *m, const Table *t, int64_t rows) {
     int64_t num_done = 0;

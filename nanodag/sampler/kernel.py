@@ -136,10 +136,12 @@ class Kernel:
         for start in range(0, len(tokens), PROMPT_ROWS):
             arrays = [array[start : start + PROMPT_ROWS] for array in (tokens, positions, of_slots)]
             rows = len(arrays[0])
-            self._library.forward(ctypes.byref(self._prompt_model), rows, *(array.ctypes.data for array in arrays))
-            for prompt in range(*np.searchsorted(ends, (start + 1, start + rows + 1))):
-                last = self._prompt_hidden[ends[prompt] - 1 - start]
-                self._buffers.prompt_hidden[slots[prompt]] = last[: self._model.hidden_size]
+            first, end = np.searchsorted(ends, (start + 1, start + rows + 1))  # prompts that end here
+            last = ends[first:end] - 1 - start
+            addresses = (array.ctypes.data for array in arrays)
+            self._library.forward(ctypes.byref(self._prompt_model), rows, *addresses, len(last), last.ctypes.data)
+            for row, slot in enumerate(slots[first:end]):
+                self._buffers.prompt_hidden[slot] = self._prompt_hidden[row, : self._model.hidden_size]
 
     def decode(self, table: Any, rows: int) -> None:
         """Run one token for each of the first rows; each reads as much of the cache as it has.
@@ -154,7 +156,7 @@ class Kernel:
         return self._logits[:rows]
 
     def draw(self, table: Any, rows: int) -> int:
-        """Draw from what ``logits`` left, overwrite it, and record. How many rows do not go on."""
+        """Draw from what ``logits`` left, and record. How many rows do not go on."""
         return self._library.draw(self._reference, table, rows)
 
 
@@ -173,7 +175,7 @@ def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotatio
 @cache
 def _library() -> ctypes.CDLL:
     library = c_library(SOURCE, "the embedded sampler's kernel")
-    library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]
+    library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p]
     library.decode.argtypes = library.logits.argtypes = library.draw.argtypes = [c_void_p, c_void_p, c_int64]
     library.forward.restype = library.decode.restype = library.logits.restype = None
     library.draw.restype = c_int64
