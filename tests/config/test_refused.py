@@ -51,7 +51,7 @@ def refusal(file, *overrides, preset="one"):
         (
             "rl.reward=gms8k",
             "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
-            "math, boxed_math, multiple_choice, reasoning_gym, or name a function of your own as "
+            "math, boxed_math, multiple_choice, reasoning_gym, short_answer, or name a function of your own as "
             "package.module:function. Did you mean 'gsm8k'?",
         ),
         (

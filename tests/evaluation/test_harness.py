@@ -246,7 +246,7 @@ def test_bits_per_byte_weighs_documents_by_their_bytes(run):
 
 
 def test_an_unknown_form_is_named_with_those_there_are(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"no form 'gsm9k'.*gsm8k, mmlu"):
+    with pytest.raises(ConfigError, match=r"no form 'gsm9k'.*gsm8k, humaneval"):
         run(Scripted(), "gsm9k", GSM8K)
     with pytest.raises(ConfigError, match="needs `source:`"):
         run_benchmark(Scripted(), BenchmarkConfig(name="gsm8k"), chat=False, seed=0, mirror="", folder=tmp_path)
