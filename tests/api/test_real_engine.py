@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import os
+import re
+import signal
+import time
 from types import SimpleNamespace
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +22,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import POSITIONS, VOCABULARY, save_tiny_model
-from tests.forks import spawn_server
+from tests.forks import spawn_server, start_module
 
 TOKEN = "of-this-test"
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
@@ -150,6 +155,29 @@ def test_who_leaves_frees_the_engine(serve):
         assert await engine.health()
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folder, tmp_path, signum):
+    log, options = tmp_path / "log", ["--model", f"tiny={model_folder}", "--port", "0", "--device", "cpu"]
+    server = start_module("nanodag.api", *options, environment=dict(os.environ), log=log)
+    try:
+        waited = time.monotonic()
+        while "Ctrl-C ends it" not in log.read_text():
+            assert server.poll() is None and time.monotonic() - waited < 120, log.read_text()
+            time.sleep(0.02)
+        said = r"Serving tiny \(context 192\) by 1 embedded engine at (http://127.0.0.1:\d+)/v1"
+        url = re.search(said, log.read_text())
+        assert httpx.get(f"{url[1]}/health", trust_env=False).json()["status"] == "ok"
+        reply = httpx.post(f"{url[1]}/v1/completions", json={"prompt": "the", "max_tokens": 2}, trust_env=False)
+        assert reply.json()["usage"]["completion_tokens"] == 2
+        engines = psutil.Process(server.pid).children()
+        assert len(engines) == 1
+        server.send_signal(signum)
+        server.wait(30)
+        assert not psutil.wait_procs(engines, timeout=30)[1]
+    finally:
+        server.kill()
 
 
 def test_sglangs_protocol_is_passed_on_as_it_is(serve):

@@ -1,0 +1,96 @@
+"""`nanodag serve`: what the serving process is given."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanodag.cli import main
+from nanodag.store import Store
+from tests.run_records import built, run_record, stage_record
+
+
+class Handed(Exception):
+    """The command gave its place to another program."""
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Store:
+    """Two runs with finished models; the newer one has an RL stage under way."""
+    monkeypatch.setenv("NANODAG_STORE", str(tmp_path / "store"))
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "store")
+    for number, run in enumerate(("older", "newer")):
+        stages = {}
+        for place, stage in enumerate(("pretrain", "sft")):
+            files = tmp_path / f"{run}-{stage}"
+            files.mkdir()
+            (files / "config.json").write_text(f"{run} {stage}")
+            facts = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
+            stages[stage] = built(store.publish(f"{number}{place}" * 20, files, kind=stage, stage=stage, **facts))
+        if run == "newer":
+            stages["rl"] = stage_record("rl", state="running", key="ab" * 20)
+        store.write_run(run_record(run, stages=stages, number=number, created=float(number)))
+    return store
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """served(*arguments): the models, by name what is in their folder, and the other options."""
+
+    def call(*arguments):
+        given = []
+
+        def hand_over(program, command, environment):
+            given.extend(command[3:])
+            raise Handed
+
+        monkeypatch.setattr(os, "execve", hand_over)
+        monkeypatch.setattr(sys, "argv", ["nanodag", "serve", *arguments])
+        with pytest.raises(Handed):
+            main()
+        models = [one.removeprefix("--model=").split("=") for one in given if one.startswith("--model=")]
+        found = {name: (Path(folder) / "config.json").read_text() for name, folder in models}
+        return found, [one for one in given if not one.startswith("--model=")]
+
+    return call
+
+
+def test_models_are_found_by_run_and_stage(store, served):
+    assert served()[0] == {"sft": "newer sft"}
+    assert served("older", "pretrain")[0] == {"pretrain": "older pretrain"}
+    assert served("--also", "pretrain", "--also", "older:sft")[0] == {
+        "sft": "newer sft",
+        "pretrain": "newer pretrain",
+        "older:sft": "older sft",
+    }
+
+
+def test_a_folder_is_served_by_its_name(store, served, tmp_path):
+    assert served(str(tmp_path / "older-sft"), "--also", "newer:pretrain")[0] == {
+        "older-sft": "older sft",
+        "pretrain": "newer pretrain",
+    }
+
+
+def test_a_run_under_way_is_followed(store, served, tmp_path):
+    models, options = served("newer", "rl", "--follow", "--also", "sft")
+    assert models == {"sft": "newer sft"}
+    store_options = [f"--store={tmp_path / 'store'}", f"--store-local={tmp_path / 'store'}"]
+    assert options[:4] == ["--follow=newer", "--follow-stage=rl", *store_options]
+
+
+def test_options_reach_the_serving_process(store, served):
+    _, options = served("--port", "0", "--engine", "sglang", "-o", "max-batch=8", "--cors", "https://a.example")
+    assert options == [
+        *("--engine=sglang", "--replicas=1", "--host=127.0.0.1", "--port=0"),
+        *("--cors=https://a.example", "--max-batch=8"),
+    ]
+
+
+def test_a_model_that_is_not_there_is_named(store, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nanodag", "serve", "newer", "stf"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no finished model 'stf'; it has" in capsys.readouterr().err
