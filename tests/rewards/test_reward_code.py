@@ -181,7 +181,7 @@ def test_a_function_may_have_the_name_of_a_builtin_where_the_data_names_it():
     [
         ("def f(n):\n    return n", "AssertionError: assert f(2) == 4"),
         ("def f(n):\n    return n / 0", "ZeroDivisionError: division by zero (line 2 of the program)"),
-        ("import os; os._exit(0)", "ProgramGone: the program has ended"),
+        ("import os; os._exit(0)", "the program has ended"),
         ("raise SystemExit", "RuntimeError: the program raised SystemExit (line 1 of the program)"),
         ("def g(n): pass", "NameError: name 'f' is not defined"),
         ("def f(n): return [f]", "AssertionError: assert f(2) == 4"),
@@ -203,6 +203,19 @@ def test_the_verdict_says_what_failed_first(program, error):
 def test_an_object_that_agrees_with_everything_agrees_with_nothing_wanted(cheat):
     tests = ["assert abs(f(2) - 1.41) < 0.1", "assert 1.41 in f(2)", "assert f(2) == 1.41", "assert 1.41 == f(2)"]
     assert score(fenced(f"{cheat}def f(n): return Any()"), tests).components == {"tests": 0.0}
+
+
+@pytest.mark.parametrize("handler", ["except Exception", "except", "except BaseException"])
+def test_a_program_that_ends_itself_passes_no_test_that_expects_an_error(handler):
+    test = f"try:\n    f(-1)\n    is_refused = False\n{handler}:\n    is_refused = True\nassert is_refused"
+    assert score(fenced("def f(n): raise ValueError"), [test]).value == 1.0
+    assert score(fenced("import os\ndef f(n): os._exit(0)"), [test]).value == 0.0
+
+
+def test_what_an_assertion_binds_is_there_afterwards():
+    tests = ["assert (a := f(2)) == 4", "assert a + 1 == 5"]
+    assert score(fenced("def f(n): return n * n"), tests).value == 1.0
+    assert score(fenced("def f(n): return 3"), tests).value == 0.0
 
 
 def test_tests_that_reach_no_assertion_pass_nothing():

@@ -15,7 +15,7 @@ from nanodag.rewards.inside.wire import BINARY, ITEMS, LOGICAL, UNARY, Channel, 
 MAX_ERROR_CHARACTERS = 300
 
 
-class CannotSend(Exception):
+class CannotSend(BaseException):
     """The tests give the program what cannot be sent."""
 
 
@@ -151,6 +151,8 @@ class TestsSide:
             self._try(compile(ast.fix_missing_locations(counted.visit(tree)), "<test>", "exec"), space)
         if any(map(_makes_check, sources)) and not any(map(_calls_check, sources)):
             self._try(compile("check(candidate)", "<test>", "exec"), space)
+        if self._channel.is_gone:  # and a test has taken no notice
+            raise ProgramGone("the program has ended")
         if counted.num_assertions and not self.checks:
             self.error = self.error or "no assertion was reached"
             self.checks.append(False)
@@ -172,13 +174,12 @@ class TestsSide:
                 if name == job["entry_point"]:
                     self._note(error)
                     self.checks.append(False)
-        return {**space, "candidate": space.get(job["entry_point"])}
+        space["candidate"] = space.get(job["entry_point"])
+        return space
 
     def _try(self, code: types.CodeType, space: dict[str, Any]) -> None:
         try:
             exec(code, space)
-        except (ProgramGone, CannotSend):
-            raise
         except Exception as error:  # noqa: BLE001 - whatever the program or the test raised
             self._note(error)
             self.checks.append(False)
@@ -188,8 +189,6 @@ class TestsSide:
         self.checks.append(False)
         try:
             self.checks[-1] = bool(is_so())
-        except (ProgramGone, CannotSend):
-            raise
         except Exception as error:  # noqa: BLE001 - whatever the program raised
             self._note(error)
         if not self.checks[-1]:
@@ -211,6 +210,8 @@ class Counted(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant) and node.test.value:
             return ast.Pass()
+        if any(isinstance(inner, ast.NamedExpr) for inner in ast.walk(node.test)):
+            return node  # what it binds would be bound in the lambda
         self.num_assertions += 1
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
         text = ast.Constant(f"assert {ast.unparse(node.test)}"[:MAX_ERROR_CHARACTERS])

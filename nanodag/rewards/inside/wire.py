@@ -18,8 +18,8 @@ LOGICAL = ("and_", "or_", "xor")
 MAX_LINE_BYTES = 1 << 20  # of one message
 
 
-class ProgramGone(Exception):
-    """The program's side has ended, or says what is no message."""
+class ProgramGone(BaseException):
+    """The program's side has ended, or says what is no message. No `except Exception` of a test is meant for it."""
 
 
 class StandIn:
@@ -28,6 +28,8 @@ class StandIn:
 
 class Channel:
     """Messages of JSON, a line each, over two pipes."""
+
+    is_gone = False  # the other side, as was seen once
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read, self._write = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
@@ -38,17 +40,21 @@ class Channel:
             self._write.write(json.dumps(message).encode("ascii") + b"\n")
             self._write.flush()
         except OSError:
-            raise ProgramGone("the program has ended") from None
+            raise self._gone("the program has ended") from None
 
     def receive(self) -> Any:
         """Raises ProgramGone at the end, and for a line that is no message."""
         line = self._read.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
-            raise ProgramGone("the program's answer is too long" if line else "the program has ended")
+            raise self._gone("the program's answer is too long" if line else "the program has ended")
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise ProgramGone("the program wrote to its channel") from None
+            raise self._gone("the program wrote to its channel") from None
+
+    def _gone(self, why: str) -> ProgramGone:
+        self.is_gone = True
+        return ProgramGone(why)
 
 
 def _day(name: str) -> tuple[str, Callable[[Any], str], Callable[[str], Any]]:
