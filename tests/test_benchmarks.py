@@ -7,6 +7,7 @@ from benchmarks import gpu, gpu_checks, gpu_parts, orchestration, pocket, retry
 from benchmarks import plan as plan_benchmark
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
+from nanodag.config.resolve import leaves
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
@@ -14,6 +15,7 @@ from nanodag.store import Store
 from nanodag.worker.job import read_job
 from tests.run_records import run_record, stage_record
 
+OF_MACHINE = ("resources.", "sampler.replicas", "sampler.max_batch", "sampler.cache_bytes", "precision", "compile")
 COST = {"seconds": 2.0, "start_s": 1.0, "work_s": 0.5}
 
 
@@ -128,7 +130,9 @@ def test_a_plan_is_held_against_what_the_runs_stages_took():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_stages_of_the_gpu_benchmark_are_ones_that_workers_read(tmp_path, device):
+def test_the_gpu_benchmarks_stages_are_ones_that_workers_read_and_leave_nothing_to_the_machine(tmp_path, device):
     jobs = [(name, read_job(path)) for name, _, path in gpu_checks.stage_jobs(device, tmp_path)]
     assert [name for name, _ in jobs] == ["tokenizer", "pretrain", "midtrain", "sft", "rl", "eval"]
     assert {job.config.resources.device for _, job in jobs} == {device}
+    of_machine = {str(value) for _, job in jobs for name, value in leaves(job.config) if name.startswith(OF_MACHINE)}
+    assert "auto" not in of_machine
