@@ -124,7 +124,9 @@ def ours(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
         max_new_tokens=NEW_TOKENS,
         num_steps=WARM_UP + MEASURED,
         precision=precision,
-        compile=True,
+        micro_batch_tokens=8192,
+        activation_checkpointing=False,
+        compile=False,
         eval_prompts=0,
         checkpoint_every=1000,
     )

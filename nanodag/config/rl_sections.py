@@ -249,7 +249,7 @@ class OptimizerSection(StageSection):
     """Whether activations are computed again in the backward pass instead of kept; `auto` as in the supervised
     stages."""
     compile: bool | Auto = operational("auto")
-    """Whether torch.compile compiles the layers. `auto`: on GPUs, and on CPUs in bf16."""
+    """Whether torch.compile compiles the layers. `auto`: on GPUs, and on CPUs in bf16, as in the supervised stages."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerSection":

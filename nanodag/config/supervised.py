@@ -105,7 +105,8 @@ class SupervisedStage(StageBase):
     """Whether activations are computed again in the backward pass instead of kept: less memory, about a third more
     work. `auto`: where a micro-batch that fills the device would not fit otherwise."""
     compile: bool | Auto = operational("auto")
-    """Whether torch.compile compiles the layers; `auto` does wherever it has a compiler for the device."""
+    """Whether torch.compile compiles the layers; `auto` does wherever it has a compiler for the device. On a CPU our
+    own code takes layers whose widths are multiples of 16, half a head's too, and only others are compiled."""
     validation_tokens: int = Field(262_144, ge=0)
     """Held-out tokens that an evaluation of the loss reads; 0 for none."""
     validation_every: int = Field(100, ge=1)

@@ -10,7 +10,9 @@ holds all logits. Here a layer is two pure functions of tensors around the atten
 Names and arithmetic agree with transformers, so a checkpoint of one is a checkpoint of the other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -88,7 +90,6 @@ class Functions:
 
     def __init__(self, *, compiled: bool) -> None:
         self.compiled = compiled
-        self._compiled = (torch.compile(before_attention), torch.compile(after_attention)) if compiled else None
 
     def before(
         self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads
@@ -96,7 +97,7 @@ class Functions:
         """x as the layer's other half is to take it, and `before_attention`."""
         if cpu_layer.can_run(x, heads):
             return cpu_layer.before_attention(x, cos, sin, *weights, heads)
-        if self.compiled and self._compiled:
+        if self.compiled:
             return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads)
         return x, *before_attention(x, cos, sin, *weights, heads)
 
@@ -104,9 +105,14 @@ class Functions:
         """`after_attention`."""
         if cpu_layer.can_run(x, heads):
             return cpu_layer.after_attention(x, attended, *weights, heads)
-        if self.compiled and self._compiled:
+        if self.compiled:
             return self._compiled[1](*_any_length(x, attended), *weights, heads)
         return after_attention(x, attended, *weights, heads)
+
+    @cached_property
+    def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """At first use: torch's compiler takes a second to import."""
+        return torch.compile(before_attention), torch.compile(after_attention)
 
 
 def _any_length(*tensors: Tensor) -> tuple[Tensor, ...]:

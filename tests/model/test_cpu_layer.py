@@ -77,7 +77,9 @@ def test_the_number_of_threads_changes_no_bit():
             for tensor in (x, gain, gate):
                 tensor.requires_grad_()
             passed, normed = cpu_layer.Norm.apply(x, gain, 1e-6)
-            turned = cpu_layer.Rotated.apply(normed.view(TOKENS, 2, 32), gain[:32], gate[:, None, :16], x[:, None, :16], 1e-6)
+            turned = cpu_layer.Rotated.apply(
+                normed.view(TOKENS, 2, 32), gain[:32], gate[:, None, :16], x[:, None, :16], 1e-6
+            )
             (cpu_layer.Gated.apply(turned.flatten(1), gate) * passed).sum().backward()
             found.append([x.grad, gain.grad, gate.grad])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -219,7 +219,6 @@ def test_a_token_without_probability_is_never_drawn(make_checkpoint):
         table.counts[0] = 0
         draw()
         assert table.tokens[0] in possible
-        assert np.flatnonzero(scores[0].numpy()).tolist() == possible
 
 
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(40, 80), (64, 60)])
