@@ -83,8 +83,7 @@ class Children:
             process.wait()
 
     def abandon(self) -> None:
-        """Kill all and wait for none: for a signal's handler, which may have interrupted one that waits."""
-        self.release()
+        """Kill all, wait for none and take no lock: for a signal's handler, which may have interrupted who holds it."""
         for process in self._processes.values():
             process.kill()
 

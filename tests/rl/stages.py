@@ -71,6 +71,12 @@ def make_job(folder: Path, **config: Any) -> Job:
     return job
 
 
+def slow_rewards(folder: Path) -> None:
+    """A step of so small a model takes 10 ms, too few for a kill to meet it: the same rewards, each 20 ms later."""
+    path = folder / "tiny_reward.py"
+    path.write_text("import time\n" + path.read_text().replace("    return", "    time.sleep(0.02)\n    return"))
+
+
 def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[bytes]:
     """The stage's worker, in a process group of its own, writing to worker.log. fresh: it and what it starts are
     interpreters of their own, as they are outside of tests; else forks."""

@@ -18,7 +18,17 @@ from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.viewer.shelf import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
-from tests.rl.stages import digest, end_group, make_job, metrics, run, same_in_the_end, start, wait_for_step
+from tests.rl.stages import (
+    digest,
+    end_group,
+    make_job,
+    metrics,
+    run,
+    same_in_the_end,
+    slow_rewards,
+    start,
+    wait_for_step,
+)
 
 TWO_RANKS = {"num_ranks": 2, "threads": 1, "device": "cpu"}
 AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
@@ -91,12 +101,6 @@ def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
     assert len(lines) == 12
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
     assert {line["outcome"] for line in lines} == {"trained"}
-
-
-def slow_rewards(folder):
-    """A step of so small a model takes 10 ms, too few for a kill to meet it: the same rewards, each 20 ms later."""
-    path = folder / "tiny_reward.py"
-    path.write_text("import time\n" + path.read_text().replace("    return", "    time.sleep(0.02)\n    return"))
 
 
 def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_bytes(finished, tmp_path):

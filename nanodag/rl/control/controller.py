@@ -99,7 +99,7 @@ class Controller:
         """Run the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
         for, leaves a checkpoint and ends the process."""
         position = self._resume()
-        stop_can_wait()  # the records are rewritten, whole or not at all; from here on a step may be under way
+        stop_can_wait()  # a step may be under way from here on
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
         )

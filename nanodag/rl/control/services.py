@@ -148,8 +148,8 @@ class Services:
         shutil.rmtree(self.sync_folder, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Without waiting: what would remain of it when this process ends here. All else ends by itself, as it does
-        when this process is killed."""
+        """End what would stay for a while after this process, without waiting. All else ends by itself, as it does when
+        this process is killed."""
         self.children.abandon()
         shutil.rmtree(self.sync_folder, ignore_errors=True)
 

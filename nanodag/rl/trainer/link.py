@@ -179,7 +179,11 @@ class _Lines:
     def has_more(self, *, within_s: float = 0.0) -> bool:
         """Whether `read` has something to begin with: what came with the line before it, or what comes within that
         time, the end included."""
-        return bool(self._rest) or bool(select.select([self.socket], [], [], within_s)[0])
+        if self._rest:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(1000 * within_s))
 
     def read(self) -> dict[str, Any] | None:
         """The next object; None when the other side has closed or is gone."""
