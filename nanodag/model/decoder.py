@@ -101,7 +101,7 @@ class Functions:
             return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads)
         return x, *before_attention(x, cos, sin, *weights, heads)
 
-    def after(self, x: Tensor, attended: Tensor, *weights: Tensor, heads: Heads) -> Tensor:
+    def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
         """`after_attention`."""
         if cpu_layer.can_run(x, heads):
             return cpu_layer.after_attention(x, attended, *weights, heads)
