@@ -3,21 +3,24 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
+from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
+from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
 from nanodag.plan.memory import device_room, host_room, memory_faults
-from nanodag.plan.models import model_of
+from nanodag.plan.models import habit_of, model_of
 from nanodag.plan.others import plan_other
 from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
@@ -40,8 +43,8 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all stages one after the other; None where one of them is not known."""
-        each = [stage.seconds for stage in self.stages]
+        """Of all stages one after the other but for those beside others; None where one of them is not known."""
+        each = [stage.seconds for stage in self.stages if not stage.is_beside]
         return None if None in each else sum(seconds for seconds in each if seconds is not None)
 
     @property
@@ -75,7 +78,7 @@ class Plan:
 def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (), price_per_hour: float = 0.0) -> Plan:
     """The plan of a resolved pipeline. stages: those that are to be run; all unless given."""
     plans = [
-        _planned(pipeline, name, pipeline.stages[name], machine)
+        _beside(pipeline, _planned(pipeline, name, pipeline.stages[name], machine), machine, stages)
         for name in order_of(pipeline)
         if not stages or name in stages
     ]
@@ -95,7 +98,7 @@ def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] 
 
 def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
     model = model_of(pipeline, name)
-    plan, faults = _by_kind(name, stage, model, machine)
+    plan, faults = _by_kind(pipeline, name, model, machine)
     if stage.resources.work_pool != "none":
         return replace(
             plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
@@ -104,25 +107,55 @@ def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) 
     return replace(plan, faults=[fault for fault in found if f"{name}.{fault.setting}" not in pipeline.unchecked])
 
 
+def _beside(pipeline: Pipeline, plan: StagePlan, machine: Machine, stages: Collection[str]) -> StagePlan:
+    """The plan of a stage that runs on a CPU while another trains the same model on: at a low priority, it has the
+    cores that the other's ranks leave, or its share of all where they leave none."""
+    stage = pipeline.stages[plan.name]
+    if plan.device != "cpu" or plan.cpu_seconds is None or plan.seconds is None:
+        return plan
+    if not find_kind(stage.kind).is_beside:
+        return plan
+    others = [
+        int(other.resources.num_ranks)
+        for name, other in pipeline.stages.items()
+        if other.inputs.get("model") == stage.inputs["model"]
+        and find_kind(other.kind).trains
+        and other.resources.device == "cpu"
+        and (not stages or name in stages)
+    ]
+    if not others:
+        return plan
+    ranks = max(others)
+    share = max(machine.cores - ranks, machine.cores / (ranks + 1))
+    return replace(plan, seconds=max(plan.seconds, plan.cpu_seconds / share), is_beside=True)
+
+
 def _by_kind(
-    name: str, stage: StageBase, model: ModelSize | None, machine: Machine
+    pipeline: Pipeline, name: str, model: ModelSize | None, machine: Machine
 ) -> tuple[StagePlan, Sequence[Fault]]:
+    stage, habit = pipeline.stages[name], habit_of(pipeline, name)
     if isinstance(stage, SupervisedStage):
         plan = plan_supervised(name, stage, model, machine)
         return plan, faults_of_supervised(plan, stage, model, machine)
     if isinstance(stage, RLStage):
-        plan = plan_rl(name, stage, model, machine)
+        plan = plan_rl(name, stage, model, machine, habit)
         return plan, faults_of_rl(plan, stage, model, machine)
     if isinstance(stage, EvalStage):
-        plan = plan_evaluation(name, stage, model, machine)
+        plan = plan_evaluation(name, stage, model, machine, habit)
         return plan, [
             *_of_memory(plan, machine, "batch_size", stage.batch_size),
             *faults_of_evaluation(stage, model),
         ]
-    plan = plan_other(name, stage, model, machine)
+    trained = [source for other in stage.inputs.values() for source in _trained_on(pipeline.stages[other])]
+    mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
+    plan = plan_other(name, stage, model, trained=trained, mirror=mirror)
     if isinstance(stage, TokenizerStage):
         return plan, _of_memory(plan, machine, "max_bytes", stage.max_bytes)
     return plan, _of_memory(plan, machine, "resources", plan.device)
+
+
+def _trained_on(stage: StageBase) -> Sequence[SourceConfig]:
+    return stage.data if isinstance(stage, SupervisedStage | RLStage) else ()
 
 
 def _of_memory(plan: StagePlan, machine: Machine, setting: str, found: object) -> Sequence[Fault]:

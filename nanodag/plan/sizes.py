@@ -2,20 +2,24 @@
 the sets on the hub that presets name by a table. Nothing is opened.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from nanodag.data.config import SourceConfig
+from nanodag.data.hub import mirrored_files
 from nanodag.data.urls import SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
+from nanodag.plan.models import Habit
 
 CHAT_TOKENS = 7
 """Tokens that the chat template adds to a question and its answer."""
 PROBLEM_BYTES = 60
 """Text of a generated problem that is in no table."""
 STREAM_ROW_BYTES = 2500
+ENDLESS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,19 @@ def _paths(url: SourceURL) -> list[Path]:
     return list(opened.paths)
 
 
+def text_bytes(url: str, mirror: Path | None = None) -> int:
+    """Bytes of text of all rows of a source: of a mirror's files as their footers say, else as `size_of`. A stream, or
+    what is not known, counts as endless."""
+    parsed = parse_url(url)
+    if parsed.kind == "hub" and mirror is not None and (files := mirrored_files(parsed, mirror)):
+        from pyarrow import parquet
+
+        footers = [parquet.read_metadata(path) for path in files]
+        return sum(footer.row_group(n).total_byte_size for footer in footers for n in range(footer.num_row_groups))
+    size = size_of(url)
+    return int(size.rows * size.row_bytes) if size is not None and size.rows is not None else ENDLESS
+
+
 def bytes_per_token(vocabulary: int) -> float:
     """Bytes of English text in a token of a vocabulary: measured 2.8 at 2,048; 3.8, 4.6 and 4.8 at 8,192, 32,768 and
     150,000, between them along the logarithm."""
@@ -183,6 +200,8 @@ def downloaded(sources: Sequence[SourceConfig], read_bytes: float) -> int:
 # Prompts of known sources, in bytes of text: the mean, and the longest one.
 PROMPTS = {"gsm8k": (240, 985)}
 GENERATED_LONGEST = 24  # tokens; of what GENERATED names, at most
+SOLVED_AT = (135_000_000, 0.02)
+"""Parameters of a chat model, and the share of GSM8K that it was seen to solve."""
 TEMPLATE_TOKENS = 8
 """Tokens that the chat template puts around a prompt."""
 DENSER = 0.9
@@ -198,6 +217,35 @@ def mean_prompt(url: str, vocabulary: int) -> float:
     known, size = _prompt_bytes(url), size_of(url)
     mean = known[0] if known is not None else size.row_bytes / 3 if size is not None else 400
     return mean / (DENSER * bytes_per_token(vocabulary)) + TEMPLATE_TOKENS
+
+
+def mean_answer(url: str, vocabulary: int, habit: Habit, *, most: int) -> float:
+    """Tokens of an answer to a source's prompts on average, at most so many."""
+    if habit == "full":
+        return float(most)
+    known, size = _prompt_bytes(url), size_of(url)
+    if habit == "half" or (_generated(url) is None and (known is None or size is None)):
+        return 0.5 * most
+    if (generated := _generated(url)) is not None:
+        return min(float(most), generated[1] - generated[2])
+    assert known is not None and size is not None
+    return min(float(most), (size.row_bytes - known[0]) / (DENSER * bytes_per_token(vocabulary)))
+
+
+def pass_chance(url: str, parameters: int) -> float | None:
+    """How likely a model of so many parameters solves a source's problem; None where nobody knows. A chat model of 135
+    million solves 2 % of GSM8K; below, the chance is taken to shrink with the size."""
+    if _prompt_bytes(url) is None or parameters > SOLVED_AT[0]:
+        return None
+    return SOLVED_AT[1] * parameters / SOLVED_AT[0]
+
+
+def kept_groups(samples: int, chance: float | None) -> float:
+    """Share of groups of so many samples that have a spread, at a chance to solve each. Where that is not known, it is
+    taken to lie as Jeffreys's prior has it, near 0 and near 1 more often than between; 8 samples then keep 0.61."""
+    if chance is None:
+        return 1 - 2 * math.comb(2 * samples, samples) / 4**samples
+    return 1 - chance**samples - (1 - chance) ** samples
 
 
 def longest_prompt(url: str, vocabulary: int) -> int | None:

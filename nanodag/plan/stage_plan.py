@@ -7,7 +7,7 @@ from typing import Any
 
 SAID = (
     *("name", "kind", "device", "parameters", "tokens", "steps", "flops", "read_bytes", "download_bytes", "at_once"),
-    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "start_seconds", "share", "is_beside", "num_gpus"),
+    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "cpu_seconds", "share", "is_beside", "num_gpus"),
     *("device_bytes", "host_bytes"),
 )
 """What of a plan is a number or a name."""
@@ -62,9 +62,10 @@ class StagePlan:
     rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. download_bytes: of that,
     from the hub as it is packed there. processes: what runs on a node at once. at_once: samples decoded together.
     longest_prompt: tokens that fit beside the longest answer. disk_bytes: artifact and checkpoints at their most.
-    kept_bytes: the artifact, which stays. seconds: at the shares of nanodag.plan.speeds; start_seconds: of that, before
-    the first step. share: of the peak, for its main work. is_beside: it runs beside the next stage. num_gpus: of a
-    node, that it holds and its processes share. notes: what was assumed.
+    kept_bytes: the artifact, which stays. seconds: by the clock, with no other run on the machine. cpu_seconds: of all
+    cores, where it runs on a CPU. share: of the peak, for its main work. is_beside: it runs while another stage trains,
+    and adds nothing to the run's time. num_gpus: of a node, that it holds and its processes share. notes: what was
+    assumed.
     """
 
     name: str
@@ -82,7 +83,7 @@ class StagePlan:
     disk_bytes: int | None = None
     kept_bytes: int = 0
     seconds: float | None = None
-    start_seconds: float = 0.0
+    cpu_seconds: float | None = None
     share: float | None = None
     is_beside: bool = False
     num_gpus: int = 0

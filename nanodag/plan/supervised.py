@@ -8,10 +8,11 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.host.machine import Machine
-from nanodag.plan import processes
+from nanodag.plan import cpu_work, processes
+from nanodag.plan.cpu_work import Work, core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
-from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
+from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
@@ -37,7 +38,8 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         )
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
     read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
-    plan = StagePlan(
+    seconds, cpu_seconds = _seconds(stage, model, machine, steps)
+    return StagePlan(
         name=name,
         kind=stage.kind,
         device=device,
@@ -51,12 +53,13 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         num_gpus=int(stage.resources.num_ranks) // stage.resources.num_nodes if device == "cuda" else 0,
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
-        seconds=None if steps is None else _seconds(stage, model, machine, steps),
-        start_seconds=START_S[device],
-        share=shares_of(machine, device, str(stage.precision)).training,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        share=GPU_SHARES["embedded"].training
+        if device == "cuda"
+        else core_of(machine, str(stage.precision)).share(flops, cpu_seconds),
         notes=tuple(notes),
     )
-    return plan
 
 
 def faults_of_supervised(
@@ -154,21 +157,45 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
     return (2 if precision == "bf16" else 4) * model.total + 100 * model.vocabulary
 
 
-def _seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int) -> float | None:
-    resources, device, precision = stage.resources, str(stage.resources.device), str(stage.precision)
-    ranks = int(resources.num_ranks)
-    peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))
+def _seconds(
+    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int | None
+) -> tuple[float | None, float | None]:
+    """By the clock, and of a CPU's cores."""
+    if steps is None:
+        return None, None
+    if stage.resources.device == "cuda":
+        return _gpu_seconds(stage, model, machine, steps), None
+    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
+    core = core_of(machine, str(stage.precision))
+    tokens, length = steps * int(stage.batch_tokens), stage.sequence_length
+    work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
+    work += core.reading(model, _validations(stage, model, steps), length)
+    work += Work(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
+    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
+    start = processes.TRAINER_S + (processes.COMPILER_S if stage.compile else 0.0) + parsed
+    side_by_side = max(1, min(ranks, machine.cores))
+    busy = cpu_work.RANKS_BUSY if ranks > 1 else 1.0
+    seconds = (ranks * start + work.on(threads) / busy) / side_by_side
+    return seconds, ranks * start + work.total
+
+
+def _validations(stage: SupervisedStage, model: ModelSize, steps: int) -> float:
+    """Tokens that the validations read."""
+    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
+    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
+    return (steps // stage.validation_every + 1) * validated
+
+
+def _gpu_seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int) -> float | None:
+    ranks = int(stage.resources.num_ranks)
+    peak = gpu_peak(machine, str(stage.precision), ranks=ranks)
     if not peak:
         return None
     tokens = steps * int(stage.batch_tokens)
     again = 4 / 3 if stage.activation_checkpointing else 1.0
-    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
-    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
-    worked = tokens * again + (steps // stage.validation_every + 1) * validated / 3
-    share = shares_of(machine, device, precision).training
-    computing = worked * model.training_flops(stage.sequence_length) / (share * peak)
-    packing = tokens / (ranks * PACKED_TOKENS_S)
-    return START_S[device] + max(computing, packing)
+    worked = tokens * again + _validations(stage, model, steps) / 3
+    computing = worked * model.training_flops(stage.sequence_length) / (GPU_SHARES["embedded"].training * peak)
+    return START_S + max(computing, tokens / (ranks * PACKED_TOKENS_S))
 
 
 def _candidates(stage: SupervisedStage) -> Iterator[Candidate]:

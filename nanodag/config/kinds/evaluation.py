@@ -46,8 +46,8 @@ class EvalStage(StageBase):
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
-    precision: Precision | Auto = "fp32"
-    """Number format of the model."""
+    precision: Precision | Auto = "auto"
+    """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
     batch_size: int = operational(64, ge=1)
     """Questions scored at once, where likelihoods answer them."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()
