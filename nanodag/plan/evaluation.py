@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
+from nanodag.config.stage_base import StageBase
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
 from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
 from nanodag.plan.sampling import Samplers, embedded_samplers
 from nanodag.plan.sizes import (
@@ -125,9 +127,26 @@ def plan_evaluation(
     )
 
 
-def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[Fault]:
-    """Answers that would be cut, prompts without room, and a cache without room for one sample."""
-    if model is None or not needed_context(stage, model):
+def faults_of_evaluation(
+    plan: StagePlan, stage: EvalStage, model: ModelSize | None, machine: Machine
+) -> Iterator[Fault]:
+    """What does not fit; answers that would be cut, prompts without room, and a cache without room for one sample."""
+    if model is None:
+        return
+
+    def rebuilt(changed: StageBase) -> StagePlan:
+        assert isinstance(changed, EvalStage)
+        return plan_evaluation(plan.name, changed, model, machine)
+
+    yield from memory_faults(
+        plan,
+        machine,
+        setting="sampler.cache_bytes",
+        found=stage.sampler.cache_bytes,
+        candidates=_candidates(stage, model),
+        rebuilt=rebuilt,
+    )
+    if not needed_context(stage, model):
         return
     needed = needed_context(stage, model)
     if needed > model.max_positions:
@@ -141,6 +160,24 @@ def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[
         why = f"bytes hold no sample of {needed} tokens, which takes {samplers.needed_bytes}"
         mend = (f"sampler.cache_bytes={samplers.needed_bytes}",)
         yield Fault(setting="sampler.cache_bytes", found=str(samplers.room), why=why, mend=mend)
+
+
+def _candidates(stage: EvalStage, model: ModelSize) -> Iterator[Candidate]:
+    """Smaller caches that hold a sample; then with one sampler; then in bf16."""
+    for precision in dict.fromkeys((str(stage.precision), "bf16")):
+        for replicas in dict.fromkeys((int(stage.sampler.replicas), 1)):
+            cache_bytes = int(stage.sampler.cache_bytes)
+            while True:
+                sampler = stage.sampler.model_copy(update={"cache_bytes": cache_bytes, "replicas": replicas})
+                changed = stage.model_copy(update={"sampler": sampler, "precision": precision})
+                said = {"sampler.cache_bytes": cache_bytes, "sampler.replicas": replicas, "precision": precision}
+                given = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
+                different = [name for (name, value), old in zip(said.items(), given, strict=True) if value != old]
+                yield tuple(f"{name}={said[name]}" for name in different), changed
+                samplers = samplers_of(changed, model)
+                cache_bytes //= 2
+                if samplers is None or cache_bytes < samplers.needed_bytes:
+                    break
 
 
 def _items(benchmark: BenchmarkConfig) -> int:

@@ -10,7 +10,6 @@ from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
@@ -19,9 +18,9 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
-from nanodag.plan.memory import device_room, host_room, memory_faults
+from nanodag.plan.memory import device_room, host_room
 from nanodag.plan.models import habit_of, model_of
-from nanodag.plan.others import plan_other
+from nanodag.plan.others import faults_of_other, plan_other
 from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
 from nanodag.plan.supervised import faults_of_supervised, plan_supervised
@@ -82,9 +81,8 @@ def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (
         for name in order_of(pipeline)
         if not stages or name in stages
     ]
-    return Plan(
-        preset=pipeline.preset, machine=machine, stages=_with_disk(plans, machine), price_per_hour=price_per_hour
-    )
+    on_disk = _with_disk(pipeline, plans, machine)
+    return Plan(preset=pipeline.preset, machine=machine, stages=on_disk, price_per_hour=price_per_hour)
 
 
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
@@ -142,24 +140,15 @@ def _by_kind(
         return plan, faults_of_rl(plan, stage, model, machine)
     if isinstance(stage, EvalStage):
         plan = plan_evaluation(name, stage, model, machine, habit)
-        return plan, [
-            *_of_memory(plan, machine, "batch_size", stage.batch_size),
-            *faults_of_evaluation(stage, model),
-        ]
+        return plan, list(faults_of_evaluation(plan, stage, model, machine))
     trained = [source for other in stage.inputs.values() for source in _trained_on(pipeline.stages[other])]
     mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
     plan = plan_other(name, stage, model, trained=trained, mirror=mirror)
-    if isinstance(stage, TokenizerStage):
-        return plan, _of_memory(plan, machine, "max_bytes", stage.max_bytes)
-    return plan, _of_memory(plan, machine, "resources", plan.device)
+    return plan, faults_of_other(plan, stage, machine, trained=trained)
 
 
 def _trained_on(stage: StageBase) -> Sequence[SourceConfig]:
     return stage.data if isinstance(stage, SupervisedStage | RLStage) else ()
-
-
-def _of_memory(plan: StagePlan, machine: Machine, setting: str, found: object) -> Sequence[Fault]:
-    return memory_faults(plan, machine, setting=setting, found=found, candidates=(), rebuilt=lambda stage: plan)
 
 
 def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
@@ -174,17 +163,35 @@ def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
     return []
 
 
-def _with_disk(plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
+def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
     """The plans, and the fault of the first stage at which the disk is full."""
     kept, is_full, out = 0, False, []
     for plan in plans:
         used = kept + (plan.disk_bytes or 0)
         if used > machine.disk and not is_full:
             is_full = True
-            why = f"of disk are used with what the stages before it leave, and {size(machine.disk)} are free where the "
-            why += "store lies; lower keep_checkpoints, or take another store.url"
-            fault = Fault(setting="keep_checkpoints", found=size(used), why=why)
+            fault = _disk_fault(pipeline, plan, kept, machine)
             plan = replace(plan, faults=(*plan.faults, fault))
         kept += plan.kept_bytes
         out.append(plan)
     return out
+
+
+def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
+    """Of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
+    leave."""
+    stage = pipeline.stages[plan.name]
+    keeps = int(getattr(stage, "keep_checkpoints", 1))
+    used, setting = kept + (plan.disk_bytes or 0), "keep_checkpoints" if keeps > 1 else "store.url"
+    kinds = f"what stages before it leave and {keeps} checkpoints" if keeps > 1 else "what stages before it leave"
+    why = f"are used of the disk at {plan.name}, with {kinds}, and {size(machine.disk)} are free where the store lies"
+    for fewer in range(keeps - 1, 0, -1):
+        stages = {**pipeline.stages, plan.name: stage.model_copy(update={"keep_checkpoints": fewer})}
+        changed, _ = _by_kind(
+            pipeline.model_copy(update={"stages": stages}), plan.name, model_of(pipeline, plan.name), machine
+        )
+        if kept + (changed.disk_bytes or 0) <= machine.disk:
+            mend = (f"keep_checkpoints={fewer}",)
+            return Fault(setting=setting, found=size(used), why=why, mend=mend)
+    why += f"; set store.url to a place with {size(used)}, or free {size(used - machine.disk)}"
+    return Fault(setting=setting, found=size(used), why=why)

@@ -9,9 +9,11 @@ from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
+from nanodag.host.machine import Machine
 from nanodag.plan import processes
+from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.sizes import downloaded, in_memory, text_bytes
-from nanodag.plan.stage_plan import Process, StagePlan
+from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 DOWNLOAD_BYTES_S = 50e6
 COPIED_BYTES_S = 500e6
@@ -21,6 +23,8 @@ LEARNED_BYTES_S = 10e6
 SEARCHED_BYTES_S = 11e6
 """Text that is searched for 13-grams of benchmarks in a second of a core."""
 MAX_SEARCHED = 200_000_000  # MAX_TRAINING_BYTES of nanodag.report.contamination_table
+LEAST_TEXT = 1_000_000
+"""Bytes of text from which a tokenizer is worth learning."""
 KNOWN_WORDS = 150 * processes.MB
 """Of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
@@ -91,3 +95,25 @@ def plan_other(
             cpu_seconds=seconds,
         )
     return StagePlan(name=name, kind=stage.kind, device=device, notes=("a kind of your own: nothing is known of it",))
+
+
+def faults_of_other(
+    plan: StagePlan, stage: StageBase, machine: Machine, *, trained: Sequence[SourceConfig] = ()
+) -> list[Fault]:
+    """What of the stage does not fit the machine: a tokenizer learns from less text, a report searches for nothing."""
+    setting, found, candidates = "resources.device", plan.device, list[Candidate]()
+    if isinstance(stage, TokenizerStage):
+        setting, found = "max_bytes", str(stage.max_bytes)
+        sizes = [stage.max_bytes >> k for k in range(1, 12) if stage.max_bytes >> k >= LEAST_TEXT]
+        candidates = [((f"max_bytes={num}",), stage.model_copy(update={"max_bytes": num})) for num in sizes]
+    if isinstance(stage, ReportStage):
+        setting, found = "contamination", str(len(stage.contamination))
+        candidates = [(("contamination=[]",), stage.model_copy(update={"contamination": ()}))]
+    return memory_faults(
+        plan,
+        machine,
+        setting=setting,
+        found=found,
+        candidates=candidates,
+        rebuilt=lambda changed: plan_other(plan.name, changed, None, trained=trained),
+    )

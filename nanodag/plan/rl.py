@@ -1,6 +1,6 @@
 """Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanodag.config.footprint import (
@@ -169,7 +169,7 @@ def faults_of_rl(plan: StagePlan, stage: RLStage, model: ModelSize | None, machi
         machine,
         setting="optimizer.micro_batch_tokens",
         found=stage.optimizer.micro_batch_tokens,
-        candidates=_candidates(stage),
+        candidates=_candidates(stage, model, machine),
         rebuilt=rebuilt,
     )
     return [*faults, *_void(stage, model, machine)]
@@ -339,7 +339,34 @@ def _gpu_seconds(
     return START_S + decoding + training / (GPU_SHARES[engine].trainer * peak) + stage.num_steps * RL_STEP_S
 
 
-def _candidates(stage: RLStage) -> Iterator[Candidate]:
+def _candidates(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+    """Changes of the trainer, from the smallest on; then a cache of half the size with each of them, and so on, as long
+    as it holds a sample."""
+    for of_sampler, smaller in _smaller_caches(stage, model, machine):
+        for of_trainer, changed in _smaller_trainers(smaller):
+            yield (*of_sampler, *of_trainer), changed
+
+
+def _smaller_caches(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[tuple[tuple[str, ...], RLStage]]:
+    """The stage, then with samplers that decode fewer samples at once in a smaller cache."""
+    yield (), stage
+    cache_bytes = int(stage.sampler.cache_bytes) // 2
+    while cache_bytes:
+        updates: dict[str, object] = {"cache_bytes": cache_bytes}
+        fitting = samplers_of(_with_sampler(stage, updates), model, machine).at_once
+        if not fitting:
+            return
+        if fitting < int(stage.sampler.max_batch):
+            updates["max_batch"] = fitting
+        yield tuple(f"sampler.{name}={value}" for name, value in updates.items()), _with_sampler(stage, updates)
+        cache_bytes //= 2
+
+
+def _with_sampler(stage: RLStage, updates: Mapping[str, object]) -> RLStage:
+    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update=updates)})
+
+
+def _smaller_trainers(stage: RLStage) -> Iterator[tuple[tuple[str, ...], RLStage]]:
     """Smaller micro-batches that hold a rollout, then with checkpointing, then with the optimizer's states in host
     memory."""
     longest, given = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)

@@ -15,8 +15,8 @@ SAID = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What would not work, or be void. setting: its dotted name without the stage. found: its value. why: in a clause.
-    mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
+    """What would not work, or be void. setting: its dotted name without the stage, or `store.url`. found: its value.
+    why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
 
     setting: str
     found: str
@@ -26,7 +26,8 @@ class Fault:
     def text(self, stage: str) -> str:
         """One line, as `pretrain.micro_batch_tokens: 32768 ...; set pretrain.micro_batch_tokens=8192`."""
         settings = " ".join(f"{stage}.{setting}" for setting in self.mend)
-        return f"{stage}.{self.setting}: {self.found} {self.why}{f'; set {settings}' if settings else ''}"
+        name = self.setting if self.setting == "store.url" else f"{stage}.{self.setting}"
+        return f"{name}: {self.found} {self.why}{f'; set {settings}' if settings else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
