@@ -86,6 +86,7 @@ def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
         max_batch=replicas * int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
+        used=stage.max_new_tokens + max(_prompt(b, model) for b in stage.benchmarks if is_written(b)),
         takes_weights=False,
     )
 
@@ -252,7 +253,7 @@ def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) ->
     if samplers.process.count > 1:
         return Process(name="worker", host={**held, **base}), samplers.process
     inner = {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
-    return (Process(name="worker", host={**held, **base, **inner}),)
+    return (Process(name="worker", host={**held, **base, **inner}, reserve=samplers.process.reserve),)
 
 
 def _seconds(

@@ -132,9 +132,10 @@ def _by_kind(
     pipeline: Pipeline, name: str, model: ModelSize | None, machine: Machine
 ) -> tuple[StagePlan, Sequence[Fault]]:
     stage, habit = pipeline.stages[name], habit_of(pipeline, name)
+    mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
     if isinstance(stage, SupervisedStage):
-        plan = plan_supervised(name, stage, model, machine)
-        return plan, faults_of_supervised(plan, stage, model, machine)
+        plan = plan_supervised(name, stage, model, machine, mirror)
+        return plan, faults_of_supervised(plan, stage, model, machine, mirror)
     if isinstance(stage, RLStage):
         plan = plan_rl(name, stage, model, machine, habit)
         return plan, faults_of_rl(plan, stage, model, machine)
@@ -142,7 +143,6 @@ def _by_kind(
         plan = plan_evaluation(name, stage, model, machine, habit)
         return plan, list(faults_of_evaluation(plan, stage, model, machine))
     trained = [source for other in stage.inputs.values() for source in _trained_on(pipeline.stages[other])]
-    mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
     plan = plan_other(name, stage, model, trained=trained, mirror=mirror)
     return plan, faults_of_other(plan, stage, machine, trained=trained)
 

@@ -13,6 +13,7 @@ from nanodag.config.footprint import (
     width_of,
     working,
 )
+from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
@@ -71,6 +72,7 @@ def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> Samplers:
         max_batch=int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
+        used=_mean_prompt(stage, model) + stage.rollout.max_new_tokens,
     )
 
 
@@ -93,7 +95,7 @@ class _Step:
 
 def _step(stage: RLStage, model: ModelSize, habit: Habit) -> _Step:
     rollout = stage.rollout
-    prompt = _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
+    prompt = _mean_prompt(stage, model)
     most = rollout.max_new_tokens
     answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
     groups = float(rollout.prompts_per_step)
@@ -105,6 +107,10 @@ def _step(stage: RLStage, model: ModelSize, habit: Habit) -> _Step:
     return _Step(
         prompt=prompt, answer=answer, groups=groups, samples=samples, sampled=samples * answer, trained=trained
     )
+
+
+def _mean_prompt(stage: RLStage, model: ModelSize) -> float:
+    return _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -140,7 +146,7 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
         processes=(trainer, samplers.process, *beside),
-        num_gpus=_num_gpus(stage, samplers, machine) if device == "cuda" else 0,
+        num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(stage, model) + _rollouts(stage, step.sampled),
@@ -196,13 +202,6 @@ def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]
 
 def _smaller(samplers: Samplers) -> tuple[str, ...]:
     return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
-
-
-def _num_gpus(stage: RLStage, samplers: Samplers, machine: Machine) -> int:
-    """That it takes of a node; embedded samplers do with fewer than they are."""
-    ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
-    gpus = samplers.process.count * samplers.process.gpus
-    return max(ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, machine.num_gpus))
 
 
 def _sampled_a_step(stage: RLStage) -> int:

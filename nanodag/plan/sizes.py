@@ -64,10 +64,11 @@ GENERATED = {
 FILES = {"hotpotqa.json": (66_635, 519)}
 
 
-def size_of(url: str) -> SourceSize | None:
-    """Of one source; None where nothing is known beforehand."""
+def size_of(url: str, mirror: Path | None = None) -> SourceSize | None:
+    """Of one source; None where nothing is known beforehand. mirror: a folder that stands for the hub; the footers of
+    its files are read."""
     parsed = parse_url(url)
-    found = _whole(parsed)
+    found = _whole(parsed, mirror)
     if found is None or (parsed.start == 0 and parsed.stop is None):
         return found
     end = parsed.stop if found.rows is None else min(parsed.stop or found.rows, found.rows)
@@ -78,7 +79,14 @@ def size_of(url: str) -> SourceSize | None:
     return SourceSize(rows, found.row_bytes, packed, found.in_memory)
 
 
-def _whole(url: SourceURL) -> SourceSize | None:
+def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
+    if url.kind == "hub" and mirror is not None and (files := mirrored_files(url, mirror)):
+        from pyarrow import parquet
+
+        footers = [parquet.read_metadata(path) for path in files]
+        groups = [footer.row_group(number) for footer in footers for number in range(footer.num_row_groups)]
+        rows = sum(group.num_rows for group in groups)
+        return SourceSize(rows, sum(group.total_byte_size for group in groups) / max(1, rows))
     if url.kind == "hub":
         path = hub_path(url)
         row = HUB.get((path.name, path.config, path.split))
@@ -118,15 +126,8 @@ def _paths(url: SourceURL) -> list[Path]:
 
 
 def text_bytes(url: str, mirror: Path | None = None) -> int:
-    """Bytes of text of all rows of a source: of a mirror's files as their footers say, else as `size_of`. A stream, or
-    what is not known, counts as endless."""
-    parsed = parse_url(url)
-    if parsed.kind == "hub" and mirror is not None and (files := mirrored_files(parsed, mirror)):
-        from pyarrow import parquet
-
-        footers = [parquet.read_metadata(path) for path in files]
-        return sum(footer.row_group(n).total_byte_size for footer in footers for n in range(footer.num_row_groups))
-    size = size_of(url)
+    """Bytes of text of all rows of a source. A stream, or what is not known, counts as endless."""
+    size = size_of(url, mirror)
     return int(size.rows * size.row_bytes) if size is not None and size.rows is not None else ENDLESS
 
 
@@ -147,31 +148,52 @@ def held_out_share(source: SourceConfig) -> float:
     return float(source.held_out) if isinstance(source.held_out, int | float) else 0.0
 
 
-def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+def tokens_of_pass(
+    sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> int | None:
     """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is not
     known."""
     if any(source.weight is not None for source in sources):
         return None
-    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in sources]
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror) for source in sources]
     shares = [(1 - held_out_share(source)) * (source.epochs or 1.0) for source in sources]
     known = [tokens * share for tokens, share in zip(each, shares, strict=True) if tokens is not None]
     return int(sum(known)) if len(known) == len(each) else None
 
 
-def held_out_tokens(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+def held_out_tokens(
+    sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> int | None:
     """Tokens that a mixture holds out: of conversations, where there are such beside text. None where that is not
     known; 0 where nothing is held out."""
     held_out = [source for source in sources if source.held_out]
     held_out = [source for source in held_out if source.adapter != "text"] or held_out
-    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in held_out]
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror) for source in held_out]
     if any(tokens is None for tokens in each) or any(not held_out_share(source) for source in held_out):
         return None
     return int(sum((tokens or 0.0) * held_out_share(s) for tokens, s in zip(each, held_out, strict=True)))
 
 
-def _tokens_of_rows(source: SourceConfig, vocabulary: int, *, is_chat: bool) -> float | None:
+def attended_length(
+    sources: Sequence[SourceConfig], vocabulary: int, row: int, *, is_chat: bool, mirror: Path | None = None
+) -> int:
+    """Tokens of the piece that a token lies in, on average over a mixture, at most a row's: pieces of a packed row do
+    not see one another. The row where a source's size is not known."""
+    lengths, shares = [], []
+    for source in sources:
+        size, tokens = size_of(source.url, mirror), _tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror)
+        if size is None or not size.rows or tokens is None:
+            return row
+        lengths.append(min(float(row), tokens / size.rows))
+        shares.append(source.weight if source.weight is not None else tokens * (source.epochs or 1.0))
+    return math.ceil(sum(length * share for length, share in zip(lengths, shares, strict=True)) / sum(shares))
+
+
+def _tokens_of_rows(
+    source: SourceConfig, vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> float | None:
     """Tokens of all rows of a source, once."""
-    size, known = size_of(source.url), _generated(source.url)
+    size, known = size_of(source.url, mirror), _generated(source.url)
     if size is None or size.rows is None:
         return None
     template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS

@@ -35,13 +35,15 @@ class Process:
     """Processes of one kind, side by side on a node.
 
     count: how many. device: bytes that each takes of its GPU, by what holds them; empty where it has none. host: the
-    same of host memory. gpus: how many a process has.
+    same of host memory. reserve: bytes of host memory that only longer prompts than most would make it take. gpus: how
+    many a process has.
     """
 
     name: str
     count: int = 1
     device: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    reserve: int = 0
     gpus: int = 0
 
     @property
@@ -99,15 +101,23 @@ class StagePlan:
 
     @property
     def host_bytes(self) -> int:
-        """In a node's memory, all processes together."""
+        """In a node's memory, all processes together, as they are expected to take it."""
         return sum(process.count * process.on_host for process in self.processes)
+
+    @property
+    def most_host_bytes(self) -> int:
+        """The same, with prompts as long as the context has room for."""
+        return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {
             **{name: getattr(self, name) for name in SAID},
             "processes": [
-                {"name": p.name, "count": p.count, "gpus": p.gpus, "device": dict(p.device), "host": dict(p.host)}
+                {
+                    **{"name": p.name, "count": p.count, "gpus": p.gpus},
+                    **{"device": dict(p.device), "host": dict(p.host), "reserve": p.reserve},
+                }
                 for p in self.processes
             ],
             "notes": list(self.notes),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from nanodag.config.footprint import CUDA_BYTES, activations, document_mask, head_memory, train_state, working
 from nanodag.config.model_size import ModelSize
@@ -11,7 +12,15 @@ from nanodag.host.machine import Machine
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.cpu_work import Work, core_of
 from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
+from nanodag.plan.sizes import (
+    attended_length,
+    bytes_per_token,
+    downloaded,
+    held_out_share,
+    held_out_tokens,
+    in_memory,
+    tokens_of_pass,
+)
 from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -19,10 +28,13 @@ COMPILED_SHARE = 0.65
 """Of a layer's activations, that a compiled one keeps."""
 
 
-def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, machine: Machine) -> StagePlan:
-    """The plan of one stage of the supervised loop. model: None where its size is not known."""
+def plan_supervised(
+    name: str, stage: SupervisedStage, model: ModelSize | None, machine: Machine, mirror: Path | None = None
+) -> StagePlan:
+    """The plan of one stage of the supervised loop. model: None where its size is not known. mirror: a folder that
+    stands for the hub."""
     device, notes = str(stage.resources.device), []
-    tokens = planned_tokens(stage, model)
+    tokens = planned_tokens(stage, model, mirror)
     batch = int(stage.batch_tokens)
     steps = None if tokens is None else math.ceil(tokens / batch)
     if stage.max_steps:
@@ -38,7 +50,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         )
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
     read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
-    seconds, cpu_seconds = _seconds(stage, model, machine, steps)
+    seconds, cpu_seconds = _seconds(stage, model, machine, steps, mirror)
     return StagePlan(
         name=name,
         kind=stage.kind,
@@ -63,7 +75,7 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
 
 
 def faults_of_supervised(
-    plan: StagePlan, stage: SupervisedStage, model: ModelSize | None, machine: Machine
+    plan: StagePlan, stage: SupervisedStage, model: ModelSize | None, machine: Machine, mirror: Path | None = None
 ) -> list[Fault]:
     """What of the stage does not fit the machine."""
     if model is None:
@@ -71,7 +83,7 @@ def faults_of_supervised(
 
     def rebuilt(changed: StageBase) -> StagePlan:
         assert isinstance(changed, SupervisedStage)
-        return plan_supervised(plan.name, changed, model, machine)
+        return plan_supervised(plan.name, changed, model, machine, mirror)
 
     return memory_faults(
         plan,
@@ -83,13 +95,13 @@ def faults_of_supervised(
     )
 
 
-def planned_tokens(stage: SupervisedStage, model: ModelSize | None) -> int | None:
+def planned_tokens(stage: SupervisedStage, model: ModelSize | None, mirror: Path | None = None) -> int | None:
     """Tokens of the whole training: its horizon, or passes over its data where their size is known."""
     if stage.horizon_tokens not in ("auto", 0):
         return int(stage.horizon_tokens)
     if not isinstance(stage, ChatStage) or model is None:
         return None
-    one_pass = tokens_of_pass(stage.data, model.vocabulary, is_chat=True)
+    one_pass = tokens_of_pass(stage.data, model.vocabulary, is_chat=True, mirror=mirror)
     return None if one_pass is None else int(one_pass * stage.num_epochs)
 
 
@@ -158,18 +170,19 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
 
 
 def _seconds(
-    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int | None
+    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int | None, mirror: Path | None
 ) -> tuple[float | None, float | None]:
     """By the clock, and of a CPU's cores."""
     if steps is None:
         return None, None
     if stage.resources.device == "cuda":
-        return _gpu_seconds(stage, model, machine, steps), None
+        return _gpu_seconds(stage, model, machine, steps, mirror), None
     ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
     core = core_of(machine, str(stage.precision))
-    tokens, length = steps * int(stage.batch_tokens), stage.sequence_length
+    tokens, is_chat = steps * int(stage.batch_tokens), isinstance(stage, ChatStage)
+    length = attended_length(stage.data, model.vocabulary, stage.sequence_length, is_chat=is_chat, mirror=mirror)
     work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
-    work += core.reading(model, _validations(stage, model, steps), length)
+    work += core.reading(model, _validations(stage, model, steps, mirror), length)
     work += Work(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     start = processes.TRAINER_S + (processes.COMPILER_S if stage.compile else 0.0) + parsed
@@ -179,21 +192,23 @@ def _seconds(
     return seconds, ranks * start + work.total
 
 
-def _validations(stage: SupervisedStage, model: ModelSize, steps: int) -> float:
+def _validations(stage: SupervisedStage, model: ModelSize, steps: int, mirror: Path | None) -> float:
     """Tokens that the validations read."""
-    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
+    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage), mirror=mirror)
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
     return (steps // stage.validation_every + 1) * validated
 
 
-def _gpu_seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int) -> float | None:
+def _gpu_seconds(
+    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int, mirror: Path | None
+) -> float | None:
     ranks = int(stage.resources.num_ranks)
     peak = gpu_peak(machine, str(stage.precision), ranks=ranks)
     if not peak:
         return None
     tokens = steps * int(stage.batch_tokens)
     again = 4 / 3 if stage.activation_checkpointing else 1.0
-    worked = tokens * again + _validations(stage, model, steps) / 3
+    worked = tokens * again + _validations(stage, model, steps, mirror) / 3
     computing = worked * model.training_flops(stage.sequence_length) / (GPU_SHARES["embedded"].training * peak)
     return START_S + max(computing, tokens / (ranks * PACKED_TOKENS_S))
 

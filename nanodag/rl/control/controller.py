@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
-from nanodag.errors import NanodagError, StageFailed
+from nanodag.errors import CorruptArtifact, NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
@@ -89,7 +89,7 @@ class Controller:
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
-        totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
+        totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
         self._stopwatch = Stopwatch()
@@ -184,7 +184,9 @@ class Controller:
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
-        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_matrix_parameters)
+        model = self._services.model
+        body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
+        rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
         self._records.step(step, seconds, self._values | rates)
         self._records.timeline(step, spans)
 
@@ -212,6 +214,7 @@ class Controller:
             "skipped_updates": first["skipped_updates"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
+            "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),
         }
 
@@ -232,6 +235,7 @@ class Controller:
         totals["sampled"] += sum(rollout.num_sampled for rollout in batch.all_rollouts)
         totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
         totals["computed"] += values.get("computed_tokens", 0)
+        totals["scored"] += values.get("scored_tokens", 0)
         totals["empty_steps"] = 0 if batch.kept or batch.num_partial else totals["empty_steps"] + 1
         if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
             reasons = drop_counts([drop.reason for drop in batch.dropped])
@@ -278,6 +282,12 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
+        if set(saved["state"]["totals"]) != set(self._state["totals"]):
+            raise CorruptArtifact(
+                f"Checkpoint {folder} was saved by another version of nanodag: it counts "
+                f"{', '.join(saved['state']['totals'])}, and this one {', '.join(self._state['totals'])}. Remove it to "
+                "begin the stage again."
+            )
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
         for policy, version in saved["weights"].items():
@@ -305,15 +315,17 @@ class Controller:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         self._services.link.ask("export", folder=str(self._job.output))
         self._records.close()
-        totals, parameters = self._state["totals"], self._services.model.num_matrix_parameters
+        totals, model = self._state["totals"], self._services.model
         evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
             metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
-        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
-        forward = totals["sampled"] + totals["prompt"]
-        flops = 6 * parameters * totals["computed"] + 2 * parameters * forward
+        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
+        # logits.
+        forward, head = totals["sampled"] + totals["prompt"], model.num_head_parameters
+        body = model.num_matrix_parameters - head
+        flops = body * (6 * totals["computed"] + 2 * forward) + head * (6 * totals["scored"] + 2 * totals["sampled"])
         finish(
             self._job,
             metrics=metrics,
