@@ -1,6 +1,7 @@
 """What work takes on a CPU, in seconds of one core: the sum of its parts, each by what bounds it.
 
-The constants come from parts that were measured alone on two cores with AVX-512 (docs/LOG.md), none from a whole run:
+The constants were measured on two cores with AVX512-BF16 (docs/LOG.md). Those of products, activations, logits, caches
+and text come from parts that were measured alone; STEP_S, RANKS_BUSY and OVERLAP were read off a run of `pocket`.
 
 - matrix products run at 0.8 of the peak of square ones: a pretraining step of 4,096 tokens at depth 3 took 192 ms in
   bfloat16 and 623 in float32, which differ in their products alone;

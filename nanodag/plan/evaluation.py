@@ -144,7 +144,7 @@ def faults_of_evaluation(
         machine,
         setting="sampler.cache_bytes",
         found=stage.sampler.cache_bytes,
-        candidates=_candidates(stage, model),
+        candidates=_candidates(stage, model, machine),
         rebuilt=rebuilt,
     )
     if not needed_context(stage, model):
@@ -163,9 +163,10 @@ def faults_of_evaluation(
         yield Fault(setting="sampler.cache_bytes", found=str(samplers.room), why=why, mend=mend)
 
 
-def _candidates(stage: EvalStage, model: ModelSize) -> Iterator[Candidate]:
-    """Smaller caches that hold a sample; then with one sampler; then in bf16."""
-    for precision in dict.fromkeys((str(stage.precision), "bf16")):
+def _candidates(stage: EvalStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+    """Smaller caches that hold a sample; then with one sampler; then in bf16 where the machine multiplies it fast."""
+    fast = ("bf16",) if machine.multiplies_bf16_fast(str(stage.resources.device)) else ()
+    for precision in dict.fromkeys((str(stage.precision), *fast)):
         for replicas in dict.fromkeys((int(stage.sampler.replicas), 1)):
             cache_bytes = int(stage.sampler.cache_bytes)
             while True:

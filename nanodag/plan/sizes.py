@@ -1,7 +1,8 @@
 """How many rows, and how much text, a source has: of generators by their parameters, of local files by their size, of
-the sets on the hub that presets name by a table. Nothing is opened.
+the sets on the hub that presets name by a table, or by the footers of a mirror's files. No row is read.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ PROBLEM_BYTES = 60
 """Text of a generated problem that is in no table."""
 STREAM_ROW_BYTES = 2500
 ENDLESS = 1 << 60
+MIRRORED_FOOTERS = 16
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,8 @@ def size_of(url: str, mirror: Path | None = None) -> SourceSize | None:
 
 
 def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
-    if url.kind == "hub" and mirror is not None and (files := mirrored_files(url, mirror)):
-        from pyarrow import parquet
-
-        footers = [parquet.read_metadata(path) for path in files]
-        groups = [footer.row_group(number) for footer in footers for number in range(footer.num_row_groups)]
-        rows = sum(group.num_rows for group in groups)
-        return SourceSize(rows, sum(group.total_byte_size for group in groups) / max(1, rows))
+    if url.kind == "hub" and mirror is not None and (found := _mirrored(tuple(mirrored_files(url, mirror)))):
+        return found
     if url.kind == "hub":
         path = hub_path(url)
         row = HUB.get((path.name, path.config, path.split))
@@ -102,6 +99,24 @@ def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
             else None
         )
     return _files(url)
+
+
+@functools.cache
+def _mirrored(files: tuple[Path, ...]) -> SourceSize | None:
+    """Of a mirror's files, by the footers of the first ones; None where there are none, or one cannot be read: what
+    looks at the data says so."""
+    from pyarrow import parquet
+
+    try:
+        footers = [parquet.read_metadata(path) for path in files[:MIRRORED_FOOTERS]]
+    except (OSError, ValueError):
+        return None
+    groups = [footer.row_group(number) for footer in footers for number in range(footer.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    if not rows:
+        return None
+    row_bytes = sum(group.total_byte_size for group in groups) / rows
+    return SourceSize(rows * len(files) // len(footers), row_bytes)
 
 
 def _files(url: SourceURL) -> SourceSize | None:

@@ -6,17 +6,20 @@ from nanodag.config import resolve
 from nanodag.config.dial import shape_of
 from nanodag.config.footprint import layer_activations
 from nanodag.config.model_size import ModelSize
+from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan import others
 from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, Work, core_of
 from nanodag.plan.make import plan_of
 from nanodag.plan.models import habit_of
-from nanodag.plan.sizes import kept_groups, mean_answer, pass_chance, text_bytes
+from nanodag.plan.sizes import attended_length, kept_groups, mean_answer, pass_chance, text_bytes
 from nanodag.report import contamination_table
 
 FILE = PROJECT / "pipeline.yaml"
 CPU = "cpu:2:avx512_bf16:8GiB"
+SORT = "python:nanodag.data.lists:sort?size=10"
+PROSE = "hub:wikimedia/wikipedia/20231101.en:train"
 MODEL = ModelSize(shape_of(3), 2048, 512)
 
 
@@ -87,8 +90,7 @@ def test_answers_are_as_long_as_the_datas_once_the_model_was_trained_on_conversa
     assert [habit_of(pipeline, name) for name in ("eval_base", "eval_mid", "rl")] == ["full", "data", "data"]
     imported = resolve(FILE, "gsm8k-rl", (), machine=machine_of("1x24GB")).pipeline
     assert habit_of(imported, "rl") == "half"
-    sort = "python:nanodag.data.lists:sort?size=10"
-    assert [mean_answer(sort, 2048, habit, most=16) for habit in ("full", "data", "half")] == [16, 10, 8]
+    assert [mean_answer(SORT, 2048, habit, most=16) for habit in ("full", "data", "half")] == [16, 10, 8]
     assert mean_answer("hub:openai/gsm8k/main:train", 8192, "data", most=40) == 40
 
 
@@ -102,6 +104,26 @@ def test_text_of_a_mirror_is_what_its_footers_say(tmp_path):
     url = "hub:openai/gsm8k/main:train"
     assert 5000 <= text_bytes(url, tmp_path) < 6000
     assert text_bytes(url) == 7473 * 530
+    (folder / "test.parquet").write_bytes(b"no parquet")
+    assert text_bytes("hub:openai/gsm8k/main:test", tmp_path) == 1319 * 540, "what reads it says that it is damaged"
+
+
+def test_a_token_attends_to_its_own_piece_of_a_row_alone():
+    problems, prose = (SourceConfig(url=url, weight=1.0) for url in (SORT, PROSE))
+    assert attended_length([problems], 2048, 256, is_chat=True) == 27  # what a row of them has
+    assert attended_length([prose], 2048, 128, is_chat=False) == 128
+    assert attended_length([problems, prose], 2048, 128, is_chat=True) == 78  # by weight: half of 27 + 128, up
+    unknown = SourceConfig(url="python:someone.elses:rows")
+    assert attended_length([unknown], 2048, 256, is_chat=False) == 256
+
+
+def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_rest():
+    rl = planned("small", CPU)["rl"]
+    sampler = next(process for process in rl.processes if process.name == "sampler")
+    slots, token = 64, 2 * 4 * 256 * 4
+    assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
+    assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
+    assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve
 
 
 def test_constants_are_those_of_the_report():

@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -282,12 +282,7 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
-        if set(saved["state"]["totals"]) != set(self._state["totals"]):
-            raise CorruptArtifact(
-                f"Checkpoint {folder} was saved by another version of nanodag: it counts "
-                f"{', '.join(saved['state']['totals'])}, and this one {', '.join(self._state['totals'])}. Remove it to "
-                "begin the stage again."
-            )
+        check_totals(folder, saved["state"]["totals"], self._state["totals"])
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
         for policy, version in saved["weights"].items():
@@ -396,3 +391,12 @@ def main() -> None:
         log.error("%s: %s", type(error).__name__, error)
         sys.stderr.flush()
         os._exit(services.children.exit_code)
+
+
+def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -> None:
+    """Raise CorruptArtifact for a checkpoint whose totals are not those that this version counts."""
+    if set(saved) != set(known):
+        raise CorruptArtifact(
+            f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
+            f"{', '.join(known)}. Remove it to begin the stage again."
+        )
