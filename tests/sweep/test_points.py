@@ -1,9 +1,10 @@
 """From a grid to one pipeline in which what points share stands once."""
 
+import importlib
+
 import pytest
 import yaml
 
-from nanodag.cli import sweep as cli
 from nanodag.config import order_of
 from nanodag.errors import ConfigError
 from nanodag.sweep.begin import in_waves
@@ -26,6 +27,7 @@ def test_a_sweep_checks_what_its_record_has_not_finished(file, monkeypatch):
 
     asked = {"grid": ["sft.num_epochs=[1,2]"], "points": [], "stage": "", "at_once": 1, "preset": "tiny"}
     about = {"file": str(file), "name": "s", "detach": True, "dry_run": False}
+    cli = importlib.import_module("nanodag.cli.sweep")  # the name in nanodag.cli is the command
     monkeypatch.setattr(cli, "check_before_start", stop)
     monkeypatch.setattr(cli, "unfinished", lambda pipeline, record: ["sft-2", "eval_sft-2"])
     with pytest.raises(ConfigError, match=r"^eval_sft-2 sft-2$"):
