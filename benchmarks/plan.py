@@ -23,13 +23,9 @@ MEMORY_BOUND, TIME_BOUND = 0.25, 0.30
 COLUMNS = ("memory", "seconds", "cpu_seconds")
 
 
-def predicted(plan: StagePlan, pipeline: Pipeline) -> dict[str, float]:
-    """Bytes of host memory, seconds, and CPU-seconds: of a core a rank at the start, then of all that the stage has."""
-    resources = pipeline.stages[plan.name].resources
-    ranks = int(resources.num_ranks)
-    seconds = plan.seconds if plan.seconds is not None else 0.0
-    busy = plan.start_seconds * ranks + (seconds - plan.start_seconds) * ranks * int(resources.threads)
-    return {"memory": plan.host_bytes, "seconds": seconds, "cpu_seconds": busy if plan.device == "cpu" else 0.0}
+def predicted(plan: StagePlan) -> dict[str, float]:
+    """Bytes of host memory, seconds, and CPU-seconds."""
+    return {"memory": plan.host_bytes, "seconds": plan.seconds or 0.0, "cpu_seconds": plan.cpu_seconds or 0.0}
 
 
 def measured(cost: Mapping[str, float]) -> dict[str, float]:
@@ -49,7 +45,7 @@ def compare(record: RunRecord, pipeline: Pipeline, machine: Machine) -> list[dic
         entry = record.stages.get(plan.name)
         if entry is None or entry.made is None or not plan.processes:
             continue
-        guess, found = predicted(plan, pipeline), measured(entry.made.cost)
+        guess, found = predicted(plan), measured(entry.made.cost)
         errors = {name: error_of(guess[name], found[name]) for name in COLUMNS}
         rows.append({"stage": plan.name, "predicted": guess, "measured": found, "errors": errors})
     return rows
@@ -66,7 +62,7 @@ def main() -> int:
         machine = machine_of(asked.on) if asked.on else detect()
         preset, *overrides = asked.predict
         pipeline = resolve(pipeline_file(asked.file), preset, overrides, machine=machine).pipeline
-        rows = [{"stage": plan.name, **predicted(plan, pipeline)} for plan in plan_of(pipeline, machine).stages]
+        rows = [{"stage": plan.name, **predicted(plan)} for plan in plan_of(pipeline, machine).stages]
         sys.stdout.write(json.dumps({"machine": str(machine), "stages": rows}, indent=1) + "\n")
         return 0
     store = store_of(resolve(pipeline_file(asked.file)).pipeline)

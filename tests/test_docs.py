@@ -220,6 +220,7 @@ def test_every_metric_of_rl_stands_in_the_reference():
         "tokens loss entropy ratio clipped mismatch mismatch_absolute mismatch_kl correction left_out kl teacher_kl"
     )
     judged = "tokens value_loss clipped value return error error_squared"
+    sides = "sampled_tokens seconds_generate computed_tokens scored_tokens peak_flops"
     found = {
         **rollout_metrics(rollouts),
         **trainer_metrics(
@@ -227,9 +228,10 @@ def test_every_metric_of_rl_stands_in_the_reference():
         ),
         **critic_metrics([Sums({**dict.fromkeys(judged.split(), 1.0), "return_squared": 2.0}, {})], num_updates=1),
         **speeds(
-            {"sampled_tokens": 1.0, "seconds_generate": 1.0, "computed_tokens": 1.0, "peak_flops": 1.0},
+            dict.fromkeys(sides.split(), 1.0),
             {"train": 1.0},
             num_parameters=1,
+            num_head_parameters=1,
         ),
     }
     assert [name for name in found if f"`{name}`" not in page] == []

@@ -177,12 +177,7 @@ def plan(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    on: Annotated[
-        str,
-        typer.Option(
-            "--on", metavar="MACHINE", help="Another machine: 8xH100, 1x24GB, cpu:2:avx2:16GiB. Default: this one."
-        ),
-    ] = "",
+    on: On = "",
     price_per_hour: Annotated[
         float, typer.Option("--price-per-hour", metavar="X", min=0, help="Of the whole machine, in any currency.")
     ] = 0.0,
@@ -207,9 +202,7 @@ def sbatch(
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
     overrides: Overrides = None,
     preset: Preset = "auto",
-    machine: Annotated[
-        str, typer.Option("--on", metavar="MACHINE", help="A node, as in 8xH100. Default: this machine.")
-    ] = "",
+    on: On = "",
     file: File = "",
 ) -> None:
     """Print what a stage needs as options of sbatch.
@@ -219,7 +212,7 @@ def sbatch(
     """
     from nanodag.cli.show import show_sbatch_options
 
-    show_sbatch_options(stage, overrides or [], preset=preset, machine=machine, file=file)
+    show_sbatch_options(stage, overrides or [], preset=preset, on=on, file=file)
 
 
 @app.command()

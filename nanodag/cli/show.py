@@ -86,10 +86,10 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
         console.print(line, markup=False, highlight=False)
 
 
-def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, machine: str, file: str) -> None:
-    """The options of sbatch for one stage on such a machine, in one line."""
+def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, on: str, file: str) -> None:
+    """The options of sbatch for one stage, in one line. on: a machine's text, empty for this one."""
     path = pipeline_file(file)
-    resolved = resolve(path, preset, overrides, machine=machine_of(machine) if machine else None)
+    resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
     stages = resolved.pipeline.stages
     if stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")

@@ -9,7 +9,7 @@ from nanodag.config import resolve
 from nanodag.errors.words import counted
 from nanodag.run.preflight import check_before_start
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.record import pipeline_file, store_of, unfinished
 from nanodag.sweep.conclude import PAGE_STAGE
 from nanodag.sweep.points import make_sweep
 
@@ -43,9 +43,10 @@ def start_sweep(
             console.print(f"{point.number:4d}  {' '.join(point.overrides)}", highlight=False, markup=False)
         return 0
     name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
-    local = store_of(made.pipeline).local
-    check_before_start(made.pipeline, file=pipeline_file(file), remembered=local / "checked")
-    note_python_path(local, name)
+    store = store_of(made.pipeline)
+    to_build = unfinished(made.pipeline, store.find_run(name))
+    check_before_start(made.pipeline, file=pipeline_file(file), remembered=store.local / "checked", to_build=to_build)
+    note_python_path(store.local, name)
     path, pipeline, store = settings(list(overrides), preset=preset, file=file)
     running, parameters = serve(path, pipeline, store, list(overrides))
     about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}

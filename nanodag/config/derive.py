@@ -43,7 +43,8 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if stage.seed == "auto":
             stage = stage.model_copy(update={"seed": pipeline.seed})
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
-        stage = precision_of(device_of(stage, device, found), found)
+        learner = model_of(pipeline, name) if isinstance(stage, RLStage) else None
+        stage = precision_of(device_of(stage, device, found), learner, found)
         if _is_from_scratch(stage):
             stage = _pretrain(name, stage, origins)
         if isinstance(stage, SupervisedStage):

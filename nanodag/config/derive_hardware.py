@@ -20,6 +20,7 @@ from nanodag.config.footprint import (
 )
 from nanodag.config.hardware_rules import (
     FULL_TOKENS,
+    LEAST_BF16_WIDTH,
     LEAST_FLOPS_A_RANK,
     LEAST_TOKENS,
     MAX_CPU_RANKS,
@@ -31,6 +32,7 @@ from nanodag.config.hardware_rules import (
     TRITON_CAPABILITY,
 )
 from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_sections import OptimizerSection
@@ -78,16 +80,22 @@ def device_of(stage: _S, of_pipeline: str, found: Derived) -> _S:
     return stage.model_copy(update={"resources": resources.model_copy(update={"device": device})})
 
 
-def precision_of(stage: _S, found: Derived) -> _S:
-    """The stage, and RL's trainer, in the precision that its device multiplies fastest."""
+def precision_of(stage: _S, model: ModelSize | None, found: Derived) -> _S:
+    """The stage, and RL's trainer, in the precision that its device multiplies fastest; evaluations, and RL of narrow
+    models, on a CPU in float32. model: of RL alone."""
+    is_on_cpu = stage.resources.device == "cpu"
     precision = "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
     updates: dict[str, Any] = {}
-    if getattr(stage, "precision", "") == "auto":
+    if isinstance(stage, EvalStage) and stage.precision == "auto":
+        updates["precision"] = "fp32" if is_on_cpu else precision
+        found.note("precision", "precision_evaluation")
+    elif getattr(stage, "precision", "") == "auto":
         updates["precision"] = precision
         found.note("precision", "precision")
     if isinstance(stage, RLStage) and stage.optimizer.precision == "auto":
-        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": precision})
-        found.note("optimizer.precision", "precision")
+        is_narrow = is_on_cpu and model is not None and model.shape.width < LEAST_BF16_WIDTH
+        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": "fp32" if is_narrow else precision})
+        found.note("optimizer.precision", "precision_rl" if is_narrow else "precision")
     return stage.model_copy(update=updates)
 
 

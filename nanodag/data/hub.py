@@ -154,17 +154,22 @@ def _sized(urls: list[str]) -> list[Shard]:
     return [Shard(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
 
 
+def mirrored_files(url: SourceURL, mirror: Path) -> list[Path]:
+    """The files of a `hub:` URL in a mirror; none where it is not there."""
+    path = hub_path(url)
+    folder = mirror / path.name / (path.config or "default")
+    whole = folder / f"{path.split}.parquet"
+    return [whole] if whole.is_file() else sorted(folder.glob(f"{path.split}-*.parquet"))
+
+
 def open_hub(url: SourceURL, mirror: Path | None) -> Source:
     """The source of a `hub:` URL, from the mirror when there is one."""
     if mirror is None:
         return HubSource(url)
     path = hub_path(url)
     path = HubPath(path.name, path.revision, path.config or "default", path.split)
-    folder = mirror / path.name / path.config
-    files = [folder / f"{path.split}.parquet"]
-    if not files[0].is_file():
-        files = sorted(folder.glob(f"{path.split}-*.parquet"))
-    if not files:
+    if not (files := mirrored_files(url, mirror)):
+        folder = mirror / path.name / path.config
         raise SourceError(
             f"Source {url.text!r} is not in the mirror: there is no {folder / path.split}.parquet. "
             f"{_what_there_is(mirror, path)} Add the file, change the URL, or unset the mirror to read from the hub."

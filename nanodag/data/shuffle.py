@@ -17,6 +17,7 @@ import numpy as np
 
 from nanodag.data.shards import ROWS_OF_A_SHARD, Shard
 from nanodag.data.sources import Block, Row, Source
+from nanodag.errors import CorruptArtifact
 
 _WINDOW_BYTES = 64 << 20
 _WINDOW_ROWS = 4096
@@ -123,7 +124,13 @@ class RowOrder:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was called."""
+        """Go on where `state_dict` was called. Raises CorruptArtifact for a position that another version saved."""
+        if set(state) != (known := set(self.state_dict())):
+            raise CorruptArtifact(
+                f"The saved position in {self._source!r:.200} has {', '.join(sorted(state))}, and this nanodag knows "
+                f"{', '.join(sorted(known))}: another version saved it. Remove the stage's checkpoints to begin it "
+                "again."
+            )
         self._epoch, self._shard, self._taken = state["epoch"], state["shard"], state["taken"]
         self._rows_of_shard, self._window_start = state["rows_of_shard"], state["window_start"]
         self._rows = None

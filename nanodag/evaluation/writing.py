@@ -18,11 +18,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from nanodag.host.machine import visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
-from nanodag.worker.devices import gpu_of_replica, visible_gpus
+from nanodag.worker.devices import gpu_of_replica
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 REPLICA_FLOPS = 2e11  # what starting another sampler costs: some 3 s of a core

@@ -213,26 +213,49 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-@functools.cache
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; one where nothing tells how many."""
+    named = _named_gpus()
+    return ([found.index for found in _listed_gpus()] or ["0"]) if named is None else named
+
+
 def _gpus() -> tuple[Gpu | None, int]:
     """The weakest model of GPU that CUDA may use here, and how many GPUs."""
+    listed, names = _listed_gpus(), _named_gpus()
+    if names is not None:
+        uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
+        listed = tuple(found for found in listed if found.index in names or found.uuid.startswith(uuids))
+    gpus = [found.gpu for found in listed]
+    return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
+
+
+def _named_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None where it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    index: str
+    uuid: str
+    gpu: Gpu
+
+
+@functools.cache
+def _listed_gpus() -> tuple[_Listed, ...]:
+    """All GPUs of this machine, as nvidia-smi lists them."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            names = [name.strip() for name in visible.split(",") if name.strip()]
-            uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
-            rows = [row for row in rows if row[0] in names or row[1].startswith(uuids)]
-        gpus = [gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4])) for row in rows]
+        return tuple(_Listed(row[0], row[1], gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4]))) for row in rows)
     except FileNotFoundError:
-        return None, 0
+        return ()
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         log.warning("nvidia-smi is here and describes no GPU, so this machine counts as one without: %.300s", said)
-        return None, 0
-    return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
+        return ()
 
 
 def gpu_of_cuda(name: str, memory: int, capability: float) -> Gpu:

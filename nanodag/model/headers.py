@@ -58,6 +58,14 @@ def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def head_parameters(folder: Path) -> int:
+    """Parameters of the output head, tied or not: those of `matrix_parameters` that only tokens with logits are
+    multiplied with."""
+    shapes = tensor_shapes(folder)
+    name = "lm_head.weight" if "lm_head.weight" in shapes else "embed_tokens"
+    return num_elements({found: shape for found, shape in shapes.items() if name in found})
+
+
 def matrix_parameters(folder: Path) -> int:
     """Parameters that every token is multiplied with: the matrices, the output head counted once, tied or not, the
     embedding not. A token takes 2 FLOPs of each forward, 4 backward, beside attention (PaLM, arXiv:2204.02311,

@@ -1,15 +1,20 @@
 """Plans evaluation: likelihoods by the model that is trained, written answers by embedded samplers."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
+from nanodag.config.stage_base import StageBase
 from nanodag.evaluation.forms import is_written
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
 from nanodag.plan.core_sizes import core_items, core_tokens
+from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.memory import Candidate, memory_faults
+from nanodag.plan.models import Habit
 from nanodag.plan.sampling import Samplers, embedded_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
@@ -17,14 +22,21 @@ from nanodag.plan.sizes import (
     held_out_share,
     in_memory,
     longest_prompt,
+    mean_answer,
     mean_prompt,
     size_of,
 )
-from nanodag.plan.speeds import EVALUATION_START_S, decoding_seconds, peak_of, shares_of
+from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
-WRITTEN_SHARE = 0.5
-"""Of max_new_tokens, that answers take on average."""
+ANSWERS_SHARE = 0.5
+"""Of an item's tokens that are scored, those of its answers: their logits are computed."""
+CONTINUATION_BYTES = 64 * 5.75
+"""Text of an item of `continuation`: 32 words, and four phrases of 8."""
+ITEM_S = 1e-3
+"""CPU-seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
+HASHED_S = 1.2e-5
+"""CPU-seconds of a row that a hash counts among the held-out ones or not."""
 SCORED_LOGITS = 1 << 25  # MAX_LOGITS of nanodag.model.scoring
 UNKNOWN_ITEMS = 1000
 CORE_RECORD_BYTES = 150
@@ -53,13 +65,16 @@ def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
 
 
 def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
-    """The samplers that write answers; None where there is nothing to write."""
+    """The samplers that write answers; None where there is nothing to write. As many start as are worth it where no
+    answer ends before its last token."""
     context = min(needed_context(stage, model), model.max_positions)
     if not context:
         return None
     sampler = stage.sampler
-    written = max(_written(stage, benchmark) for benchmark in stage.benchmarks if is_written(benchmark))
-    replicas = max(1, min(int(sampler.replicas), int(written * model.forward_flops(500) / REPLICA_FLOPS)))
+    written = [b for b in stage.benchmarks if is_written(b)]
+    used = max(stage.answer_tokens(b) + _prompt(b, model) for b in written)
+    most = max(_items(b) * b.num_samples * (stage.answer_tokens(b) + _prompt(b, model)) for b in written)
+    replicas = max(1, min(int(sampler.replicas), int(most * model.forward_flops(0) / REPLICA_FLOPS)))
     return embedded_samplers(
         model,
         precision=str(stage.precision),
@@ -68,12 +83,15 @@ def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
         max_batch=replicas * int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
+        used=used,
         takes_weights=False,
     )
 
 
-def plan_evaluation(name: str, stage: EvalStage, model: ModelSize | None, machine: Machine) -> StagePlan:
-    """The plan of an evaluation. model: None where its size is not known."""
+def plan_evaluation(
+    name: str, stage: EvalStage, model: ModelSize | None, machine: Machine, habit: Habit = "half"
+) -> StagePlan:
+    """The plan of an evaluation. model: None where its size is not known. habit: how long its answers are."""
     device = str(stage.resources.device)
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     read = sum(int(_items(b) * _row_bytes(b)) for b in stage.benchmarks)
@@ -82,33 +100,55 @@ def plan_evaluation(name: str, stage: EvalStage, model: ModelSize | None, machin
             name=name, kind=stage.kind, device=device, read_bytes=read, notes=("its model is not known yet",)
         )
     samplers = samplers_of(stage, model)
-    scored, prompts, written = _tokens(stage, model)
-    tokens = scored + prompts + written
+    longest = max(map(stage.answer_tokens, stage.benchmarks))
+    tokens = _tokens(stage, model, habit)
+    flops = tokens.all * model.forward_flops(500)
+    seconds, cpu_seconds = _seconds(stage, model, machine, samplers, tokens)
+    core = core_of(machine, str(stage.precision))
     return StagePlan(
         name=name,
         kind=stage.kind,
         device=device,
         parameters=model.total,
-        tokens=int(tokens),
-        flops=tokens * model.forward_flops(500),
+        tokens=int(tokens.all),
+        flops=flops,
         read_bytes=read,
         download_bytes=downloaded(sources, read),
         processes=_processes(stage, model, samplers),
         num_gpus=(samplers.process.count if samplers is not None else 1) if device == "cuda" else 0,
         at_once=None if samplers is None else samplers.at_once,
-        longest_prompt=None if samplers is None else model.max_positions - stage.max_new_tokens,
+        longest_prompt=None
+        if samplers is None
+        else model.max_positions - longest,
         disk_bytes=int(4 * read) + processes.MB,
         kept_bytes=int(4 * read) + processes.MB,
-        seconds=_seconds(stage, model, machine, samplers, scored=scored, prompts=prompts, written=written),
-        start_seconds=EVALUATION_START_S[device],
-        share=shares_of(machine, device, str(stage.precision)).likelihood,
-        is_beside=True,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        share=GPU_SHARES["embedded"].likelihood if device == "cuda" else core.share(flops, cpu_seconds),
     )
 
 
-def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[Fault]:
-    """Answers that would be cut, prompts without room, and a cache without room for one sample."""
-    if model is None or (widest := _widest(stage, model)) is None:
+def faults_of_evaluation(
+    plan: StagePlan, stage: EvalStage, model: ModelSize | None, machine: Machine
+) -> Iterator[Fault]:
+    """What does not fit; answers that would be cut, prompts without room, and a cache without room for one sample."""
+    if model is None:
+        return
+
+    def rebuilt(changed: StageBase) -> StagePlan:
+        assert isinstance(changed, EvalStage)
+        return plan_evaluation(plan.name, changed, model, machine)
+
+    has_samplers = samplers_of(stage, model) is not None
+    yield from memory_faults(
+        plan,
+        machine,
+        setting="sampler.cache_bytes" if has_samplers else "micro_batch_tokens",
+        found=stage.sampler.cache_bytes if has_samplers else stage.micro_batch_tokens,
+        candidates=_candidates(stage, model, machine),
+        rebuilt=rebuilt,
+    )
+    if (widest := _widest(stage, model)) is None:
         return
     prompt, answer = _longest(widest, model), stage.answer_tokens(widest)
     needed = prompt + answer
@@ -125,6 +165,25 @@ def faults_of_evaluation(stage: EvalStage, model: ModelSize | None) -> Iterator[
         yield Fault(setting="sampler.cache_bytes", found=str(samplers.room), why=why, mend=mend)
 
 
+def _candidates(stage: EvalStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+    """Smaller caches that hold a sample; then with one sampler; then in bf16 where the machine multiplies it fast."""
+    fast = ("bf16",) if machine.multiplies_bf16_fast(str(stage.resources.device)) else ()
+    for precision in dict.fromkeys((str(stage.precision), *fast)):
+        for replicas in dict.fromkeys((int(stage.sampler.replicas), 1)):
+            cache_bytes = int(stage.sampler.cache_bytes)
+            while True:
+                sampler = stage.sampler.model_copy(update={"cache_bytes": cache_bytes, "replicas": replicas})
+                changed = stage.model_copy(update={"sampler": sampler, "precision": precision})
+                said = {"sampler.cache_bytes": cache_bytes, "sampler.replicas": replicas, "precision": precision}
+                given = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
+                different = [name for (name, value), old in zip(said.items(), given, strict=True) if value != old]
+                yield tuple(f"{name}={said[name]}" for name in different), changed
+                samplers = samplers_of(changed, model)
+                cache_bytes //= 2
+                if samplers is None or cache_bytes < samplers.needed_bytes:
+                    break
+
+
 def _items(benchmark: BenchmarkConfig) -> int:
     if benchmark.is_core:
         return core_items(benchmark.limit)
@@ -135,9 +194,10 @@ def _items(benchmark: BenchmarkConfig) -> int:
     return min(rows, benchmark.limit) if benchmark.limit else rows
 
 
-def _written(stage: EvalStage, benchmark: BenchmarkConfig) -> float:
-    """Tokens that are written for a benchmark."""
-    return _items(benchmark) * benchmark.num_samples * WRITTEN_SHARE * stage.answer_tokens(benchmark)
+def _prompt(benchmark: BenchmarkConfig, model: ModelSize) -> float:
+    """Tokens of a written benchmark's prompt on average, with its worked examples."""
+    url = benchmark.source.url if benchmark.source is not None else ""
+    return (1 + benchmark.num_fewshot) * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)
 
 
 def _row_bytes(benchmark: BenchmarkConfig) -> float:
@@ -147,20 +207,39 @@ def _row_bytes(benchmark: BenchmarkConfig) -> float:
     return found.row_bytes if found is not None else 500.0
 
 
-def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
-    """Tokens scored, of prompts, and written."""
+@dataclass(frozen=True)
+class _Tokens:
+    """Of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
+
+    scored: float
+    prompts: float
+    written: float
+
+    @property
+    def all(self) -> float:
+        return self.scored + self.prompts + self.written
+
+
+def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
         items, shots = _items(benchmark), 1 + benchmark.num_fewshot
+        url = benchmark.source.url if benchmark.source is not None else ""
         if benchmark.is_core:
             scored += core_tokens(benchmark.limit, model.vocabulary)
         elif is_written(benchmark):
-            url = benchmark.source.url if benchmark.source is not None else ""
-            prompts += items * shots * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)
-            written += _written(stage, benchmark)
+            prompts += items * _prompt(benchmark, model)
+            most = stage.answer_tokens(benchmark)
+            written += (
+                items
+                * benchmark.num_samples
+                * (mean_answer(url, model.vocabulary, habit, most=most) if url else most / 2)
+            )
         else:
-            scored += items * shots * _row_bytes(benchmark) / bytes_per_token(model.vocabulary)
-    return scored, prompts, written
+            is_cut = "continuation" in (benchmark.form, benchmark.name)
+            text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark)
+            scored += items * shots * text / bytes_per_token(model.vocabulary)
+    return _Tokens(scored, prompts, written)
 
 
 def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) -> tuple[Process, ...]:
@@ -183,39 +262,54 @@ def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) ->
     if samplers.process.count > 1:
         return Process(name="worker", host={**held, **base}), samplers.process
     inner = {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
-    return (Process(name="worker", host={**held, **base, **inner}),)
+    return (Process(name="worker", host={**held, **base, **inner}, reserve=samplers.process.reserve),)
 
 
 def _seconds(
-    stage: EvalStage,
-    model: ModelSize,
-    machine: Machine,
-    samplers: Samplers | None,
-    *,
-    scored: float,
-    prompts: float,
-    written: float,
+    stage: EvalStage, model: ModelSize, machine: Machine, samplers: Samplers | None, tokens: _Tokens
+) -> tuple[float | None, float | None]:
+    """By the clock, and of a CPU's cores."""
+    if stage.resources.device == "cuda":
+        return _gpu_seconds(stage, model, machine, samplers, tokens), None
+    core, threads = core_of(machine, str(stage.precision)), int(stage.resources.threads)
+    items = sum(_items(benchmark) for benchmark in stage.benchmarks)
+    mean = int(tokens.scored / max(1, items))
+    reading = core.reading(model, tokens.scored, mean, scored=ANSWERS_SHARE)
+    sources = [b.source for b in stage.benchmarks if b.source is not None]
+    looked_at = [size_of(source.url) for source in sources if held_out_share(source)]
+    rows = sum(found.rows or 0 for found in looked_at if found is not None)
+    start = processes.EVALUATION_S + in_memory(sources) / processes.PARSED_BYTES_S + rows * HASHED_S + items * ITEM_S
+    width = width_of(cache_precision(str(stage.precision), "cpu"))
+    cached = needed_context(stage, model) / 2 * model.token_bytes(width)
+    decoding = core.decoding(model, tokens.written, cached_bytes=cached)
+    decoding += Work(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
+    count = 1 if samplers is None else samplers.process.count
+    started = processes.SAMPLER_S * count if count > 1 else 0.0
+    side_by_side = max(1, min(count, machine.cores))
+    seconds = start + reading.on(threads) + (started + decoding.total) / side_by_side
+    return seconds, start + started + reading.total + decoding.total
+
+
+def _gpu_seconds(
+    stage: EvalStage, model: ModelSize, machine: Machine, samplers: Samplers | None, tokens: _Tokens
 ) -> float | None:
-    device, precision, threads = str(stage.resources.device), str(stage.precision), int(stage.resources.threads)
-    peak = peak_of(machine, device, precision, ranks=1, threads=threads)
+    precision = str(stage.precision)
+    peak = gpu_peak(machine, precision, ranks=1)
     if not peak:
         return None
-    share = shares_of(machine, device, precision)
-    reading = (scored + prompts) * model.forward_flops(500) / (share.likelihood * peak)
+    share = GPU_SHARES["embedded"].likelihood
+    reading = (tokens.scored + tokens.prompts) * model.forward_flops(500) / (share * peak)
     if samplers is None:
-        return EVALUATION_START_S[device] + reading
+        return EVALUATION_START_S + reading
     count = samplers.process.count
     decoding = decoding_seconds(
         machine=machine,
-        device=device,
-        precision=precision,
         engine="embedded",
         samplers=count,
-        threads=max(1, threads // count),
-        tokens=written,
+        tokens=tokens.written,
         weight_bytes=width_of(precision) * model.total,
-        cache_bytes=500 * model.token_bytes(width_of(cache_precision(precision, device))),
+        cache_bytes=500 * model.token_bytes(width_of(cache_precision(precision, "cuda"))),
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )
-    return None if decoding is None else EVALUATION_START_S[device] + reading + decoding
+    return None if decoding is None else EVALUATION_START_S + reading + decoding

@@ -3,22 +3,24 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
+from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
+from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
-from nanodag.plan.memory import device_room, host_room, memory_faults
-from nanodag.plan.models import model_of
-from nanodag.plan.others import plan_other
+from nanodag.plan.memory import device_room, host_room
+from nanodag.plan.models import habit_of, model_of
+from nanodag.plan.others import faults_of_other, plan_other
 from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
 from nanodag.plan.supervised import faults_of_supervised, plan_supervised
@@ -40,8 +42,8 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all stages one after the other; None where one of them is not known."""
-        each = [stage.seconds for stage in self.stages]
+        """Of all stages one after the other but for those beside others; None where one of them is not known."""
+        each = [stage.seconds for stage in self.stages if not stage.is_beside]
         return None if None in each else sum(seconds for seconds in each if seconds is not None)
 
     @property
@@ -75,13 +77,12 @@ class Plan:
 def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (), price_per_hour: float = 0.0) -> Plan:
     """The plan of a resolved pipeline. stages: those that are to be run; all unless given."""
     plans = [
-        _planned(pipeline, name, pipeline.stages[name], machine)
+        _beside(pipeline, _planned(pipeline, name, pipeline.stages[name], machine), machine, stages)
         for name in order_of(pipeline)
         if not stages or name in stages
     ]
-    return Plan(
-        preset=pipeline.preset, machine=machine, stages=_with_disk(plans, machine), price_per_hour=price_per_hour
-    )
+    on_disk = _with_disk(pipeline, plans, machine)
+    return Plan(preset=pipeline.preset, machine=machine, stages=on_disk, price_per_hour=price_per_hour)
 
 
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
@@ -95,7 +96,7 @@ def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] 
 
 def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
     model = model_of(pipeline, name)
-    plan, faults = _by_kind(name, stage, model, machine)
+    plan, faults = _by_kind(pipeline, name, model, machine)
     if stage.resources.work_pool != "none":
         return replace(
             plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
@@ -104,29 +105,50 @@ def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) 
     return replace(plan, faults=[fault for fault in found if f"{name}.{fault.setting}" not in pipeline.unchecked])
 
 
+def _beside(pipeline: Pipeline, plan: StagePlan, machine: Machine, stages: Collection[str]) -> StagePlan:
+    """The plan of a stage that runs on a CPU while another trains the same model on: at a low priority, it has the
+    cores that the other's ranks leave, or its share of all where they leave none."""
+    stage = pipeline.stages[plan.name]
+    if plan.device != "cpu" or plan.cpu_seconds is None or plan.seconds is None:
+        return plan
+    if not find_kind(stage.kind).is_beside:
+        return plan
+    others = [
+        int(other.resources.num_ranks)
+        for name, other in pipeline.stages.items()
+        if other.inputs.get("model") == stage.inputs["model"]
+        and find_kind(other.kind).trains
+        and other.resources.device == "cpu"
+        and (not stages or name in stages)
+    ]
+    if not others:
+        return plan
+    ranks = max(others)
+    share = max(machine.cores - ranks, machine.cores / (ranks + 1))
+    return replace(plan, seconds=max(plan.seconds, plan.cpu_seconds / share), is_beside=True)
+
+
 def _by_kind(
-    name: str, stage: StageBase, model: ModelSize | None, machine: Machine
+    pipeline: Pipeline, name: str, model: ModelSize | None, machine: Machine
 ) -> tuple[StagePlan, Sequence[Fault]]:
+    stage, habit = pipeline.stages[name], habit_of(pipeline, name)
+    mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
     if isinstance(stage, SupervisedStage):
-        plan = plan_supervised(name, stage, model, machine)
-        return plan, faults_of_supervised(plan, stage, model, machine)
+        plan = plan_supervised(name, stage, model, machine, mirror)
+        return plan, faults_of_supervised(plan, stage, model, machine, mirror)
     if isinstance(stage, RLStage):
-        plan = plan_rl(name, stage, model, machine)
+        plan = plan_rl(name, stage, model, machine, habit)
         return plan, faults_of_rl(plan, stage, model, machine)
     if isinstance(stage, EvalStage):
-        plan = plan_evaluation(name, stage, model, machine)
-        return plan, [
-            *_of_memory(plan, machine, "micro_batch_tokens", stage.micro_batch_tokens),
-            *faults_of_evaluation(stage, model),
-        ]
-    plan = plan_other(name, stage, model, machine)
-    if isinstance(stage, TokenizerStage):
-        return plan, _of_memory(plan, machine, "max_bytes", stage.max_bytes)
-    return plan, _of_memory(plan, machine, "resources", plan.device)
+        plan = plan_evaluation(name, stage, model, machine, habit)
+        return plan, list(faults_of_evaluation(plan, stage, model, machine))
+    trained = [source for other in stage.inputs.values() for source in _trained_on(pipeline.stages[other])]
+    plan = plan_other(name, stage, model, trained=trained, mirror=mirror)
+    return plan, faults_of_other(plan, stage, machine, trained=trained)
 
 
-def _of_memory(plan: StagePlan, machine: Machine, setting: str, found: object) -> Sequence[Fault]:
-    return memory_faults(plan, machine, setting=setting, found=found, candidates=(), rebuilt=lambda stage: plan)
+def _trained_on(stage: StageBase) -> Sequence[SourceConfig]:
+    return stage.data if isinstance(stage, SupervisedStage | RLStage) else ()
 
 
 def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
@@ -141,17 +163,35 @@ def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
     return []
 
 
-def _with_disk(plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
+def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
     """The plans, and the fault of the first stage at which the disk is full."""
     kept, is_full, out = 0, False, []
     for plan in plans:
         used = kept + (plan.disk_bytes or 0)
         if used > machine.disk and not is_full:
             is_full = True
-            why = f"of disk are used with what the stages before it leave, and {size(machine.disk)} are free where the "
-            why += "store lies; lower keep_checkpoints, or take another store.url"
-            fault = Fault(setting="keep_checkpoints", found=size(used), why=why)
+            fault = _disk_fault(pipeline, plan, kept, machine)
             plan = replace(plan, faults=(*plan.faults, fault))
         kept += plan.kept_bytes
         out.append(plan)
     return out
+
+
+def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
+    """Of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
+    leave."""
+    stage = pipeline.stages[plan.name]
+    keeps = int(getattr(stage, "keep_checkpoints", 1))
+    used, setting = kept + (plan.disk_bytes or 0), "keep_checkpoints" if keeps > 1 else "store.url"
+    kinds = f"what stages before it leave and {keeps} checkpoints" if keeps > 1 else "what stages before it leave"
+    why = f"are used of the disk at {plan.name}, with {kinds}, and {size(machine.disk)} are free where the store lies"
+    for fewer in range(keeps - 1, 0, -1):
+        stages = {**pipeline.stages, plan.name: stage.model_copy(update={"keep_checkpoints": fewer})}
+        changed, _ = _by_kind(
+            pipeline.model_copy(update={"stages": stages}), plan.name, model_of(pipeline, plan.name), machine
+        )
+        if kept + (changed.disk_bytes or 0) <= machine.disk:
+            mend = (f"keep_checkpoints={fewer}",)
+            return Fault(setting=setting, found=size(used), why=why, mend=mend)
+    why += f"; set store.url to a place with {size(used)}, or free {size(used - machine.disk)}"
+    return Fault(setting=setting, found=size(used), why=why)

@@ -27,7 +27,7 @@ def fits(plan: StagePlan, machine: Machine) -> bool:
     """Whether all processes of a stage have room. Where the machine has no GPU, what one would hold is not judged: the
     lack is a fault of its own, and a stage of a work pool runs elsewhere."""
     fits_device = machine.gpu is None or plan.device_bytes <= device_room(machine)
-    return fits_device and plan.host_bytes <= host_room(machine)
+    return fits_device and plan.most_host_bytes <= host_room(machine)
 
 
 def memory_faults(
@@ -47,7 +47,7 @@ def memory_faults(
     if machine.gpu is not None and plan.device_bytes > device_room(machine):
         what, room = f"{size(plan.device_bytes)} on a GPU", f"the {size(device_room(machine))} of a {machine.gpu.name}"
     else:
-        what, room = f"{size(plan.host_bytes)} of memory", f"{size(host_room(machine))}"
+        what, room = f"{size(plan.most_host_bytes)} of memory", f"{size(host_room(machine))}"
     why = f"takes {what}, more than {room} that can be used"
     if not mend:
         why += "; nothing that was tried of this stage is enough: take a smaller model, or a larger machine"

@@ -1,6 +1,7 @@
 """The model that a stage begins at or trains, as far as it is known before any of it was built."""
 
 from pathlib import Path
+from typing import Literal
 
 from nanodag.config import Pipeline
 from nanodag.config.derive import began_at
@@ -8,9 +9,24 @@ from nanodag.config.derive import model_of as derived_model_of
 from nanodag.config.dial import Shape
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.model_size import ModelSize
+from nanodag.config.supervised import ChatStage
 from nanodag.errors import BadRequest, SourceError
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
+
+Habit = Literal["data", "half", "full"]
+"""How long a model's answers are: as those of its data, half of what they may be, or all of it."""
+
+
+def habit_of(pipeline: Pipeline, name: str) -> Habit:
+    """How long the answers of a stage's model are: as its data's once it was trained on conversations here, to the last
+    token where it has seen text alone, and half of what they may be where it is an import, of which nobody knows."""
+    stage = pipeline.stages[name]
+    while "model" in stage.inputs:
+        stage = pipeline.stages[stage.inputs["model"]]
+        if isinstance(stage, ChatStage):
+            return "data"
+    return "half" if isinstance(stage, ImportStage) else "full"
 
 
 def model_of(pipeline: Pipeline, name: str) -> ModelSize | None:

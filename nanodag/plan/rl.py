@@ -1,6 +1,7 @@
 """Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from nanodag.config.footprint import (
     CUDA_BYTES,
@@ -12,26 +13,35 @@ from nanodag.config.footprint import (
     width_of,
     working,
 )
+from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
-from nanodag.plan import processes
+from nanodag.plan import cpu_work, processes
+from nanodag.plan.cpu_work import Work, core_of
 from nanodag.plan.memory import Candidate, memory_faults
+from nanodag.plan.models import Habit
 from nanodag.plan.sampling import Samplers, embedded_samplers, sglang_samplers
-from nanodag.plan.sizes import downloaded, in_memory, longest_prompt, mean_prompt
-from nanodag.plan.speeds import START_S, decoding_seconds, peak_of, shares_of
+from nanodag.plan.sizes import (
+    downloaded,
+    in_memory,
+    kept_groups,
+    longest_prompt,
+    mean_answer,
+    mean_prompt,
+    pass_chance,
+)
+from nanodag.plan.speeds import GPU_SHARES, RL_STEP_S, START_S, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
-ANSWER_SHARE = 0.5
-"""Of max_new_tokens, that responses take on average."""
-KEPT_GROUPS = 0.7
-"""Of the groups of a step, that filters leave where no others were sampled in their place."""
-STEP_S = {"cpu": 0.05, "cuda": 2.0}
-"""Of an RL step, beside sampling and training: rewards, new weights."""
+STEP_S = 0.06
+"""CPU-seconds of an RL step beside its tokens: ZeRO's optimizer step, new weights."""
+SAMPLE_S = 1.5e-4
+"""CPU-seconds of a sample beside its tokens: two messages, its reward, its record."""
 TOKEN_BYTES_ON_DISK = 30
 """Of a sampled token in the rollout files."""
 
@@ -62,48 +72,92 @@ def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> Samplers:
         max_batch=int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
+        used=_mean_prompt(stage, model) + stage.rollout.max_new_tokens,
     )
 
 
-def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine) -> StagePlan:
-    """The plan of an RL stage. model: None where its size is not known."""
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
+    trained: that pass the trainer, a group's prompt once."""
+
+    prompt: float
+    answer: float
+    groups: float
+    samples: int
+    sampled: float
+    trained: float
+
+    @property
+    def length(self) -> int:
+        return int(self.prompt + self.answer)
+
+
+def _step(stage: RLStage, model: ModelSize, habit: Habit) -> _Step:
+    rollout = stage.rollout
+    prompt = _mean_prompt(stage, model)
+    most = rollout.max_new_tokens
+    answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
+    groups = float(rollout.prompts_per_step)
+    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not rollout.over_sampling:
+        chances = [pass_chance(source.url, model.total) for source in stage.data]
+        groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
+    samples = _sampled_a_step(stage) * rollout.samples_per_prompt
+    trained = groups * (prompt + rollout.samples_per_prompt * answer)
+    return _Step(
+        prompt=prompt, answer=answer, groups=groups, samples=samples, sampled=samples * answer, trained=trained
+    )
+
+
+def _mean_prompt(stage: RLStage, model: ModelSize) -> float:
+    return _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:
+    """The plan of an RL stage. model: None where its size is not known. habit: how long the model's answers are."""
     device, rollout = str(stage.resources.device), stage.rollout
     if model is None:
         return StagePlan(
             name=name, kind=stage.kind, device=device, steps=stage.num_steps, notes=("its model is not known yet",)
         )
     samplers = samplers_of(stage, model, machine)
-    prompt, answer = _prompt(stage, model), ANSWER_SHARE * rollout.max_new_tokens
-    groups = rollout.prompts_per_step * (KEPT_GROUPS if rollout.filters and not rollout.over_sampling else 1.0)
-    trained = groups * (prompt + rollout.samples_per_prompt * answer)
-    sampled = _sampled_a_step(stage) * rollout.samples_per_prompt * answer
+    step = _step(stage, model, habit)
     flops = stage.num_steps * (
-        trained * model.training_flops(int(prompt + answer)) + sampled * model.forward_flops(int(prompt + answer))
+        step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length)
     )
+    seconds, cpu_seconds = _seconds(stage, model, machine, samplers, step)
     trainer = _trainer(stage, model)
     beside = [Process(name="controller", host={"process": processes.CONTROLLER})]
     beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
-    read = int(stage.num_steps * _sampled_a_step(stage) * prompt * 4)
+    read = int(stage.num_steps * _sampled_a_step(stage) * step.prompt * 4)
+    core = core_of(machine, str(stage.optimizer.precision))
     return StagePlan(
         name=name,
         kind=stage.kind,
         device=device,
         parameters=model.total,
-        tokens=int(stage.num_steps * trained),
+        tokens=int(stage.num_steps * step.trained),
         steps=stage.num_steps,
         flops=flops,
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
         processes=(trainer, samplers.process, *beside),
-        num_gpus=_num_gpus(stage, samplers, machine) if device == "cuda" else 0,
+        num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
-        disk_bytes=_disk(stage, model) + _rollouts(stage, sampled),
-        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, sampled),
-        seconds=_seconds(stage, model, machine, samplers, trained=trained, sampled=sampled, length=prompt + answer),
-        start_seconds=START_S[device],
-        share=shares_of(machine, device, str(stage.optimizer.precision), str(stage.sampler.engine)).trainer,
-        notes=(f"responses are taken to have {answer:.0f} of {rollout.max_new_tokens} tokens",),
+        disk_bytes=_disk(stage, model) + _rollouts(stage, step.sampled),
+        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, step.sampled),
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        share=GPU_SHARES[str(stage.sampler.engine)].trainer if device == "cuda" else core.share(flops, cpu_seconds),
+        notes=(
+            f"responses are taken to have {step.answer:.0f} of {rollout.max_new_tokens} tokens, and "
+            f"{step.groups:.0f} of {rollout.prompts_per_step} groups a spread",
+        ),
     )
 
 
@@ -121,7 +175,7 @@ def faults_of_rl(plan: StagePlan, stage: RLStage, model: ModelSize | None, machi
         machine,
         setting="optimizer.micro_batch_tokens",
         found=stage.optimizer.micro_batch_tokens,
-        candidates=_candidates(stage),
+        candidates=_candidates(stage, model, machine),
         rebuilt=rebuilt,
     )
     return [*faults, *_void(stage, model, machine)]
@@ -150,20 +204,8 @@ def _smaller(samplers: Samplers) -> tuple[str, ...]:
     return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
 
 
-def _num_gpus(stage: RLStage, samplers: Samplers, machine: Machine) -> int:
-    """That it takes of a node; embedded samplers do with fewer than they are."""
-    ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
-    gpus = samplers.process.count * samplers.process.gpus
-    return max(ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, machine.num_gpus))
-
-
 def _sampled_a_step(stage: RLStage) -> int:
     return stage.rollout.over_sampling or stage.rollout.prompts_per_step
-
-
-def _prompt(stage: RLStage, model: ModelSize) -> float:
-    means = [mean_prompt(source.url, model.vocabulary) for source in stage.data]
-    return sum(means) / max(1, len(means))
 
 
 def _trainer(stage: RLStage, model: ModelSize) -> Process:
@@ -225,49 +267,105 @@ def _rollouts(stage: RLStage, sampled: float) -> int:
 
 
 def _seconds(
+    stage: RLStage, model: ModelSize, machine: Machine, samplers: Samplers, step: _Step
+) -> tuple[float | None, float | None]:
+    """By the clock, and of a CPU's cores."""
+    rollout, evaluation = stage.rollout, stage.evaluation
+    evaluations = stage.num_steps // evaluation.eval_every + 1 if evaluation.validation else 0
+    asked = evaluations * evaluation.eval_prompts * evaluation.eval_samples
+    sampled, trained = stage.num_steps * step.sampled + asked * step.answer, stage.num_steps * step.trained
+    trained *= stage.optimizer.epochs_per_step
+    prompts = stage.num_steps * _sampled_a_step(stage) + evaluations * evaluation.eval_prompts
+    if stage.resources.device == "cuda":
+        return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None
+    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
+    precision, optimizer = str(stage.sampler.precision), stage.optimizer
+    core, checkpointing = core_of(machine, str(optimizer.precision)), bool(optimizer.activation_checkpointing)
+    training = core.training(model, trained, step.length, checkpointing=checkpointing)
+    if stage.algorithm.has_reference:
+        training += core.reading(model, trained, step.length)
+    updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
+    training += Work(0.0, updates * ranks * STEP_S)
+    cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
+    sampler = core_of(machine, precision)
+    decoding = sampler.decoding(model, sampled, cached_bytes=cached)
+    decoding += Work(0.0, sampler.reading(model, prompts * step.prompt, int(step.prompt), scored=0.0).total)
+    handling = (stage.num_steps * step.samples + asked) * SAMPLE_S
+    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
+    start = ranks * (processes.TRAINER_S + (processes.COMPILER_S if optimizer.compile else 0.0) + parsed)
+    start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S
+    start += rollout.reward_processes * processes.REWARDS_S
+    total = training.total + decoding.total + handling
+    cores = machine.cores
+    training_s = training.on(threads) / min(ranks, cores)
+    decoding_s = decoding.total / min(samplers.process.count, cores) + handling
+    one_after_another = max(training_s, decoding_s) if rollout.max_staleness else training_s + decoding_s
+    seconds = start / min(cores, 1 + ranks) + max(one_after_another, total / (cpu_work.OVERLAP * cores))
+    return seconds, start + total
+
+
+def _gpu_seconds(
     stage: RLStage,
     model: ModelSize,
     machine: Machine,
     samplers: Samplers,
+    length: int,
     *,
     trained: float,
     sampled: float,
-    length: float,
 ) -> float | None:
     """Sampling and training one after the other: where they run at the same time they share the device."""
-    resources, device = stage.resources, str(stage.resources.device)
     precision, engine = str(stage.optimizer.precision), str(stage.sampler.engine)
-    ranks = int(resources.num_ranks)
-    peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))
-    evaluations = stage.num_steps // stage.evaluation.eval_every + 1 if stage.evaluation.validation else 0
-    evaluated = evaluations * stage.evaluation.eval_prompts * ANSWER_SHARE * stage.rollout.max_new_tokens
+    peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
     cached = str(stage.sampler.precision)
     if engine == "embedded":
-        cached = cache_precision(cached, device)
+        cached = cache_precision(cached, "cuda")
     decoding = decoding_seconds(
         machine=machine,
-        device=device,
-        precision=str(stage.sampler.precision),
         engine=engine,
         samplers=samplers.process.count,
-        threads=max(1, int(resources.threads) // samplers.process.count),
-        tokens=stage.num_steps * sampled + evaluated,
+        tokens=sampled,
         weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
         cache_bytes=length * model.token_bytes(width_of(cached)),
-        flops_per_token=model.forward_flops(int(length)),
+        flops_per_token=model.forward_flops(length),
         at_once=max(1, samplers.at_once // samplers.process.count),
     )
     if not peak or decoding is None:
         return None
     passes = 4 / 3 if stage.algorithm.has_reference else 1.0
     passes += 1 / 3 if stage.optimizer.activation_checkpointing else 0.0
-    passes *= stage.optimizer.epochs_per_step
-    training = stage.num_steps * trained * passes * model.training_flops(int(length))
-    share = shares_of(machine, device, precision, engine).trainer
-    return START_S[device] + decoding + training / (share * peak) + stage.num_steps * STEP_S[device]
+    training = trained * passes * model.training_flops(length)
+    return START_S + decoding + training / (GPU_SHARES[engine].trainer * peak) + stage.num_steps * RL_STEP_S
 
 
-def _candidates(stage: RLStage) -> Iterator[Candidate]:
+def _candidates(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+    """Changes of the trainer, from the smallest on; then a cache of half the size with each of them, and so on, as long
+    as it holds a sample."""
+    for of_sampler, smaller in _smaller_caches(stage, model, machine):
+        for of_trainer, changed in _smaller_trainers(smaller):
+            yield (*of_sampler, *of_trainer), changed
+
+
+def _smaller_caches(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[tuple[tuple[str, ...], RLStage]]:
+    """The stage, then with samplers that decode fewer samples at once in a smaller cache."""
+    yield (), stage
+    cache_bytes = int(stage.sampler.cache_bytes) // 2
+    while cache_bytes:
+        updates: dict[str, object] = {"cache_bytes": cache_bytes}
+        fitting = samplers_of(_with_sampler(stage, updates), model, machine).at_once
+        if not fitting:
+            return
+        if fitting < int(stage.sampler.max_batch):
+            updates["max_batch"] = fitting
+        yield tuple(f"sampler.{name}={value}" for name, value in updates.items()), _with_sampler(stage, updates)
+        cache_bytes //= 2
+
+
+def _with_sampler(stage: RLStage, updates: Mapping[str, object]) -> RLStage:
+    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update=updates)})
+
+
+def _smaller_trainers(stage: RLStage) -> Iterator[tuple[tuple[str, ...], RLStage]]:
     """Smaller micro-batches that hold a rollout, then with checkpointing, then with the optimizer's states in host
     memory."""
     longest, given = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)

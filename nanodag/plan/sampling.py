@@ -1,5 +1,6 @@
 """What samplers hold and how many samples they decode at once: of RL, whichever engine, and of evaluation."""
 
+import math
 from dataclasses import dataclass
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
@@ -31,9 +32,12 @@ def embedded_samplers(
     max_batch: int,
     context: int,
     cache_bytes: int,
+    used: float,
     takes_weights: bool = True,
 ) -> Samplers:
-    """max_batch: of all replicas together. cache_bytes: of one. takes_weights: while it runs, beside those it has."""
+    """max_batch: of all replicas together. cache_bytes: of one. used: tokens of a slot that samples fill as a rule: on
+    a CPU, pages of the cache that nothing was written to are never taken. takes_weights: while it runs, beside those it
+    has."""
     width = width_of(cache_precision(precision, device))
     tokens = slot_tokens(context)
     needed = tokens * model.token_bytes(width)
@@ -52,7 +56,9 @@ def embedded_samplers(
         host = {"process": processes.CUDA}
         process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
     else:
-        process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
+        filled = slots * min(needed, slot_tokens(math.ceil(used)) * model.token_bytes(width))
+        host = {**held, "cache": filled, "process": processes.SAMPLER}
+        process = Process(name="sampler", count=replicas, host=host, reserve=slots * needed - filled)
     return Samplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
 
 

@@ -1,21 +1,27 @@
 """How many rows, and how much text, a source has: of generators by their parameters, of local files by their size, of
-the sets on the hub that presets name by a table. Nothing is opened.
+the sets on the hub that presets name by a table, or by the footers of a mirror's files. No row is read.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from nanodag.data.config import SourceConfig
+from nanodag.data.hub import mirrored_files
 from nanodag.data.urls import SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
+from nanodag.plan.models import Habit
 
 CHAT_TOKENS = 7
 """Tokens that the chat template adds to a question and its answer."""
 PROBLEM_BYTES = 60
 """Text of a generated problem that is in no table."""
 STREAM_ROW_BYTES = 2500
+ENDLESS = 1 << 60
+MIRRORED_FOOTERS = 16
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,11 @@ GENERATED = {
 FILES = {"hotpotqa.json": (66_635, 519)}
 
 
-def size_of(url: str) -> SourceSize | None:
-    """Of one source; None where nothing is known beforehand."""
+def size_of(url: str, mirror: Path | None = None) -> SourceSize | None:
+    """Of one source; None where nothing is known beforehand. mirror: a folder that stands for the hub; the footers of
+    its files are read."""
     parsed = parse_url(url)
-    found = _whole(parsed)
+    found = _whole(parsed, mirror)
     if found is None or (parsed.start == 0 and parsed.stop is None):
         return found
     end = parsed.stop if found.rows is None else min(parsed.stop or found.rows, found.rows)
@@ -74,7 +81,9 @@ def size_of(url: str) -> SourceSize | None:
     return SourceSize(rows, found.row_bytes, packed, found.in_memory)
 
 
-def _whole(url: SourceURL) -> SourceSize | None:
+def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
+    if url.kind == "hub" and mirror is not None and (found := _mirrored(tuple(mirrored_files(url, mirror)))):
+        return found
     if url.kind == "hub":
         path = hub_path(url)
         row = HUB.get((path.name, path.config, path.split))
@@ -90,6 +99,24 @@ def _whole(url: SourceURL) -> SourceSize | None:
             else None
         )
     return _files(url)
+
+
+@functools.cache
+def _mirrored(files: tuple[Path, ...]) -> SourceSize | None:
+    """Of a mirror's files, by the footers of the first ones; None where there are none, or one cannot be read: what
+    looks at the data says so."""
+    from pyarrow import parquet
+
+    try:
+        footers = [parquet.read_metadata(path) for path in files[:MIRRORED_FOOTERS]]
+    except (OSError, ValueError):
+        return None
+    groups = [footer.row_group(number) for footer in footers for number in range(footer.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    if not rows:
+        return None
+    row_bytes = sum(group.total_byte_size for group in groups) / rows
+    return SourceSize(rows * len(files) // len(footers), row_bytes)
 
 
 def _files(url: SourceURL) -> SourceSize | None:
@@ -113,6 +140,12 @@ def _paths(url: SourceURL) -> list[Path]:
     return list(opened.paths)
 
 
+def text_bytes(url: str, mirror: Path | None = None) -> int:
+    """Bytes of text of all rows of a source. A stream, or what is not known, counts as endless."""
+    size = size_of(url, mirror)
+    return int(size.rows * size.row_bytes) if size is not None and size.rows is not None else ENDLESS
+
+
 def bytes_per_token(vocabulary: int) -> float:
     """Bytes of English text in a token of a vocabulary: measured 2.8 at 2,048; 3.8, 4.6 and 4.8 at 8,192, 32,768 and
     150,000, between them along the logarithm."""
@@ -130,31 +163,52 @@ def held_out_share(source: SourceConfig) -> float:
     return float(source.held_out) if isinstance(source.held_out, int | float) else 0.0
 
 
-def tokens_of_pass(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+def tokens_of_pass(
+    sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> int | None:
     """Tokens of one pass over a mixture by epochs, what is held out left out; None where a source's size is not
     known."""
     if any(source.weight is not None for source in sources):
         return None
-    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in sources]
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror) for source in sources]
     shares = [(1 - held_out_share(source)) * (source.epochs or 1.0) for source in sources]
     known = [tokens * share for tokens, share in zip(each, shares, strict=True) if tokens is not None]
     return int(sum(known)) if len(known) == len(each) else None
 
 
-def held_out_tokens(sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
+def held_out_tokens(
+    sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> int | None:
     """Tokens that a mixture holds out: of conversations, where there are such beside text. None where that is not
     known; 0 where nothing is held out."""
     held_out = [source for source in sources if source.held_out]
     held_out = [source for source in held_out if source.adapter != "text"] or held_out
-    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in held_out]
+    each = [_tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror) for source in held_out]
     if any(tokens is None for tokens in each) or any(not held_out_share(source) for source in held_out):
         return None
     return int(sum((tokens or 0.0) * held_out_share(s) for tokens, s in zip(each, held_out, strict=True)))
 
 
-def _tokens_of_rows(source: SourceConfig, vocabulary: int, *, is_chat: bool) -> float | None:
+def attended_length(
+    sources: Sequence[SourceConfig], vocabulary: int, row: int, *, is_chat: bool, mirror: Path | None = None
+) -> int:
+    """Tokens of the piece that a token lies in, on average over a mixture, at most a row's: pieces of a packed row do
+    not see one another. The row where a source's size is not known."""
+    lengths, shares = [], []
+    for source in sources:
+        size, tokens = size_of(source.url, mirror), _tokens_of_rows(source, vocabulary, is_chat=is_chat, mirror=mirror)
+        if size is None or not size.rows or tokens is None:
+            return row
+        lengths.append(min(float(row), tokens / size.rows))
+        shares.append(source.weight if source.weight is not None else tokens * (source.epochs or 1.0))
+    return math.ceil(sum(length * share for length, share in zip(lengths, shares, strict=True)) / sum(shares))
+
+
+def _tokens_of_rows(
+    source: SourceConfig, vocabulary: int, *, is_chat: bool, mirror: Path | None = None
+) -> float | None:
     """Tokens of all rows of a source, once."""
-    size, known = size_of(source.url), _generated(source.url)
+    size, known = size_of(source.url, mirror), _generated(source.url)
     if size is None or size.rows is None:
         return None
     template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
@@ -183,6 +237,8 @@ def downloaded(sources: Sequence[SourceConfig], read_bytes: float) -> int:
 # Prompts of known sources, in bytes of text: the mean, and the longest one.
 PROMPTS = {"gsm8k": (240, 985)}
 GENERATED_LONGEST = 24  # tokens; of what GENERATED names, at most
+SOLVED_AT = (135_000_000, 0.02)
+"""Parameters of a chat model, and the share of GSM8K that it was seen to solve."""
 TEMPLATE_TOKENS = 8
 """Tokens that the chat template puts around a prompt."""
 DENSER = 0.9
@@ -198,6 +254,35 @@ def mean_prompt(url: str, vocabulary: int) -> float:
     known, size = _prompt_bytes(url), size_of(url)
     mean = known[0] if known is not None else size.row_bytes / 3 if size is not None else 400
     return mean / (DENSER * bytes_per_token(vocabulary)) + TEMPLATE_TOKENS
+
+
+def mean_answer(url: str, vocabulary: int, habit: Habit, *, most: int) -> float:
+    """Tokens of an answer to a source's prompts on average, at most so many."""
+    if habit == "full":
+        return float(most)
+    known, size = _prompt_bytes(url), size_of(url)
+    if habit == "half" or (_generated(url) is None and (known is None or size is None)):
+        return 0.5 * most
+    if (generated := _generated(url)) is not None:
+        return min(float(most), generated[1] - generated[2])
+    assert known is not None and size is not None
+    return min(float(most), (size.row_bytes - known[0]) / (DENSER * bytes_per_token(vocabulary)))
+
+
+def pass_chance(url: str, parameters: int) -> float | None:
+    """How likely a model of so many parameters solves a source's problem; None where nobody knows. A chat model of 135
+    million solves 2 % of GSM8K; below, the chance is taken to shrink with the size."""
+    if _prompt_bytes(url) is None or parameters > SOLVED_AT[0]:
+        return None
+    return SOLVED_AT[1] * parameters / SOLVED_AT[0]
+
+
+def kept_groups(samples: int, chance: float | None) -> float:
+    """Share of groups of so many samples that have a spread, at a chance to solve each. Where that is not known, it is
+    taken to lie as Jeffreys's prior has it, near 0 and near 1 more often than between; 8 samples then keep 0.61."""
+    if chance is None:
+        return 1 - 2 * math.comb(2 * samples, samples) / 4**samples
+    return 1 - chance**samples - (1 - chance) ** samples
 
 
 def longest_prompt(url: str, vocabulary: int) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 SAID = (
     *("name", "kind", "device", "parameters", "tokens", "steps", "flops", "read_bytes", "download_bytes", "at_once"),
-    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "start_seconds", "share", "is_beside", "num_gpus"),
+    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "cpu_seconds", "share", "is_beside", "num_gpus"),
     *("device_bytes", "host_bytes"),
 )
 """What of a plan is a number or a name."""
@@ -15,8 +15,8 @@ SAID = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What would not work, or be void. setting: its dotted name without the stage. found: its value. why: in a clause.
-    mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
+    """What would not work, or be void. setting: its dotted name without the stage, or `store.url`. found: its value.
+    why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
 
     setting: str
     found: str
@@ -26,7 +26,8 @@ class Fault:
     def text(self, stage: str) -> str:
         """One line, as `pretrain.micro_batch_tokens: 32768 ...; set pretrain.micro_batch_tokens=8192`."""
         settings = " ".join(f"{stage}.{setting}" for setting in self.mend)
-        return f"{stage}.{self.setting}: {self.found} {self.why}{f'; set {settings}' if settings else ''}"
+        name = self.setting if self.setting == "store.url" else f"{stage}.{self.setting}"
+        return f"{name}: {self.found} {self.why}{f'; set {settings}' if settings else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,15 @@ class Process:
     """Processes of one kind, side by side on a node.
 
     count: how many. device: bytes that each takes of its GPU, by what holds them; empty where it has none. host: the
-    same of host memory. gpus: how many a process has.
+    same of host memory. reserve: bytes of host memory that only longer prompts than most would make it take. gpus: how
+    many a process has.
     """
 
     name: str
     count: int = 1
     device: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    reserve: int = 0
     gpus: int = 0
 
     @property
@@ -62,9 +65,10 @@ class StagePlan:
     rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. download_bytes: of that,
     from the hub as it is packed there. processes: what runs on a node at once. at_once: samples decoded together.
     longest_prompt: tokens that fit beside the longest answer. disk_bytes: artifact and checkpoints at their most.
-    kept_bytes: the artifact, which stays. seconds: at the shares of nanodag.plan.speeds; start_seconds: of that, before
-    the first step. share: of the peak, for its main work. is_beside: it runs beside the next stage. num_gpus: of a
-    node, that it holds and its processes share. notes: what was assumed.
+    kept_bytes: the artifact, which stays. seconds: by the clock, with no other run on the machine. cpu_seconds: of all
+    cores, where it runs on a CPU. share: of the peak, for its main work. is_beside: it runs while another stage trains,
+    and adds nothing to the run's time. num_gpus: of a node, that it holds and its processes share. notes: what was
+    assumed.
     """
 
     name: str
@@ -82,7 +86,7 @@ class StagePlan:
     disk_bytes: int | None = None
     kept_bytes: int = 0
     seconds: float | None = None
-    start_seconds: float = 0.0
+    cpu_seconds: float | None = None
     share: float | None = None
     is_beside: bool = False
     num_gpus: int = 0
@@ -97,15 +101,23 @@ class StagePlan:
 
     @property
     def host_bytes(self) -> int:
-        """In a node's memory, all processes together."""
+        """In a node's memory, all processes together, as they are expected to take it."""
         return sum(process.count * process.on_host for process in self.processes)
+
+    @property
+    def most_host_bytes(self) -> int:
+        """The same, with prompts as long as the context has room for."""
+        return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {
             **{name: getattr(self, name) for name in SAID},
             "processes": [
-                {"name": p.name, "count": p.count, "gpus": p.gpus, "device": dict(p.device), "host": dict(p.host)}
+                {
+                    **{"name": p.name, "count": p.count, "gpus": p.gpus},
+                    **{"device": dict(p.device), "host": dict(p.host), "reserve": p.reserve},
+                }
                 for p in self.processes
             ],
             "notes": list(self.notes),

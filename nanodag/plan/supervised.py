@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from nanodag.config.footprint import (
     CUDA_BYTES,
@@ -17,22 +18,34 @@ from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
-from nanodag.plan import processes
+from nanodag.plan import cpu_work, processes
 from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
-from nanodag.plan.evaluation import SCORED_LOGITS
+from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.evaluation import ANSWERS_SHARE, SCORED_LOGITS
 from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.sizes import bytes_per_token, downloaded, held_out_share, held_out_tokens, in_memory, tokens_of_pass
-from nanodag.plan.speeds import PACKED_TOKENS_S, START_S, peak_of, shares_of
+from nanodag.plan.sizes import (
+    attended_length,
+    bytes_per_token,
+    downloaded,
+    held_out_share,
+    held_out_tokens,
+    in_memory,
+    tokens_of_pass,
+)
+from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
 """Of a layer's activations, that a compiled one keeps."""
 
 
-def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, machine: Machine) -> StagePlan:
-    """The plan of one stage of the supervised loop. model: None where its size is not known."""
+def plan_supervised(
+    name: str, stage: SupervisedStage, model: ModelSize | None, machine: Machine, mirror: Path | None = None
+) -> StagePlan:
+    """The plan of one stage of the supervised loop. model: None where its size is not known. mirror: a folder that
+    stands for the hub."""
     device, notes = str(stage.resources.device), []
-    tokens = planned_tokens(stage, model)
+    tokens = planned_tokens(stage, model, mirror)
     batch = int(stage.batch_tokens)
     steps = None if tokens is None else math.ceil(tokens / batch)
     if stage.max_steps:
@@ -51,7 +64,8 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         )
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
     read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
-    plan = StagePlan(
+    seconds, cpu_seconds = _seconds(stage, model, machine, steps, mirror)
+    return StagePlan(
         name=name,
         kind=stage.kind,
         device=device,
@@ -65,16 +79,17 @@ def plan_supervised(name: str, stage: SupervisedStage, model: ModelSize | None, 
         num_gpus=int(stage.resources.num_ranks) // stage.resources.num_nodes if device == "cuda" else 0,
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
-        seconds=None if steps is None else _seconds(stage, model, machine, steps),
-        start_seconds=START_S[device],
-        share=shares_of(machine, device, str(stage.precision)).training,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        share=GPU_SHARES["embedded"].training
+        if device == "cuda"
+        else core_of(machine, str(stage.precision)).share(flops, cpu_seconds),
         notes=tuple(notes),
     )
-    return plan
 
 
 def faults_of_supervised(
-    plan: StagePlan, stage: SupervisedStage, model: ModelSize | None, machine: Machine
+    plan: StagePlan, stage: SupervisedStage, model: ModelSize | None, machine: Machine, mirror: Path | None = None
 ) -> list[Fault]:
     """What of the stage does not fit the machine."""
     if model is None:
@@ -82,7 +97,7 @@ def faults_of_supervised(
 
     def rebuilt(changed: StageBase) -> StagePlan:
         assert isinstance(changed, SupervisedStage)
-        return plan_supervised(plan.name, changed, model, machine)
+        return plan_supervised(plan.name, changed, model, machine, mirror)
 
     return memory_faults(
         plan,
@@ -94,13 +109,13 @@ def faults_of_supervised(
     )
 
 
-def planned_tokens(stage: SupervisedStage, model: ModelSize | None) -> int | None:
+def planned_tokens(stage: SupervisedStage, model: ModelSize | None, mirror: Path | None = None) -> int | None:
     """Tokens of the whole training: its horizon, or passes over its data where their size is known."""
     if stage.horizon_tokens not in ("auto", 0):
         return int(stage.horizon_tokens)
     if not isinstance(stage, ChatStage) or model is None:
         return None
-    one_pass = tokens_of_pass(stage.data, model.vocabulary, is_chat=True)
+    one_pass = tokens_of_pass(stage.data, model.vocabulary, is_chat=True, mirror=mirror)
     return None if one_pass is None else int(one_pass * stage.num_epochs)
 
 
@@ -177,22 +192,51 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
     return (2 if precision == "bf16" else 4) * model.total + 100 * model.vocabulary
 
 
-def _seconds(stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int) -> float | None:
-    resources, device, precision = stage.resources, str(stage.resources.device), str(stage.precision)
-    ranks = int(resources.num_ranks)
-    peak = peak_of(machine, device, precision, ranks=ranks, threads=int(resources.threads))
+def _seconds(
+    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int | None, mirror: Path | None
+) -> tuple[float | None, float | None]:
+    """By the clock, and of a CPU's cores."""
+    if steps is None:
+        return None, None
+    if stage.resources.device == "cuda":
+        return _gpu_seconds(stage, model, machine, steps, mirror), None
+    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
+    core = core_of(machine, str(stage.precision))
+    tokens, is_chat = steps * int(stage.batch_tokens), isinstance(stage, ChatStage)
+    length = attended_length(stage.data, model.vocabulary, stage.sequence_length, is_chat=is_chat, mirror=mirror)
+    work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
+    work += core.reading(model, _validations(stage, model, steps, mirror), length)
+    work += core.reading(model, core_tokens_of(stage, model, steps), CORE_CONTEXT, scored=ANSWERS_SHARE)
+    work += Work(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
+    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
+    start = processes.TRAINER_S + (processes.COMPILER_S if stage.compile else 0.0) + parsed
+    side_by_side = max(1, min(ranks, machine.cores))
+    busy = cpu_work.RANKS_BUSY if ranks > 1 else 1.0
+    seconds = (ranks * start + work.on(threads) / busy) / side_by_side
+    return seconds, ranks * start + work.total
+
+
+def _validations(stage: SupervisedStage, model: ModelSize, steps: int, mirror: Path | None) -> float:
+    """Tokens that the validations read."""
+    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage), mirror=mirror)
+    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
+    return (steps // stage.validation_every + 1) * validated
+
+
+def _gpu_seconds(
+    stage: SupervisedStage, model: ModelSize, machine: Machine, steps: int, mirror: Path | None
+) -> float | None:
+    ranks = int(stage.resources.num_ranks)
+    peak = gpu_peak(machine, str(stage.precision), ranks=ranks)
     if not peak:
         return None
     tokens = steps * int(stage.batch_tokens)
     again = 4 / 3 if stage.activation_checkpointing else 1.0
-    held_out = held_out_tokens(stage.data, model.vocabulary, is_chat=isinstance(stage, ChatStage))
-    validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
-    worked = tokens * again + (steps // stage.validation_every + 1) * validated / 3
-    shares = shares_of(machine, device, precision)
+    shares = GPU_SHARES["embedded"]
+    worked = tokens * again + _validations(stage, model, steps, mirror) / 3
     computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
-    packing = tokens / (ranks * PACKED_TOKENS_S)
     scoring = core_tokens_of(stage, model, steps) * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
-    return START_S[device] + max(computing, packing) + scoring
+    return START_S + max(computing, tokens / (ranks * PACKED_TOKENS_S)) + scoring
 
 
 def _candidates(stage: SupervisedStage) -> Iterator[Candidate]:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
+from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.resolve import read_document
 from nanodag.config.trust import check_trust
@@ -29,7 +30,6 @@ from nanodag.run.stale import config_digest, following, inputs_in, left_alone, s
 from nanodag.store import Artifact, Store
 from nanodag.store.provenance import code_revision, process_started
 from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, references_in
-from nanodag.worker.devices import num_gpus_of
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
     known = record.stages if record is not None else {}
     open_stages = [stage for stage in stages if stage not in known or not known[stage].has_ended_well]
     configs = {stage: resolved.pipeline.stages[stage] for stage in open_stages}
-    wanted = [(num_gpus_of(config), stage) for stage, config in configs.items() if _is_on_gpus(config)]
+    wanted = [(num_gpus_of(config, here.num_gpus), stage) for stage, config in configs.items() if _is_on_gpus(config)]
     most, stage = max(wanted, default=(0, ""))
     if most > here.num_gpus:
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nanodag.config import resolve
+from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.pipeline import read_stage
@@ -22,7 +23,6 @@ from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
-from nanodag.worker.devices import num_gpus_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def reproduce(
     stage, inputs = _recipe(artifact), _inputs(store, artifact)
     if stage.resources.device == "cuda" and not detect().num_gpus:
         raise StoreError(
-            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage), 'GPU')}, and this machine has none: "
-            "reproduce it where there are as many."
+            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage, 0), 'GPU')}, and this machine has "
+            "none: reproduce it where there are as many."
         )
     path = pipeline_file(file)
     resolved = resolve(path, overrides=["tracking.trackers=[]"])  # a comparison is no run of a tracker's

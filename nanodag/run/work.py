@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.gpus import num_gpus_of, spare_gpus_of
 from nanodag.config.kinds import find_kind
 from nanodag.errors import StageFailed
+from nanodag.host.machine import visible_gpus
 from nanodag.run.record import Run, StageResult
 from nanodag.worker.devices import (
     STEP_BACK_S,
@@ -21,8 +23,6 @@ from nanodag.worker.devices import (
     devices_for,
     hold,
     named_gpus,
-    num_gpus_of,
-    spare_gpus_of,
 )
 from nanodag.worker.job import Job
 from nanodag.worker.launch import Result, run_worker
@@ -87,7 +87,7 @@ def work(
     device = str(stage.resources.device)
     devices = devices_for(
         device=device,
-        num_gpus=num_gpus_of(stage),
+        num_gpus=num_gpus_of(stage, len(visible_gpus())),
         spare_gpus=spare_gpus_of(stage),
         is_beside=kind.is_beside,
         at_once=run.at_once,

@@ -16,7 +16,7 @@ from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.manifest import ATTEMPT
 from nanodag.store.provenance import is_alive
 
-RECORD_FORMAT: Final = 1
+RECORD_FORMAT: Final = 2
 ENDED_WELL = ("built", "found")
 
 KEY = re.compile("[0-9a-f]{40}$")
@@ -165,7 +165,7 @@ class RunRecord(_Part):
     executes the run, or did. machine: what its `auto` followed from, as nanodag.host.machine.machine_of reads it.
     """
 
-    format: Literal[1] = RECORD_FORMAT
+    format: Literal[2] = RECORD_FORMAT
     number: int = 0
     run: str
     created: float

@@ -8,21 +8,16 @@ dead holds none.
 import contextlib
 import fcntl
 import logging
-import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.config import AnyStage
-from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.errors.words import counted
+from nanodag.host.machine import visible_gpus
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -49,22 +44,6 @@ class Held:
 
     descriptors: tuple[int, ...]
     numbers: tuple[int, ...]
-
-
-def num_gpus_of(stage: AnyStage) -> int:
-    """How many GPUs of this machine a stage on GPUs takes: one for each rank here, and for RL as many as all its
-    samplers have, where that is more; embedded samplers do with fewer. Ranks and samplers share them. Other nodes take
-    those of the same numbers. An evaluation takes one at least."""
-    num_ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
-    if isinstance(stage, RLStage):
-        gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel
-        return max(num_ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, len(visible_gpus())))
-    return 1 if isinstance(stage, EvalStage) else num_ranks
-
-
-def spare_gpus_of(stage: AnyStage) -> int:
-    """How many more it takes where nobody holds them: an evaluation, one for each of its samplers."""
-    return int(stage.sampler.replicas) - 1 if isinstance(stage, EvalStage) else 0
 
 
 def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1, spare_gpus: int = 0) -> Devices:
@@ -127,16 +106,6 @@ def hold(
                 was_announced = True
             time.sleep(POLL_S)
         yield held
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; one where nothing tells how many."""
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
-    if shutil.which("nvidia-smi") is None:
-        return ["0"]
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
-    return [str(number) for number in range(len(listed.stdout.splitlines()))] or ["0"]
 
 
 def gpu_of_replica(number: int) -> str:

@@ -66,9 +66,9 @@ def nvidia_smi(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    host._gpus.cache_clear()
+    host._listed_gpus.cache_clear()
     yield
-    host._gpus.cache_clear()
+    host._listed_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_gpus_count_as_the_weakest_that_cuda_may_use(visible, expected, nvidia_s
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     machine = detect()
     assert (machine.gpu and machine.gpu.name, machine.num_gpus) == expected
+    assert host.visible_gpus() == (["0", "1"] if visible is None else [visible] if visible else [])
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)])
@@ -97,6 +98,6 @@ def test_a_control_group_with_a_limit_has_less_memory(tmp_path, monkeypatch):
 
 def test_an_nvidia_smi_that_fails_is_no_gpu_and_said(nvidia_smi, tmp_path, caplog):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no driver; exit 9\n")
-    host._gpus.cache_clear()
+    host._listed_gpus.cache_clear()
     assert detect().num_gpus == 0
     assert "counts as one without: no driver" in caplog.text

@@ -30,7 +30,29 @@ def test_auto_precision_is_what_the_processor_multiplies_fast(instructions, expe
     assert resolved.pipeline.stages["pretrain"].precision == expected
     assert resolved.pipeline.stages["sft"].precision == expected
     assert resolved.origins["pretrain.precision"].startswith(f"derived: cpu:2:{instructions}:8GiB: bf16 where")
-    assert resolved.pipeline.stages["rl"].optimizer.precision == "fp32", "what a preset says is kept"
+
+
+@pytest.mark.parametrize(
+    ("preset", "machine", "trainer", "evaluation"),
+    [
+        ("pocket", "cpu:2:avx512_bf16:8GiB", "fp32", "fp32"),  # width 192
+        ("small", "cpu:2:avx512_bf16:8GiB", "bf16", "fp32"),  # width 256
+        ("small", "cpu:2:avx2:8GiB", "fp32", "fp32"),
+        ("pocket", "1x24GB", "bf16", "bf16"),
+        ("small", "1x24GB", "bf16", "bf16"),
+        ("pocket", "1xT4", "fp32", "fp32"),
+    ],
+)
+def test_rl_and_evaluation_take_bf16_on_gpus_and_on_a_cpu_only_rl_of_a_wide_model(preset, machine, trainer, evaluation):
+    stages = resolve(PROJECT / "pipeline.yaml", preset, machine=machine_of(machine)).pipeline.stages
+    assert stages["rl"].optimizer.precision == stages["rl"].sampler.precision == trainer
+    assert {stages[name].precision for name in ("eval_base", "eval_rl")} == {evaluation}
+
+
+def test_a_precision_that_is_given_is_kept():
+    given = ["rl.optimizer.precision=bf16", "eval_rl.precision=bf16"]
+    stages = resolve(PROJECT / "pipeline.yaml", "pocket", given, machine=machine_of("cpu:2:avx2:8GiB")).pipeline.stages
+    assert stages["rl"].optimizer.precision == stages["eval_rl"].precision == "bf16"
 
 
 @pytest.mark.parametrize("name", FLAGS)

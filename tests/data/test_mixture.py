@@ -18,7 +18,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.data.shuffle import RowOrder, permutation
 from nanodag.data.sources import open_source
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import ConfigError, CorruptArtifact, SourceError
 
 
 @pytest.fixture
@@ -260,6 +260,15 @@ def test_a_position_of_another_mixture_is_refused(write):
     ):
         with pytest.raises(ConfigError, match="belongs to another mixture"):
             other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [lambda s: s.pop("shard"), lambda s: s.update(places=[])])
+def test_a_position_that_another_version_saved_is_refused_in_a_line(write, change):
+    mixed = mixture([SourceConfig(url=write("a", 5))])
+    state = mixed.state_dict()
+    change(state["streams"][0])
+    with pytest.raises(CorruptArtifact, match=r"another version saved it\. Remove the stage's checkpoints"):
+        mixed.load_state_dict(state)
 
 
 def test_mixing_by_epochs_needs_lengths_and_says_so(write, tmp_path, monkeypatch):

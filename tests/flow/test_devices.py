@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanodag.config.gpus import num_gpus_of, spare_gpus_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.worker import devices as module
-from nanodag.worker.devices import Devices, devices_for, gpu_of_replica, hold, named_gpus, num_gpus_of, spare_gpus_of
+from nanodag.worker.devices import Devices, devices_for, gpu_of_replica, hold, named_gpus
 
 HOLDER = """
 import sys, time
@@ -127,9 +128,9 @@ def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
         resources = Resources(num_ranks=num_ranks, nodes=nodes, device="cuda")
         return RLStage.model_construct(resources=resources, sampler=SimpleNamespace(**sampler))
 
-    assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2)) == 4
-    assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2)) == 4
-    assert num_gpus_of(rl(16, nodes=2, engine="sglang", replicas=4, tensor_parallel=1)) == 8
+    assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2), 8) == 4
+    assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2), 8) == 4
+    assert num_gpus_of(rl(16, nodes=2, engine="sglang", replicas=4, tensor_parallel=1), 2) == 8
 
 
 def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monkeypatch):
@@ -138,7 +139,7 @@ def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monke
         return RLStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [num_gpus_of(rl(replicas)) for replicas in (1, 2, 8)] == [1, 2, 3]
+    assert [num_gpus_of(rl(replicas), 3) for replicas in (1, 2, 8)] == [1, 2, 3]
     assert [gpu_of_replica(number) for number in range(5)] == ["4", "6", "7", "4", "6"]
 
 
@@ -146,7 +147,9 @@ def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8)
     stage = EvalStage.model_construct(resources=resources, sampler=sampler)
-    devices = devices_for(device="cuda", num_gpus=num_gpus_of(stage), spare_gpus=spare_gpus_of(stage), is_beside=True)
+    devices = devices_for(
+        device="cuda", num_gpus=num_gpus_of(stage, 4), spare_gpus=spare_gpus_of(stage), is_beside=True
+    )
     three = Devices(name="gpu", capacity=4, wanted=3)
     assert taken(tmp_path, devices) == (0, 1, 2, 3)
     with hold(tmp_path, three):

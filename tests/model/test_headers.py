@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.folder import load
-from nanodag.model.headers import matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.model.headers import head_parameters, matrix_parameters, num_elements, tensor_shapes, weight_files
 from nanodag.rl.control.services import ModelFacts
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,)}
@@ -27,7 +27,7 @@ def write(folder, shapes):
 def test_a_tied_embedding_is_the_head_and_counts_once(tmp_path):
     folder = write(tmp_path / "tied", SHAPES)
     assert tensor_shapes(folder) == SHAPES and num_elements(SHAPES) == 40 + 24 + 4
-    assert matrix_parameters(folder) == 40 + 24
+    assert matrix_parameters(folder) == 40 + 24 and head_parameters(folder) == 40
 
 
 def test_an_embedding_beside_a_head_does_not_count(tmp_path):

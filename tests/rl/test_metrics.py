@@ -40,9 +40,8 @@ def test_repeated_share_counts_responses_that_are_mostly_repetition():
 
 
 def test_speeds_are_over_the_time_that_each_side_worked():
-    values = {"sampled_tokens": 60.0, "seconds_generate": 2.0, "computed_tokens": 100.0, "peak_flops": 12_000.0}
-    found = speeds(values, {"train": 4.0, "trainer_waits": 99.0}, num_parameters=10)
-    assert found == {"sampled_tokens_per_second": 30.0, "tokens_per_second": 25.0, "mfu": 0.125}
-    assert speeds({"sampled_tokens": 60.0, "seconds_generate": 2.0}, {}, num_parameters=10) == {
-        "sampled_tokens_per_second": 30.0
-    }
+    sampled = {"sampled_tokens": 60.0, "seconds_generate": 2.0}
+    values = {**sampled, "computed_tokens": 100.0, "scored_tokens": 50.0, "peak_flops": 12_000.0}
+    found = speeds(values, {"train": 4.0, "trainer_waits": 99.0}, num_parameters=10, num_head_parameters=4)
+    assert found == {"sampled_tokens_per_second": 30.0, "tokens_per_second": 25.0, "mfu": 0.15}  # 6 x 1,200 / 4 s
+    assert speeds(sampled, {}, num_parameters=10, num_head_parameters=4) == {"sampled_tokens_per_second": 30.0}

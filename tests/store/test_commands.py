@@ -175,8 +175,8 @@ def test_status_and_stages_show_a_run_whose_artifact_is_gone(store, chain, nanod
 def test_a_record_of_another_format_is_named_by_the_commands_and_gc_removes_nothing(store, chain, model, nanodag):
     publish(store, model, B)
     path = store.local / "runs" / "first.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 7'))
     for command in (("stages", "first"), ("gc", "--yes"), ("verify",)):
         code, said = nanodag(*command)
-        assert code == 1 and "runs/first.json" in said and "has format 7; this nanodag reads format 1" in said, command
+        assert code == 1 and "runs/first.json" in said and "has format 7; this nanodag reads format 2" in said, command
     assert store.lookup(B) and store.lookup(C)

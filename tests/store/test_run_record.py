@@ -45,11 +45,11 @@ def test_a_record_comes_back_as_it_was_written_also_a_nights_and_a_sweeps(store)
         assert list(store.read_run(f"r{number}").stages) == ["z", "a"], "in the DAG's order"
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, 1, 3, "2", None])
 def test_a_record_of_another_format_is_refused_with_file_format_found_and_wanted(store, found):
     store.write_run(run_record("r"))
     rewrite(store, "r", lambda raw: raw.pop("format") if found is None else raw.update(format=found))
-    said = rf"runs/r\.json in .* has format {'none' if found is None else found}; this nanodag reads format 1"
+    said = rf"runs/r\.json in .* has format {'none' if found is None else found}; this nanodag reads format 2"
     for read in (lambda: store.read_run("r"), lambda: store.write_run(run_record("r"))):
         with pytest.raises(StoreError, match=said):
             read()
@@ -90,14 +90,14 @@ def test_gc_removes_nothing_while_a_record_cannot_be_read(store, tmp_path):
     (store.workspace(key("b")) / "state").write_text("abc")
     store.write_run(run_record("r", stages={"s": built(artifact)}))
     store.write_run(run_record("late"))
-    rewrite(store, "r", lambda raw: raw.update(format=2))
-    with pytest.raises(StoreError, match=r"runs/r\.json in .* has format 2"):
+    rewrite(store, "r", lambda raw: raw.update(format=3))
+    with pytest.raises(StoreError, match=r"runs/r\.json in .* has format 3"):
         plan(store, RetentionPolicy())
-    rewrite(store, "r", lambda raw: raw.update(format=1, stages={}))
+    rewrite(store, "r", lambda raw: raw.update(format=2, stages={}))
     found = plan(store, RetentionPolicy())
     assert {item.what for item in found.items} == {"attempt", "workspace"}
-    rewrite(store, "late", lambda raw: raw.update(format=2))  # between the plan and doing it
-    with pytest.raises(StoreError, match="format 2"):
+    rewrite(store, "late", lambda raw: raw.update(format=3))  # between the plan and doing it
+    with pytest.raises(StoreError, match="format 3"):
         free(store, found, settle_s=0)
     assert store.lookup(key("a")) == artifact and (store.workspace(key("b")) / "state").exists()
 

@@ -1,5 +1,7 @@
 """From a grid to one pipeline in which what points share stands once."""
 
+import importlib
+
 import pytest
 import yaml
 
@@ -17,6 +19,19 @@ def file(tmp_path, monkeypatch):
     path = tmp_path / "pipeline.yaml"
     path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}}, sort_keys=False))
     return path
+
+
+def test_a_sweep_checks_what_its_record_has_not_finished(file, monkeypatch):
+    def stop(pipeline, *, to_build, **about):
+        raise ConfigError(" ".join(sorted(to_build)))
+
+    asked = {"grid": ["sft.num_epochs=[1,2]"], "points": [], "stage": "", "at_once": 1, "preset": "tiny"}
+    about = {"file": str(file), "name": "s", "detach": True, "dry_run": False}
+    cli = importlib.import_module("nanodag.cli.sweep")  # the name in nanodag.cli is the command
+    monkeypatch.setattr(cli, "check_before_start", stop)
+    monkeypatch.setattr(cli, "unfinished", lambda pipeline, record: ["sft-2", "eval_sft-2"])
+    with pytest.raises(ConfigError, match=r"^eval_sft-2 sft-2$"):
+        cli.start_sweep([], **asked, **about)
 
 
 def test_a_grid_has_every_combination_and_lists_multiply_it():

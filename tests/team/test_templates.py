@@ -97,7 +97,7 @@ def test_a_pool_is_given_the_variables_that_it_has():
 def test_the_command_names_the_stages_there_are(capsys):
     from nanodag.cli.show import show_sbatch_options
 
-    about = {"preset": "speedrun", "file": str(PROJECT / "pipeline.yaml"), "machine": "8xH100"}
+    about = {"preset": "speedrun", "file": str(PROJECT / "pipeline.yaml"), "on": "8xH100"}
     show_sbatch_options("pretrain", [], **about)
     assert "--gpus-per-node=8" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"no stage 'pretrian'; it has tokenizer, .* Did you mean 'pretrain'\?"):

@@ -127,8 +127,8 @@ class EvalStage(StageBase):
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
-    precision: Precision | Auto = "fp32"
-    """Number format of the model."""
+    precision: Precision | Auto = "auto"
+    """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
     micro_batch_tokens: Positive = operational(16_384)
     """Tokens that are scored at once, padding included, where likelihoods answer. A longer question goes alone."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()

@@ -21,13 +21,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
-from nanodag.errors import NanodagError, StageFailed
+from nanodag.errors import CorruptArtifact, NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
@@ -89,7 +89,7 @@ class Controller:
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
-        totals = {"sampled": 0, "prompt": 0, "computed": 0, "empty_steps": 0}
+        totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
         self._stopwatch = Stopwatch()
@@ -187,7 +187,9 @@ class Controller:
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
-        rates = speeds(self._values, seconds, num_parameters=self._services.model.num_matrix_parameters)
+        model = self._services.model
+        body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
+        rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
         self._records.step(step, seconds, self._values | rates)
         self._records.timeline(step, spans)
 
@@ -215,6 +217,7 @@ class Controller:
             "skipped_updates": first["skipped_updates"],
             "learning_rate": first["learning_rate"],
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
+            "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),
         }
 
@@ -235,6 +238,7 @@ class Controller:
         totals["sampled"] += sum(rollout.num_sampled for rollout in batch.all_rollouts)
         totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
         totals["computed"] += values.get("computed_tokens", 0)
+        totals["scored"] += values.get("scored_tokens", 0)
         totals["empty_steps"] = 0 if batch.kept or batch.num_partial else totals["empty_steps"] + 1
         if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
             reasons = drop_counts([drop.reason for drop in batch.dropped])
@@ -281,6 +285,7 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
+        check_totals(folder, saved["state"]["totals"], self._state["totals"])
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
         for policy, version in saved["weights"].items():
@@ -309,7 +314,7 @@ class Controller:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
-        totals, parameters = self._state["totals"], self._services.model.num_matrix_parameters
+        totals, model = self._state["totals"], self._services.model
         evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
@@ -317,9 +322,11 @@ class Controller:
             metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
         if evals or self._num_too_long:
             metrics["eval_too_long"] = self._num_too_long
-        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides.
-        forward = totals["sampled"] + totals["prompt"]
-        flops = 6 * parameters * totals["computed"] + 2 * parameters * forward
+        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
+        # logits.
+        forward, head = totals["sampled"] + totals["prompt"], model.num_head_parameters
+        body = model.num_matrix_parameters - head
+        flops = body * (6 * totals["computed"] + 2 * forward) + head * (6 * totals["scored"] + 2 * totals["sampled"])
         finish(
             self._job,
             metrics=metrics,
@@ -392,3 +399,12 @@ def main() -> None:
         log.error("%s: %s", type(error).__name__, error)
         sys.stderr.flush()
         os._exit(services.children.exit_code)
+
+
+def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -> None:
+    """Raise CorruptArtifact for a checkpoint whose totals are not those that this version counts."""
+    if set(saved) != set(known):
+        raise CorruptArtifact(
+            f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
+            f"{', '.join(known)}. Remove it to begin the stage again."
+        )

@@ -13,6 +13,7 @@ from typing import Any, cast
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
+from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
@@ -21,7 +22,7 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import CONTEXT_RESERVE, SGLangProcess
 from nanodag.model.architecture import read_checkpoint, read_json
-from nanodag.model.headers import faults_of_config, matrix_parameters, weight_files
+from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -30,7 +31,7 @@ from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
-from nanodag.worker.devices import gpu_of_replica, visible_gpus
+from nanodag.worker.devices import gpu_of_replica
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes
@@ -313,8 +314,17 @@ class _Background:
 class ModelFacts:
     """What a Hugging Face directory says of its model without loading it."""
 
-    def __init__(self, *, num_matrix_parameters: int, num_bytes: int, max_positions: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_matrix_parameters: int,
+        num_head_parameters: int,
+        num_bytes: int,
+        max_positions: int,
+        vocab_size: int,
+    ) -> None:
         self.num_matrix_parameters = num_matrix_parameters
+        self.num_head_parameters = num_head_parameters
         self.num_bytes = num_bytes
         self.max_positions = max_positions
         self.vocab_size = vocab_size
@@ -326,6 +336,7 @@ class ModelFacts:
         config = read_json(folder / "config.json")
         return cls(
             num_matrix_parameters=matrix_parameters(folder),
+            num_head_parameters=head_parameters(folder),
             num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
             max_positions=int(config["max_position_embeddings"]),
             vocab_size=int(config["vocab_size"]),

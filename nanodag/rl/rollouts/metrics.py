@@ -131,18 +131,22 @@ def repetition(token_ids: Sequence[int]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def speeds(values: Mapping[str, float], seconds: Mapping[str, float], *, num_parameters: int) -> dict[str, float]:
+def speeds(
+    values: Mapping[str, float], seconds: Mapping[str, float], *, num_parameters: int, num_head_parameters: int
+) -> dict[str, float]:
     """Tokens a second of either side while it worked, and `mfu`, the share of the matmul peak of all ranks that
     training reached.
 
-    values: sampled_tokens, seconds_generate; and where something was trained computed_tokens and peak_flops, the peak.
-    seconds: train. FLOPs are 6 a parameter and token (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361,
-    table 1), without attention, and without what scoring with old or reference weights takes.
+    values: sampled_tokens, seconds_generate; and where something was trained computed_tokens, scored_tokens, of them
+    those whose logits were computed, and peak_flops, the peak. seconds: train. num_parameters: of the matrices but the
+    head. FLOPs are 6 a parameter and token (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, table 1),
+    without attention, and without what scoring with old or reference weights takes.
     """
     metrics = {"sampled_tokens_per_second": values["sampled_tokens"] / max(values["seconds_generate"], 1e-9)}
     if "computed_tokens" in values:
         metrics["tokens_per_second"] = values["computed_tokens"] / max(seconds["train"], 1e-9)
-        metrics["mfu"] = 6 * num_parameters * metrics["tokens_per_second"] / values["peak_flops"]
+        worked = num_parameters * values["computed_tokens"] + num_head_parameters * values["scored_tokens"]
+        metrics["mfu"] = 6 * worked / max(seconds["train"], 1e-9) / values["peak_flops"]
     return metrics
 
 

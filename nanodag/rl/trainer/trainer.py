@@ -159,6 +159,8 @@ class Trainer:
             "peak_flops": self._peak_flops,
             "computed_tokens": self.config.optimizer.epochs_per_step
             * sum(row.token_ids.numel() for part in rows for row in part),
+            "scored_tokens": self.config.optimizer.epochs_per_step
+            * sum(row.targets.numel() for part in rows for row in part),
         }
 
     def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
