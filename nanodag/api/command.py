@@ -131,6 +131,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
         print(_said(args, models, listener), flush=True)
         if ready is not None:
+            listener.listen()  # who comes before the server listens waits for it
             ready(_address(listener))
         await server.serve(sockets=[listener])
     finally:
