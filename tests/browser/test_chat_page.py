@@ -339,7 +339,6 @@ def test_checkpoints_that_are_served_answer_side_by_side_with_their_probabilitie
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = process.stdout.readline()
-            time.sleep(0.5)  # it listens in a moment
             page = open_page(int(re.search(r"http://127.0.0.1:(\d+)/v1", said).group(1)))
             page.choose(1, "second")
             page.one("#open-settings").click()
