@@ -129,6 +129,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             each.is_ending = lambda: server.should_exit
         if followed is not None and weights is not None:
             following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
+        listener.listen()  # who comes as soon as it is said waits for the server
         print(_said(args, models, listener), flush=True)
         if ready is not None:
             ready(_address(listener))

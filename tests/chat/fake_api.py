@@ -164,6 +164,7 @@ def serving(app: Any, *, port: int = 0) -> Iterator[int]:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
+        listener.listen()  # who comes before the server is up waits for it
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -25,7 +25,6 @@ def show(url: str) -> None:
     """Open the page where there is a screen. Without one, a browser would take the terminal."""
     has_screen = sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     if has_screen:
-        # Beside the server, which listens in a moment: a browser takes longer to start.
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
 
