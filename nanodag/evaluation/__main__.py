@@ -42,8 +42,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     """Fill the job's output; returns the stage's metrics and cost.
 
     A benchmark that was finished before a restart is not asked again, nor are the items that were finished of the one
-    that was under way. Progress is told in thousandths of the
-    benchmarks, and in requests of the benchmark that is under way.
+    that was under way. Progress is told in thousandths of the benchmarks, and in requests of the benchmark under way.
     """
     config = job.config
     progress = _Progress(metrics_log, len(config.benchmarks))
@@ -120,7 +119,15 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, for
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark)
     config, mirror = job.config, str(job.mirror or "")
-    return run_benchmark(checkpoint, benchmark, chat=config.chat, seed=config.seed, mirror=mirror, folder=forms)
+    return run_benchmark(
+        checkpoint,
+        benchmark,
+        chat=config.chat,
+        seed=config.seed,
+        mirror=mirror,
+        folder=forms,
+        kept=checkpoint.kept,
+    )
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:

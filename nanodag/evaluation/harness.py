@@ -22,6 +22,7 @@ from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import Asked, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.items import item_options
+from nanodag.evaluation.kept import KeptLines, content_key
 from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, result_of, shortened, written_record
 from nanodag.evaluation.written import Answer
 
@@ -29,9 +30,17 @@ log = logging.getLogger(__name__)
 
 
 def run_benchmark(
-    checkpoint: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, folder: Path
+    checkpoint: EvaluatedModel,
+    config: BenchmarkConfig,
+    *,
+    chat: bool,
+    seed: int,
+    mirror: str,
+    folder: Path,
+    kept: KeptLines | None = None,
 ) -> BenchmarkResult:
-    """Evaluate one benchmark. folder: where its YAML file is written. mirror: a path, empty for the hub.
+    """Evaluate one benchmark. folder: where its YAML file is written. mirror: a path, empty for the hub. kept: verdicts
+    on answers that were judged before, and where others are kept.
 
     Raises ConfigError for a form that does not exist, SourceError for items that cannot be read.
     """
@@ -40,7 +49,7 @@ def run_benchmark(
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
     tasks = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     task = tasks["tasks"][config.name]
-    returned = _keep_what_is_returned(task)
+    returned = _keep_what_is_returned(task, kept)
     _repeat_items(task, config)
     checkpoint.is_chat = is_chat
     checkpoint.under_way = Asked(config=config, seed=seed)
@@ -86,15 +95,22 @@ def run_benchmark(
     return result
 
 
-def _keep_what_is_returned(task: Any) -> list[Mapping[str, Any]]:
+def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[str, Any]]:
     """What the form's `process_results` returns, answer by answer in the order of lm-eval's samples. lm-eval gets the
-    metrics only: it takes the mean of whatever else there is."""
+    metrics only: it takes the mean of whatever else there is. A verdict that was kept is not made again: a program may
+    take seconds in the sandbox."""
     returned: list[Mapping[str, Any]] = []
     function = task.config.process_results
     metrics = list(task.aggregation())
 
     def process_results(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        found = function(doc, results)
+        is_written = all(isinstance(text, str) for text in results) and "item_id" in doc
+        key = content_key("judged", doc["item_id"], list(results)) if is_written else ""
+        found = kept.get(key) if kept is not None else None
+        if found is None:
+            found = function(doc, results)
+            if kept is not None and is_written:
+                kept.add({key: found})
         returned.append(found)
         return {name: found[name] for name in metrics if name in found}
 

@@ -16,7 +16,7 @@ from nanodag.data.adapters import open_adapter
 from nanodag.data.asking import asking
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError, SourceError
-from nanodag.evaluation import writing
+from nanodag.evaluation import answers, writing
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import FORMS, shipped_forms
 from nanodag.evaluation.harness import run_benchmark
@@ -64,7 +64,7 @@ class Scripted(LM):
 def run(tmp_path):
     """run(model, name, rows, chat=..., **benchmark) -> BenchmarkResult"""
 
-    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", options=None, **benchmark):
+    def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", options=None, kept=None, **benchmark):
         def source(label, wanted):
             path = tmp_path / f"{label}.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in wanted))
@@ -76,7 +76,7 @@ def run(tmp_path):
         config = BenchmarkConfig(name=name, source=items, **benchmark)
         forms = tmp_path / "forms"
         forms.mkdir(exist_ok=True)
-        return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms)
+        return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms, kept=kept)
 
     return made
 
@@ -618,7 +618,7 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
 
         checkpoint = checkpoint_of(model_folder, on_progress=progress, sampler_batch=3)
         checkpoint.kept = kept
-        return run(checkpoint, benchmark, **asked), checkpoint, seen
+        return run(checkpoint, benchmark, kept=kept, **asked), checkpoint, seen
 
     whole, undisturbed, _ = attempt(None, 10**6)
     path, kills, rng = tmp_path / "kept.jsonl", 0, random.Random(0)
@@ -639,3 +639,15 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
         undisturbed.tokens_read,
         undisturbed.tokens_written,
     )
+
+
+def test_a_verdict_that_was_kept_is_not_made_again(run, tmp_path, monkeypatch):
+    judged = []
+    original = answers.gsm8k_reward
+    monkeypatch.setattr(answers, "gsm8k_reward", lambda prompt, text: judged.append(text) or original(prompt, text))
+    with KeptLines(tmp_path / "kept.jsonl") as kept:
+        first = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K, kept=kept)
+        again = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K, kept=kept)
+        assert (len(judged), again) == (5, first)
+        run(Scripted({**GSM8K_TEXTS, "Q1": "#### 25"}), "gsm8k", GSM8K, kept=kept)
+    assert judged[5:] == ["#### 25"]
