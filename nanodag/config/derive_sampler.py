@@ -20,6 +20,7 @@ from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is
 
 MAX_CPU_REPLICAS = 4
 MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more are hardly faster, and hold more cache
+SCORED_TOKENS = {"cpu": 1024, "cuda": 16_384}  # that an evaluation scores at once; on a CPU more leave its caches
 PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
 SHARE_BESIDE_TRAINER = 0.4  # of a GPU: weights twice while they change, and the cache; the rest is the trainer's
 SHARE_IN_EVALUATION = 0.7  # of a GPU: the rest is for the model that scores likelihoods
@@ -186,8 +187,10 @@ def derive_evaluation(
         answers("seed", stage.seed, "the stage's seed")
         answers("max_new_tokens", stage.max_new_tokens, "the stage's max_new_tokens")
         benchmarks.append(benchmark.model_copy(update=answers.updates))
+    scored = _Filler(stage, name, origins)
+    scored("micro_batch_tokens", SCORED_TOKENS[device], f"on {device}")
     sampler = config.model_copy(update=fill.updates)
-    return stage.model_copy(update={"sampler": sampler, "benchmarks": tuple(benchmarks)})
+    return stage.model_copy(update={**scored.updates, "sampler": sampler, "benchmarks": tuple(benchmarks)})
 
 
 class _Filler:

@@ -50,7 +50,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
         job.inputs["model"],
         precision=config.precision,
         device=config.resources.device,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=int(config.micro_batch_tokens),
         max_new_tokens=config.max_new_tokens,
         replicas=int(config.sampler.replicas),
         sampler_batch=int(config.sampler.max_batch),

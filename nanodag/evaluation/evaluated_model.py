@@ -75,7 +75,7 @@ class EvaluatedModel(TemplateLM):
         *,
         precision: str,
         device: str,
-        micro_batch_tokens: int = 16_384,
+        micro_batch_tokens: int = 1024,
         max_new_tokens: int,
         replicas: int = 1,
         sampler_batch: int = 64,

@@ -163,7 +163,7 @@ def _tokens(stage: EvalStage, model: ModelSize) -> tuple[float, float, float]:
 def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) -> tuple[Process, ...]:
     """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
-    wide, scored = width_of(precision), stage.micro_batch_tokens
+    wide, scored = width_of(precision), int(stage.micro_batch_tokens)
     held = {
         "weights": wide * model.total,
         "activations": scored * wide * (6 * shape.width + 3 * shape.mlp_width) + scored * 512,

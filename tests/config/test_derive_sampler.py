@@ -217,6 +217,8 @@ def test_a_benchmark_has_the_stage_s_seed_and_limit_of_an_answer_where_it_says_n
         precision="fp32",
     )
     origins = {}
-    first, second = derive_evaluation("e", stage, this_machine(), DEPTH_24, origins).benchmarks
+    derived = derive_evaluation("e", stage, this_machine(), DEPTH_24, origins)
+    first, second = derived.benchmarks
+    assert (derived.micro_batch_tokens, origins["e.micro_batch_tokens"]) == (1024, "derived: on cpu")
     assert (first.seed, first.max_new_tokens, second.seed, second.max_new_tokens) == (3, 40, 5, 9)
     assert origins["e.benchmarks.0.seed"] == "derived: the stage's seed" and "e.benchmarks.1.seed" not in origins

@@ -33,6 +33,7 @@ def make_job(tmp_path, model_folder):
         max_new_tokens=6,
         sample_prompts=("the cat",),
         resources={"num_ranks": 1, "threads": 1, "device": "cpu"},
+        micro_batch_tokens=1024,
         sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
     )
 

@@ -124,8 +124,9 @@ class EvalStage(StageBase):
     """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "fp32"
     """Number format of the model."""
-    micro_batch_tokens: Positive = operational(16_384)
-    """Tokens that are scored at once, padding included, where likelihoods answer. A longer question goes alone."""
+    micro_batch_tokens: Positive | Auto = operational("auto")
+    """Tokens that are scored at once, padding included, where likelihoods answer. A longer question goes alone.
+    `auto`: 16384 on a GPU, 1024 on a CPU, whose caches hold no more."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()
     """The samplers that write answers."""
     chat: bool = True
