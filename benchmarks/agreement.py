@@ -73,7 +73,8 @@ def predictions(model: Any, name: str, form: str, args: argparse.Namespace, fold
             scores = record["logprobs"]
             lengths = [len(choice.strip()) for choice in record["choices"]]
             by_length = [score / length for score, length in zip(scores, lengths, strict=True)]
-            found[record["id"]] = (scores.index(max(scores)), by_length.index(max(by_length)), scores)
+            cut = " (its context was cut)" if record.get("too_long") else ""
+            found[record["id"]] = (scores.index(max(scores)), by_length.index(max(by_length)), scores, cut)
         else:
             found[record["id"]] = () if record.get("too_long") else (record["output"],)
     return found
@@ -90,9 +91,10 @@ def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[in
         other = theirs[item]
         is_equal = own[:2] == other[:2]
         num_equal += is_equal
-        if not is_equal and len(own) == 3:
+        if not is_equal and len(own) > 1:
             best = sorted(own[2], reverse=True)
-            print(f"  {name} {item}: {own[:2]} and {other[:2]}; the two best are {best[0] - best[1]:.4f} nats apart")
+            apart = f"the two best are {best[0] - best[1]:.4f} nats apart"
+            print(f"  {name} {item}: {own[:2]} and {other[:2]}; {apart}{own[3]}")
         elif not is_equal:
             print(f"  {name} {item}: {own[0]!r} and {other[0]!r}")
     return num_equal, len(asked)
@@ -108,7 +110,10 @@ def main() -> int:
     torch.set_num_threads(1)
     ours = EvaluatedModel(args.model, precision="fp32", device="cpu", max_new_tokens=NEW_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    theirs = Theirs(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(args.model), batch_size=16)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    # Ours ends a text where the next document starts, too; `generate` would write that document as well.
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, tokenizer.bos_token_id} - {None})
+    theirs = Theirs(pretrained=model, tokenizer=tokenizer, batch_size=16)
     equal = total = 0
     with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
         for name in args.only or CASES:
