@@ -8,6 +8,7 @@ from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
+from nanodag.data.core_tasks import FEWEST_ITEMS
 
 
 class BenchmarkConfig(Section):
@@ -31,6 +32,12 @@ class BenchmarkConfig(Section):
     def is_core(self) -> bool:
         """Whether it is CORE, which no form describes."""
         return "core" in (self.form, self.name)
+
+    @model_validator(mode="after")
+    def _has_worked_examples(self) -> "BenchmarkConfig":
+        if self.is_core and 0 < self.limit < FEWEST_ITEMS:
+            raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
+        return self
 
 
 class EvalSamplerConfig(Section):
