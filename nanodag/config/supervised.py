@@ -9,6 +9,7 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
+from nanodag.data.core_tasks import FEWEST_ITEMS
 
 
 class ShapeConfig(StageSection):
@@ -118,7 +119,7 @@ class SupervisedStage(StageBase):
     """Steps between evaluations of CORE on the weights under training, by all ranks, and one at the end; 0 for none. It
     needs core_bundle."""
     core_limit: int = operational(500, ge=0)
-    """Items of each of CORE's 22 tasks that it is scored on while training; 0 for all."""
+    """Items of each of CORE's 22 tasks that it is scored on while training, 11 or more; 0 for all."""
     core_bundle: str = operational("auto", pattern=r"^(auto|none|/.+)$")
     """The folder of CORE's items, as an absolute path; `auto`: the pipeline's core_bundle."""
     checkpoint_every: int = operational(200, ge=1)
@@ -129,6 +130,14 @@ class SupervisedStage(StageBase):
     """Steps between lines in the log."""
     sample_prompts: tuple[str, ...] = operational(())
     """Prompts that the model continues at each evaluation, for the log."""
+
+    @model_validator(mode="after")
+    def _core_has_worked_examples(self) -> "SupervisedStage":
+        if 0 < self.core_limit < FEWEST_ITEMS:
+            raise ValueError(
+                f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_be_offloaded(self) -> "SupervisedStage":

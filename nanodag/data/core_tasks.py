@@ -61,6 +61,9 @@ TASKS = (
     Task("bigbench_language_identification", "bigbench_language_identification", "multiple_choice", 10, " ", 0.091),
 )
 
+FEWEST_ITEMS = 1 + max(task.num_fewshot for task in TASKS)
+"""Of a task's items that are read: worked examples are drawn among them."""
+
 Item = Mapping[str, Any]
 
 

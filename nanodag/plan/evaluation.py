@@ -117,9 +117,7 @@ def plan_evaluation(
         processes=_processes(stage, model, samplers),
         num_gpus=(samplers.process.count if samplers is not None else 1) if device == "cuda" else 0,
         at_once=None if samplers is None else samplers.at_once,
-        longest_prompt=None
-        if samplers is None
-        else model.max_positions - longest,
+        longest_prompt=None if samplers is None else model.max_positions - longest,
         disk_bytes=int(4 * read) + processes.MB,
         kept_bytes=int(4 * read) + processes.MB,
         seconds=seconds,

@@ -223,5 +223,15 @@ def test_a_bundle_is_what_every_stage_takes_its_items_from(core_file, tmp_path, 
 
 def test_scoring_core_while_training_is_no_part_of_the_result(core_file):
     _, stages = with_core(core_file, "core_bundle=/bundle")
-    _, others = with_core(core_file, "core_bundle=/other", "base.core_every=0", "base.core_limit=7")
+    _, others = with_core(core_file, "core_bundle=/other", "base.core_every=0", "base.core_limit=17")
     assert result_config(stages["base"]) == result_config(others["base"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("base.core_limit=10", "core_limit 10 is too few for CORE's worked examples; take 11 or 0"),
+     ("eval.benchmarks=[{name: core, limit: 10}]", "limit 10 of CORE is too few for its worked examples; take 11")],
+)  # fmt: skip
+def test_fewer_items_of_core_than_its_worked_examples_are_refused(core_file, override, said):
+    with pytest.raises(ConfigError, match=said):
+        with_core(core_file, "core_bundle=/bundle", override)

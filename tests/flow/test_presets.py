@@ -53,9 +53,8 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
 @pytest.mark.slow  # variations of the one above: minutes more
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "pocket"])
 def test_every_other_preset_runs_through_a_mirror(preset, folder, mirror):
-    write_reduced(preset, folder / "pipeline.yaml")
-    overrides = [f"mirror={mirror}", f"core_bundle={write_bundle(folder)}"]
-    state = speedrun(preset, overrides=overrides, return_state=True)
+    write_reduced(preset, folder / "pipeline.yaml", overrides=[f"core_bundle={write_bundle(folder)}"])
+    state = speedrun(preset, overrides=[f"mirror={mirror}"], return_state=True)
     assert state.is_completed(), state.message
     store = Store(folder / "store")
     stages = store.read_run(preset).stages.items()

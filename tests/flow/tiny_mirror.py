@@ -93,7 +93,7 @@ def write_mirror(folder: Path) -> None:
         path = folder / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         table = pyarrow.Table.from_pylist([make(rng) for _ in range(NUM_ROWS)])
-        pyarrow.parquet.write_table(table, path, row_group_size=NUM_ROWS // 4)  # the last one may be held out
+        pyarrow.parquet.write_table(table, path, row_group_size=NUM_ROWS // 2)  # the last group stands for a last shard
     _write_model(folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
 
 

@@ -9,6 +9,7 @@ from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
+from nanodag.data.core_tasks import FEWEST_ITEMS
 from nanodag.errors.words import counted
 
 GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
@@ -63,6 +64,12 @@ class BenchmarkConfig(Section):
     """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
     thinking: ThinkingConfig | None = None
     """Thinking text between these tags is left out of the answer that is scored."""
+
+    @model_validator(mode="after")
+    def _has_worked_examples(self) -> "BenchmarkConfig":
+        if self.is_core and 0 < self.limit < FEWEST_ITEMS:
+            raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
+        return self
 
     @model_validator(mode="after")
     def _samples_fit(self) -> "BenchmarkConfig":
