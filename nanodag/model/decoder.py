@@ -96,18 +96,18 @@ class Functions:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x as the layer's other half is to take it, and `before_attention`."""
         if cpu_layer.can_run(x, heads):
-            return cpu_layer.before_attention(x, cos, sin, *weights, heads)
+            return cpu_layer.before_attention(x, cos, sin, *weights, heads=heads)
         if self.compiled:
-            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads)
-        return x, *before_attention(x, cos, sin, *weights, heads)
+            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
+        return x, *before_attention(x, cos, sin, *weights, heads=heads)
 
     def after(self, x: Tensor, attended: Tensor, *weights: Tensor, heads: Heads) -> Tensor:
         """`after_attention`."""
         if cpu_layer.can_run(x, heads):
-            return cpu_layer.after_attention(x, attended, *weights, heads)
+            return cpu_layer.after_attention(x, attended, *weights, heads=heads)
         if self.compiled:
-            return self._compiled[1](*_any_length(x, attended), *weights, heads)
-        return after_attention(x, attended, *weights, heads)
+            return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
+        return after_attention(x, attended, *weights, heads=heads)
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
