@@ -45,6 +45,7 @@ def before_attention(
     projections: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     qk_norms: Sequence[Tensor] | None,
+    *,
     heads: "Heads",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, G, D)."""
@@ -59,7 +60,7 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, heads: "Heads"
+    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: "Heads"
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
     x, h = Norm.apply(x + linear(attended, output), norm, heads.norm_eps)

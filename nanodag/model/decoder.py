@@ -61,6 +61,7 @@ def before_attention(
     projections: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor, Tensor, Tensor] | None,
     qk_norms: tuple[Tensor, Tensor] | None,
+    *,
     heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D)."""
@@ -76,7 +77,7 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, heads: Heads
+    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: Heads
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
     x = x + functional.linear(attended, output)
