@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer, on CPU cores: norms, rotary positions and the gate, by `layer.c`.
+"""A layer on CPU cores: norms, rotary positions and the gate, all between the matrix products, by `layer.c`.
 
 torch.compile makes code that is about as fast, but takes 3 to 10 seconds of a stage to begin. Each value is rounded
 once here, where a chain of torch's operations rounds after each. Arguments and results are those of the functions of
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from nanodag.model.c_library import c_library
 from nanodag.model.core_threads import on_threads
+from nanodag.model.cpu_linear import linear
 
 if TYPE_CHECKING:
     from nanodag.model.decoder import Heads
@@ -45,12 +45,13 @@ def before_attention(
     projections: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     qk_norms: Sequence[Tensor] | None,
+    *,
     heads: "Heads",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, G, D)."""
     x, h = Norm.apply(x, norm, heads.norm_eps)
     query, key, value = (
-        functional.linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
+        linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
         for i, weight in enumerate(projections)
     )
     of_query, of_key = qk_norms or (None, None)
@@ -59,11 +60,11 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, heads: "Heads"
+    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: "Heads"
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x, h = Norm.apply(torch.addmm(x, attended, output.T), norm, heads.norm_eps)
-    return torch.addmm(x, Gated.apply(functional.linear(h, gate), functional.linear(h, up)), down.T)
+    x, h = Norm.apply(x + linear(attended, output), norm, heads.norm_eps)
+    return x + linear(Gated.apply(linear(h, gate), linear(h, up)), down)
 
 
 class Norm(torch.autograd.Function):

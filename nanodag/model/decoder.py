@@ -61,6 +61,7 @@ def before_attention(
     projections: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor, Tensor, Tensor] | None,
     qk_norms: tuple[Tensor, Tensor] | None,
+    *,
     heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D)."""
@@ -76,7 +77,7 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, heads: Heads
+    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: Heads
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
     x = x + functional.linear(attended, output)
@@ -96,18 +97,18 @@ class Functions:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x as the layer's other half is to take it, and `before_attention`."""
         if cpu_layer.can_run(x, heads):
-            return cpu_layer.before_attention(x, cos, sin, *weights, heads)
+            return cpu_layer.before_attention(x, cos, sin, *weights, heads=heads)
         if self.compiled:
-            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads)
-        return x, *before_attention(x, cos, sin, *weights, heads)
+            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
+        return x, *before_attention(x, cos, sin, *weights, heads=heads)
 
     def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
         """`after_attention`."""
         if cpu_layer.can_run(x, heads):
-            return cpu_layer.after_attention(x, attended, *weights, heads)
+            return cpu_layer.after_attention(x, attended, *weights, heads=heads)
         if self.compiled:
-            return self._compiled[1](*_any_length(x, attended), *weights, heads)
-        return after_attention(x, attended, *weights, heads)
+            return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
+        return after_attention(x, attended, *weights, heads=heads)
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.model import cpu_head
+from nanodag.model.cpu_linear import times_transposed
 
 BLOCK_BYTES = 256 << 20
 CHUNK_ELEMENTS = 1 << 18  # on a CPU in float64
@@ -93,7 +94,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         blocks = _blocks(num_tokens, weight, block_bytes)
         logits = hidden.new_empty(0)
         for block in blocks:
-            logits = hidden[block] @ weight.T
+            logits = times_transposed(hidden[block], weight)
             if cpu_head.can_score(logits):
                 found = cpu_head.score(logits, targets[block], temperature, with_entropy=entropy)
                 selected[block], logsumexp[block], entropies[block] = found
@@ -115,7 +116,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
-            logits = hidden[block] @ weight.T if kept is None else kept
+            logits = times_transposed(hidden[block], weight) if kept is None else kept
             if cpu_head.can_score(logits):
                 d_logits = cpu_head.score_back(
                     logits,
@@ -156,7 +157,7 @@ class _CrossEntropySum(torch.autograd.Function):
         gradients = _Gradients(used, weight, *ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in _blocks(used.shape[0], weight, block_bytes):
-            logits = used[block] @ weight.T
+            logits = times_transposed(used[block], weight)
             if cpu_head.can_score(logits):
                 losses = cpu_head.losses(logits, labels[block], with_gradient=needs_gradient)
                 total += (losses if is_real is None else losses * is_real[block, 0]).sum()
@@ -202,9 +203,9 @@ class _Gradients:
 
     def add(self, block: slice, d_logits: Tensor) -> None:
         if self._d_hidden is not None:
-            torch.mm(d_logits, self._weight, out=self._d_hidden[block])
+            self._d_hidden[block] = times_transposed(d_logits, self._weight.T)
         if self._weight_wanted:
-            part = d_logits.T @ self._hidden[block]
+            part = times_transposed(d_logits.T, self._hidden[block].T)
             self._d_weight = part if self._d_weight is None else self._d_weight.float().add_(part)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:

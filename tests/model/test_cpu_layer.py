@@ -35,11 +35,11 @@ def outcome(module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     cos, sin = (turn.to(given["x"].dtype) for turn in (angles.cos(), angles.sin()))
     biases = tuple(given[n] for n in ("q_bias", "k_bias", "v_bias")) if "q_bias" in given else None
     norms = (given["q_norm"], given["k_norm"]) if "q_norm" in given else None
-    before = (given["x"], cos, sin, given["norm"], (given["q"], given["k"], given["v"]), biases, norms, HEADS)
-    found = module.before_attention(*before)
+    before = (given["x"], cos, sin, given["norm"], (given["q"], given["k"], given["v"]), biases, norms)
+    found = module.before_attention(*before, heads=HEADS)
     passed, *heads = found if len(found) == 4 else (given["x"], *found)
     weights = [given[name] for name in ("output", "after_norm", "gate", "up", "down")]
-    out = module.after_attention(passed, given["attended"], *weights, HEADS)
+    out = module.after_attention(passed, given["attended"], *weights, heads=HEADS)
     results = {"query": heads[0], "key": heads[1], "value": heads[2], "out": out}
     total = sum(((result.float() * 3).sin() * (n + 1)).sum() for n, result in enumerate(results.values()))
     total.backward()
