@@ -167,17 +167,20 @@ def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes
 def test_asked_to_stop_while_it_starts_a_stage_ends_at_once_with_all_that_it_started(tmp_path):
     job = make_job(tmp_path)
     process = start(job)
-    deadline = time.monotonic() + 60
-    while not (started := [pid for pid in members(process.pid) if pid != process.pid]):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.002)
-    os.kill(min(started), signal.SIGSTOP)  # the trainer's rank: it never says hello
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    assert (job.workspace / "worker.log").read_text().endswith("stopped as asked, before the first step\n")
-    while members(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert members(process.pid) == [] and not sync_folder(job.workspace, 1, num_copies=1).exists()
+    try:
+        deadline = time.monotonic() + 60
+        while len(started := set(members(process.pid)) - {process.pid}) < 2:  # the trainer's rank, then the sampler
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.002)
+        os.kill(min(started), signal.SIGSTOP)  # the rank will never be ready
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == STOPPED_EXIT_CODE
+        assert (job.workspace / "worker.log").read_text().endswith("stopped as asked, before the first step\n")
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert members(process.pid) == [] and not sync_folder(job.workspace, 1, num_copies=1).exists()
+    finally:
+        end_group(process)
 
 
 def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tmp_path):
