@@ -10,6 +10,7 @@ import gc
 import inspect
 import itertools
 import logging
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -70,7 +71,8 @@ class Forked:
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the fork server has not said so yet
+                os.kill(self.pid, signum)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
