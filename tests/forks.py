@@ -5,12 +5,12 @@ interpreter draws when it starts, the seed of hashes: tests of exactness run one
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import inspect
 import itertools
 import logging
-import contextlib
 import multiprocessing
 import os
 import runpy
