@@ -30,6 +30,7 @@ def make_job(tmp_path, model_folder):
             {"name": "bits_per_byte", "source": documents},
             {"name": "continuation", "source": documents},
         ),
+        precision="fp32",
         max_new_tokens=6,
         sample_prompts=("the cat",),
         resources={"num_ranks": 1, "threads": 1, "device": "cpu"},

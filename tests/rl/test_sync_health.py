@@ -52,7 +52,7 @@ def test_what_was_asked_of_a_sampler_that_is_started_again_can_be_given_up(model
 
     def slow(number, path, version):
         if (tmp_path / "log-0").exists():
-            restart.wait(60)
+            restart.wait(600)
         return launch(number, path, version)
 
     async def work(samplers, servers):

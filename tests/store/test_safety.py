@@ -19,7 +19,7 @@ from tests.store.making import KEY, forge, product_in, publish
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # What runs a model's answers does so in a sandbox; what is run there is no file of the store.
-RUNS_ANSWERS = {"nanodag/rewards/code.py", "nanodag/rewards/sandbox.py"}
+RUNS_ANSWERS = {f"nanodag/rewards/inside/{side}.py" for side in ("__init__", "program_side", "tests_side")}
 
 
 def calls():
