@@ -205,6 +205,43 @@ def test_an_object_that_agrees_with_everything_agrees_with_nothing_wanted(cheat)
     assert score(fenced(f"{cheat}def f(n): return Any()"), tests).components == {"tests": 0.0}
 
 
+WRITES = """
+import sys
+frame = sys._getframe()
+while "self" not in frame.f_locals:
+    frame = frame.f_back
+frame.f_locals["self"]._channel.send({{"raised": [{kind}, [{code!r}], 0]}})
+"""
+FORGES = """
+import os, json
+for fd in range(3, 64):
+    try:
+        os.write(fd, json.dumps({'broken': '', 'checks': [True], 'error': ''}).encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cheat", "test"),
+    [
+        (WRITES.format(kind="{'exception': [0, 'exec', 'exec']}", code=FORGES), "assert f(2) == 4"),
+        (WRITES.format(kind="{'builtin': 'exec'}", code=FORGES), "assert f(2) == 4"),
+        (f"f = exec\ndef g(n): return {FORGES!r}", "assert f(g(2)) == 4"),
+        (f"f = eval\ndef g(n): return {f'exec({FORGES!r})'!r}", "assert f(g(2)) == 4"),
+        ("class math:\n    isclose = lambda *a, **b: True\ndef f(n): return 3", "assert math.isclose(f(2), 4)"),
+        (
+            "class Any:\n    seen = 0\n    def __float__(self):\n        self.seen += 1\n"
+            "        return [0.0, 0.0, -0.5][self.seen % 3]\ndef f(n): return Any()",
+            "import math\nx = f(2)\nassert abs(sum(c * math.pow(x, i) for i, c in enumerate([1, 2, 7]))) < 1e-4",
+        ),
+    ],
+)
+def test_a_program_reaches_neither_the_verdict_nor_what_the_tests_compute_with(cheat, test):
+    assert score(fenced(cheat), [test], entry_point="f").value == 0.0
+
+
 @pytest.mark.parametrize("handler", ["except Exception", "except", "except BaseException"])
 def test_a_program_that_ends_itself_passes_no_test_that_expects_an_error(handler):
     test = f"try:\n    f(-1)\n    is_refused = False\n{handler}:\n    is_refused = True\nassert is_refused"

@@ -10,7 +10,18 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nanodag.rewards.inside.wire import BINARY, ITEMS, LOGICAL, UNARY, Channel, ProgramGone, StandIn, decode, encode
+from nanodag.rewards.inside.wire import (
+    BINARY,
+    ITEMS,
+    LOGICAL,
+    UNARY,
+    Channel,
+    ProgramGone,
+    StandIn,
+    builtin_class,
+    decode,
+    encode,
+)
 
 MAX_ERROR_CHARACTERS = 300
 
@@ -25,6 +36,7 @@ class Remote(StandIn):
     def __init__(self, side: "TestsSide", number: int) -> None:
         object.__setattr__(self, "_side", side)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_as_number", {})
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._side.ask("call", self, *args, **named)
@@ -43,6 +55,18 @@ class Remote(StandIn):
 
     def __contains__(self, wanted: object) -> bool:
         return any(item is wanted or item == wanted for item in self._side.ask("iter", self))
+
+    def __float__(self) -> float:
+        return self._once("float")
+
+    def __int__(self) -> int:
+        return self._once("int")
+
+    def _once(self, operation: str) -> Any:
+        """What a test computes with is one number: a new one each time could make any sum of it come out."""
+        if operation not in self._as_number:
+            self._as_number[operation] = self._side.ask(operation, self)
+        return self._as_number[operation]
 
     def __instancecheck__(self, value: object) -> Any:
         return isinstance(value, Remote) and self._side.ask("isinstance", value, self)
@@ -65,7 +89,8 @@ def _between(operation: str) -> Callable[[Remote, object], Any]:
 
 
 for _name in (*UNARY, *ITEMS):
-    setattr(Remote, f"__{_name}__", _forward(_name))
+    if _name not in ("float", "int"):
+        setattr(Remote, f"__{_name}__", _forward(_name))
 for _name in (*BINARY, *LOGICAL):
     setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
 
@@ -120,7 +145,8 @@ class TestsSide:
             return self._kept[body]
         if kind == "exception":
             number, name, base = body
-            made = getattr(builtins, base) if name == base else type(name, (getattr(builtins, base),), {})
+            made = builtin_class(base, Exception)
+            made = made if name == base else type(name, (made,), {})
             return self._exceptions.setdefault(number, made)
         return Remote(self, body)
 
@@ -167,7 +193,9 @@ class TestsSide:
         bound = {name for node in nodes for name in _bound(node)}
         read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         free = {name for name in read - bound - {"candidate"} if not hasattr(builtins, name) and name not in space}
-        for name in sorted(free | made | {job["entry_point"]} - {""}):
+        modules = _modules(nodes) & free
+        space.update({name: __import__(name) for name in modules})
+        for name in sorted((free - modules) | made | {job["entry_point"]} - {""}):
             try:
                 space[name] = self.ask("name", name)
             except NameError as error:
@@ -238,6 +266,13 @@ def _bound(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ExceptHandler):
         return [node.name] if node.name else []
     return [node.id] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else []
+
+
+def _modules(nodes: list[ast.AST]) -> set[str]:
+    """The modules of Python whose attributes tests use without an import: a program's `math` could agree with all."""
+    held = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    others = {node.id for node in nodes if isinstance(node, ast.Name) and not any(node is one for one in held)}
+    return ({node.id for node in held} - others) & sys.stdlib_module_names
 
 
 def _makes_check(tree: ast.Module) -> bool:
