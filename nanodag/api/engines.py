@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
@@ -163,14 +164,22 @@ class Engines:
         await replica.client.close()
         pause_s = FIRST_PAUSE_S
         while True:
+            folder, version = self._folder, self._version
             try:
-                server = await in_thread(lambda: self._launch(replica.number, self._folder, self._version))
+                server = await in_thread(partial(self._launch, replica.number, folder, version))
                 break
             except SamplerLost as error:
                 log.error("The engine of %s does not start (again in %g s): %s", self.name, pause_s, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        replica.server, replica.client, replica.is_up = server, self._connect(server.url), True
+        replica.server, replica.client = server, self._connect(server.url)
+        try:
+            while version != self._version:  # weights that came while it started
+                folder, version = self._folder, self._version
+                await replica.client.update_weights_from_disk(str(folder), version)
+        except (SamplerLost, BadRequest) as error:  # a lost one is started again
+            log.warning("An engine of %s did not take the weights %s: %s", self.name, version, error)
+        replica.is_up = True
         self._num_restarts += 1
         log.warning("The engine of %s is up again (pid %d).", self.name, server.pid)
 

@@ -21,6 +21,7 @@ from nanodag.store.checkpoints import steps_in
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
+MAX_PAUSE_S = 60.0  # between looks where weights cannot be read again and again: each try costs seconds of a core
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,24 @@ class Followed:
 
 
 async def follow(followed: Followed, engines: Engines, version: str) -> None:
-    """Give the engines each new set of weights. version: what they have. What cannot be taken is passed over, and said
-    once."""
-    seen = version
+    """Give the engines each new set of weights. version: what they have.
+
+    What they refuse is passed over. What cannot be read is tried again, ever more seldom, and said once.
+    """
+    seen, told, pause_s = version, "", LOOK_EVERY_S
     while True:
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(pause_s)
         try:
             newest = await in_thread(followed.newest)
             if newest is None or newest.version == seen:
+                told, pause_s = "", LOOK_EVERY_S
                 continue
-            seen = newest.version
             folder = await in_thread(newest.fetch)
+            seen, told, pause_s = newest.version, "", LOOK_EVERY_S
         except (NanodagError, OSError) as error:  # it may be removed, or written, at this very moment
-            log.warning("Following: %s", error)
+            if told != str(error):
+                log.warning("Following: %s", error)
+            told, pause_s = str(error), min(2 * pause_s, MAX_PAUSE_S)
             continue
         if await takes(engines, folder, newest.version):
             print(f"{engines.name} answers with {newest.version} now.", flush=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,10 +73,11 @@ class Client:
 
 @pytest.fixture
 def play(monkeypatch):
-    """play(scenario, num_replicas=1, faults=...): run scenario(engines, processes, clients)."""
+    """play(scenario, num_replicas=1, faults=..., held=...): run scenario(engines, processes, clients). held: what later
+    engines wait for before they are up."""
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.001)
 
-    def run(scenario, num_replicas=1, faults=()):
+    def run(scenario, num_replicas=1, faults=(), held=None):
         faults = list(faults)
         processes, clients = [], {}
 
@@ -83,6 +85,8 @@ def play(monkeypatch):
             if processes and faults and len(processes) >= num_replicas:
                 raise faults.pop()
             processes.append(Process(number, folder, version))
+            if held is not None and len(processes) > num_replicas:
+                held.wait(10)
             return processes[-1]
 
         def connect(url):
@@ -165,6 +169,19 @@ def test_new_weights_are_taken_and_an_engine_that_dies_comes_back_with_them(play
         assert (processes[1].folder, processes[1].version) == (Path("/weights/2"), "2")
 
     play(scenario)
+
+
+def test_an_engine_that_was_starting_when_new_weights_came_comes_back_with_them(play):
+    async def scenario(engines, processes, clients):
+        processes[0].kill()
+        await until(lambda: len(processes) == 2)  # in a thread: it is not up yet
+        assert not engines.is_ready and await takes(engines, Path("/weights/2"), "2")
+        launching.set()
+        await until(lambda: engines.is_ready)
+        assert (await said(engines)).weight_version == "2"
+
+    launching = threading.Event()
+    play(scenario, held=launching)
 
 
 def test_weights_of_another_shape_leave_the_old_ones(play, caplog):

@@ -7,7 +7,7 @@ import pytest
 
 from nanodag.api import follow as module
 from nanodag.api.follow import Followed, Weights, follow
-from nanodag.errors import ArtifactNotFound, BadRequest, CorruptArtifact
+from nanodag.errors import ArtifactNotFound, BadRequest, CorruptArtifact, SamplerError
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
 
@@ -66,14 +66,19 @@ def test_a_run_without_weights_is_said(store, tmp_path):
 class Source:
     """What follow asks: the next of these each time, then the last for ever."""
 
-    def __init__(self, *answers):
-        self.answers, self.dropped = list(answers), []
+    def __init__(self, *answers, faults=()):
+        self.answers, self.faults, self.dropped = list(answers), list(faults), []
 
     def newest(self):
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer and Weights(answer, lambda: Path("/scratch") / answer)
+        return answer and Weights(answer, lambda: self.fetched(answer))
+
+    def fetched(self, answer):
+        if self.faults:
+            raise self.faults.pop()
+        return Path("/scratch") / answer
 
     def drop(self, folder):
         self.dropped.append(folder.name)
@@ -105,3 +110,17 @@ def test_engines_get_each_new_set_once_and_faults_are_passed_over(monkeypatch, c
     asyncio.run(asyncio.wait_for(main(), 10))
     assert engines.took == [("2", "2"), ("3", "3")] and source.dropped == ["other"]
     assert "half" in caplog.text and "keeps its weights" in caplog.text
+
+
+def test_weights_that_could_not_be_read_once_are_taken_later_and_the_reason_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    source, engines = Source("2", faults=[SamplerError("half written")] * 3), Engines()
+
+    async def main():
+        task = asyncio.ensure_future(follow(source, engines, "1"))
+        while not engines.took:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert engines.took == [("2", "2")] and caplog.text.count("half written") == 1

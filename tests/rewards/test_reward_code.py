@@ -242,6 +242,25 @@ def test_a_program_reaches_neither_the_verdict_nor_what_the_tests_compute_with(c
     assert score(fenced(cheat), [test], entry_point="f").value == 0.0
 
 
+def test_builtins_go_both_ways_functions_staying_where_they_are():
+    tests = ["assert longest(['a', 'bbb'], len) == 'bbb'", "assert total([1, 2]) == 3", "assert kind(2) is int"]
+    program = "def longest(words, key): return max(words, key=key)\ntotal = sum\ndef kind(n): return type(n)"
+    assert score(fenced(program), tests).value == 1.0
+
+
+@pytest.mark.parametrize("error", ["SyntaxError", "ValueError", "SystemExit"])
+def test_an_error_whose_text_cannot_be_read_is_the_program_s_fault_and_not_the_tests(error):
+    program = f"class Text:\n    def __str__(self): raise {error}\ndef f(n): raise ValueError(Text())"
+    assert score(fenced(program), ["found = f(2)\nassert found == 4"]).value == 0.0
+
+
+def test_what_is_raised_and_no_exception_ends_the_program_s_side():
+    cheat = WRITES.format(kind="{'builtin': 'map'}", code="")
+    test = "try:\n    f(-1)\n    is_refused = False\nexcept Exception:\n    is_refused = True\nassert is_refused"
+    program = "\n    ".join(["def f(n):", *cheat.strip().splitlines()])
+    assert module.judge({"metadata": {"tests": [test]}}, program).error == "the program wrote to its channel"
+
+
 @pytest.mark.parametrize("handler", ["except Exception", "except", "except BaseException"])
 def test_a_program_that_ends_itself_passes_no_test_that_expects_an_error(handler):
     test = f"try:\n    f(-1)\n    is_refused = False\n{handler}:\n    is_refused = True\nassert is_refused"

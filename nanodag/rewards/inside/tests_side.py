@@ -26,8 +26,8 @@ from nanodag.rewards.inside.wire import (
 MAX_ERROR_CHARACTERS = 300
 
 
-class CannotSend(BaseException):
-    """The tests give the program what cannot be sent."""
+class CannotJudge(BaseException):
+    """The tests are no Python, or give the program what cannot be sent."""
 
 
 class Remote(StandIn):
@@ -136,7 +136,7 @@ class TestsSide:
         if isinstance(value, Iterable) and not isinstance(value, type):
             return {"list": [encode(item, self._keep) for item in value]}  # an iterator, a view of a dict
         if not callable(value) or isinstance(value, type):
-            raise CannotSend(f"a test gives the program {value!r:.80}, which is neither a plain value nor a function")
+            raise CannotJudge(f"a test gives the program {value!r:.80}, which is neither a plain value nor a function")
         self._kept.append(value)
         return {"callback": len(self._kept) - 1}
 
@@ -152,6 +152,8 @@ class TestsSide:
 
     def _exception(self, kind: Any, args: list[Any], line: int) -> Exception:
         found = decode(kind, self._find)
+        if not isinstance(found, type) or not issubclass(found, Exception):  # it would be called
+            raise self._channel.gone("the program wrote to its channel")
         known = [one for one in self._exceptions.values() if one.__name__ == found.__name__]
         given = [decode(code, self._find) for code in args]
         try:
@@ -164,17 +166,22 @@ class TestsSide:
 
     def run(self, job: dict[str, Any]) -> None:
         """Run all tests; fills `checks`, one for each assertion that was reached, and `error`, of the first failure."""
+        counted = Counted()
+        try:
+            before = _whole(job["before"])
+            sources = [ast.parse(test) for test in job["tests"]]
+            codes = [compile(ast.fix_missing_locations(counted.visit(t)), "<test>", "exec") for t in sources]
+        except SyntaxError as error:
+            raise CannotJudge(str(error)) from error
         try:
             self.ask("load", job["program"])
         except Exception as error:  # noqa: BLE001 - whatever the program raised
             self._note(error)
             self.checks.append(False)
             return
-        sources = [ast.parse(test) for test in job["tests"]]
-        space = self._space(job, sources)
-        counted = Counted()
-        for tree in sources:
-            self._try(compile(ast.fix_missing_locations(counted.visit(tree)), "<test>", "exec"), space)
+        space = self._space(job, before, sources)
+        for code in codes:
+            self._try(code, space)
         if any(map(_makes_check, sources)) and not any(map(_calls_check, sources)):
             self._try(compile("check(candidate)", "<test>", "exec"), space)
         if self._channel.is_gone:  # and a test has taken no notice
@@ -183,10 +190,9 @@ class TestsSide:
             self.error = self.error or "no assertion was reached"
             self.checks.append(False)
 
-    def _space(self, job: dict[str, Any], sources: list[ast.Module]) -> dict[str, Any]:
+    def _space(self, job: dict[str, Any], before: ast.Module, sources: list[ast.Module]) -> dict[str, Any]:
         """The names that tests see: what stands before the answer, and of the program what is in neither."""
         space: dict[str, Any] = {"__name__": "tests", "__counted__": self.counted}
-        before = _whole(job["before"])
         exec(compile(before, "<before>", "exec"), space)
         made = {node.name for node in before.body if isinstance(node, ast.ClassDef)}
         nodes = [node for tree in sources for node in ast.walk(tree)]
@@ -224,7 +230,11 @@ class TestsSide:
 
     def _note(self, error: Exception) -> None:
         where = "".join(getattr(error, "__notes__", ()))
-        self.error = self.error or f"{type(error).__name__}: {error!s:.{MAX_ERROR_CHARACTERS}}{where}"
+        try:
+            said = f"{error!s:.{MAX_ERROR_CHARACTERS}}"
+        except Exception:  # noqa: BLE001 - it holds an object of the program, whose text that program makes
+            said = "its message cannot be read"
+        self.error = self.error or f"{type(error).__name__}: {said}{where}"
 
 
 class Counted(ast.NodeTransformer):
@@ -325,7 +335,7 @@ def main() -> None:
     except ProgramGone as error:
         side.error = side.error or str(error)
         side.checks.append(False)
-    except (CannotSend, SyntaxError) as error:
+    except CannotJudge as error:
         verdict["broken"] = str(error)
     with os.fdopen(out, "w") as stream:
         stream.write(json.dumps({**verdict, "checks": side.checks, "error": side.error}))

@@ -39,19 +39,20 @@ class Channel:
             self._write.write(json.dumps(message).encode("ascii") + b"\n")
             self._write.flush()
         except OSError:
-            raise self._gone("the program has ended") from None
+            raise self.gone("the program has ended") from None
 
     def receive(self) -> Any:
         """Raises ProgramGone at the end, and for a line that is no message."""
         line = self._read.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
-            raise self._gone("the program's answer is too long" if line else "the program has ended")
+            raise self.gone("the program's answer is too long" if line else "the program has ended")
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise self._gone("the program wrote to its channel") from None
+            raise self.gone("the program wrote to its channel") from None
 
-    def _gone(self, why: str) -> ProgramGone:
+    def gone(self, why: str) -> ProgramGone:
+        """To be raised: what is said to the other side has no meaning any more."""
         self.is_gone = True
         return ProgramGone(why)
 
