@@ -81,7 +81,7 @@ class Endpoints:
         texts = [one if isinstance(one, str) else model.tokens.decode(one) for one in given] if body.echo else None
         samples = self._samples(
             model, body, prompts, lambda: PlainReader({}), max_tokens=body.max_tokens, num_top=body.logprobs,
-            further=further_params(model, body), texts=texts,
+            stop_ids=model.tokens.encoding.end_ids, further=further_params(model, body), texts=texts,
             score_prompt=body.max_tokens == 0 or (body.echo and body.logprobs is not None),
         )  # fmt: skip
         return await self._answered(http, body, CompletionReply(model, body), samples)

@@ -101,6 +101,9 @@ class TemplateReader:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser = ResponseParser(dict(template), prefix="")
+        calls = template["fields"]["tool_calls"]
+        # Around a call that is none, which is content; a template may have patterns in their place.
+        self._open, self._close = calls.get("open") or "", calls.get("close") or ""
         self._raw = ""  # of the call that is open
         self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
@@ -110,6 +113,7 @@ class TemplateReader:
         return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
 
     def end(self) -> str:
+        self._close = ""  # a call that is open now was never closed by the model
         return "" if self._is_lost else self._read(lambda: self._parser.finalize()[1])
 
     def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
@@ -117,7 +121,7 @@ class TemplateReader:
             return self._events(parse())
         except (ValueError, KeyError, TypeError):  # the model wrote what its own template does not allow
             self._is_lost = True
-            return self._raw
+            return f"{self._open}{self._raw}{self._close}"
 
     def _events(self, events: Sequence[Mapping[str, Any]]) -> str:
         content = ""
@@ -137,7 +141,7 @@ class TemplateReader:
         """Note a call; what is none is content."""
         call = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return f"<tool_call>{self._raw}</tool_call>"
+            return f"{self._open}{self._raw}{self._close}"
         arguments = call.get("arguments", call.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.calls.append(Call(call["name"], text))

@@ -64,6 +64,12 @@ class Encoding:
         return token_id
 
     @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """What ends a text when sampled: the tokenizer's eos, and its bos, with which the next document begins."""
+        named = {self._named("eos_token"), self._named("bos_token")}
+        return tuple(sorted(token_id for token_id in named if token_id is not None))
+
+    @cached_property
     def pad_id(self) -> int:
         token_id = self._named("pad_token")
         return self.bos_id if token_id is None else token_id

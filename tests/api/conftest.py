@@ -1,10 +1,24 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
+
+HERMES_TEMPLATE = """\
+{%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +46,14 @@ def ids_of(encoding):
         return found
 
     return ids
+
+
+@pytest.fixture(scope="session")
+def hermes_folder(folder, tmp_path_factory) -> Path:
+    """A tokenizer whose chat template writes calls as Qwen's does."""
+    copy = tmp_path_factory.mktemp("hermes")
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"chat_template": HERMES_TEMPLATE, "eos_token": layout.END}
+    path.write_text(json.dumps(settings))
+    return copy

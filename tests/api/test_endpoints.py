@@ -175,6 +175,15 @@ def test_a_completion_begins_as_a_document_of_ours_does(app, greeting, ids_of):
     assert greeting.asked[1].params.max_new_tokens == 16
 
 
+@pytest.mark.parametrize("end", ["<|end|>", "<|bos|>"])
+def test_a_completion_ends_with_its_turn_or_before_the_next_document(folder, ids_of, end):
+    app = app_of(model_of(folder, Scripted(ids_of("one", end, "two"))))
+    (choice,) = ask(app, "/v1/completions", {"prompt": "a"}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"], [choice["stop_reason"]]) == ("one", "stop", ids_of(end))
+    (on,) = ask(app, "/v1/completions", {"prompt": "a", "ignore_eos": True}).json()["choices"]
+    assert (on["text"], on["finish_reason"]) == ("onetwo", "length")
+
+
 def test_several_prompts_have_n_choices_each_in_order(app, greeting):
     reply = ask(app, "/v1/completions", {"prompt": ["a", "b"], "n": 2}).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]

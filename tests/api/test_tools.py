@@ -1,27 +1,13 @@
 """Tool calls: declared, forced, read out of an answer, and put back into a conversation."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
 from nanodag.api.bodies import Function, Message, Tool
 from nanodag.api.prompts import _folded
 from nanodag.api.tool_format import HERMES, Call, TemplateReader, argument_of
-from nanodag.tokenizer import layout
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
-
-HERMES_TEMPLATE = """\
-{%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}
-{%- for message in messages -%}
-<|{{ message.role }}|>{{ message.content }}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
-{%- endfor -%}
-<|end|>
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 
 
 def tool(name, *arguments):
@@ -32,17 +18,6 @@ def tool(name, *arguments):
 
 CALCULATOR, PYTHON = tool("calculator", "expression"), tool("python", "code")
 WEATHER = tool("weather", "city", "day")
-
-
-@pytest.fixture(scope="module")
-def hermes_folder(folder, tmp_path_factory) -> Path:
-    """A tokenizer whose chat template writes calls as Qwen's does."""
-    copy = tmp_path_factory.mktemp("hermes")
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
-    path = copy / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"chat_template": HERMES_TEMPLATE, "eos_token": layout.END}
-    path.write_text(json.dumps(settings))
-    return copy
 
 
 def message_of(reply):
@@ -169,6 +144,7 @@ def read(text, forced=""):
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
         (f"<tool_call>{CALL}", "", ["weather"]),  # its end token came instead of the tag
         ("<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense</tool_call>", []),
+        ("<tool_call>{nonsense", "<tool_call>{nonsense", []),  # its limit came instead
         ("a < b <tool", "a < b <tool", []),
         ("", "", []),
     ],
@@ -182,7 +158,7 @@ def test_what_a_models_own_template_does_not_allow_is_content():
     strict = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": call}}
     reader = TemplateReader(strict, "")
     said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
-    assert (said, reader.calls) == ("a{nonsenseb", [])
+    assert (said, reader.calls) == ("a[{nonsense]b", [])
 
 
 def test_tools_are_declared_by_the_template_and_calls_streamed(hermes_folder, ids_of):

@@ -1,0 +1,36 @@
+"""Requests as clients that nobody here wrote sent them (`recorded.json`: headers by client, bodies, what was said)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.api.said import said_app
+from tests.api.scripted import ask, events
+
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8"))
+
+
+def texts_of(reply, body):
+    """What each choice said; a call as NAME(ARGUMENTS)."""
+    parts = events(reply) if body.get("stream") else [reply.json()]
+    texts: dict[int, str] = {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        message = choice.get("delta") or choice.get("message") or {}
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        text = (choice.get("text") or "") + (message.get("content") or "")
+        text += "".join(f"{call['name']}({call['arguments']})" for call in calls)
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+@pytest.mark.parametrize("number", range(len(RECORDED["requests"])))
+def test_a_recorded_request_is_answered(folder, hermes_folder, ids_of, number):
+    request = RECORDED["requests"][number]
+    app, _ = said_app(folder, hermes_folder, ids_of)
+    body = request["body"]
+    reply = ask(app, request["path"], body, headers=RECORDED["clients"][request["client"]])
+    assert reply.status_code == 200, reply.text
+    prompts = body.get("prompt")
+    several = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
+    assert texts_of(reply, body) == dict.fromkeys(range(body.get("n", 1) * several), request["said"])
