@@ -144,7 +144,9 @@ def derive_sampler(
 def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
     """The longest response and room for a prompt, as far as the model and a trainer's micro-batch hold it."""
     turns = 1 if stage.rollout.generate.is_one_turn else 2  # tools say something, too
-    context = slot_tokens(stage.rollout.max_new_tokens + turns * PROMPT_TOKENS)
+    answers = [int(b.max_new_tokens) for b in stage.evaluation.benchmarks if b.max_new_tokens != "auto"]
+    longest = max(stage.rollout.max_new_tokens, *answers, 0)
+    context = slot_tokens(longest + turns * PROMPT_TOKENS)
     limits = {"max_new_tokens and room for a prompt": context}
     if model is not None:
         limits["the model's positions"] = model.max_positions

@@ -80,6 +80,12 @@ def open_benchmark(config: BenchmarkConfig, *, seed: int, mirror: str = "") -> "
     Raises ConfigError for a form that does not exist or needs lm-eval itself, SourceError for items that cannot be
     read.
     """
+    path, form = asked_form(config)
+    return Benchmark(config, path, form, seed=seed, mirror=mirror)
+
+
+def asked_form(config: BenchmarkConfig) -> tuple[Path, Mapping[str, Any]]:
+    """The form that open_benchmark asks, its file and what it says. Raises ConfigError as that does; reads no items."""
     path, is_chat = find_form(config, chat=True)
     form = read_form(path)
     why = ""
@@ -93,7 +99,7 @@ def open_benchmark(config: BenchmarkConfig, *, seed: int, mirror: str = "") -> "
         why = "has no `source:`"
     if why:
         raise ConfigError(f"Benchmark {config.name!r} (form {path.stem}) {why}; only an eval stage can ask it.")
-    return Benchmark(config, path, form, seed=seed, mirror=mirror)
+    return path, form
 
 
 class Benchmark:

@@ -72,8 +72,8 @@ def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
         return None
     sampler = stage.sampler
     written = [b for b in stage.benchmarks if is_written(b)]
-    used = max(stage.answer_tokens(b) + _prompt(b, model) for b in written)
-    most = max(_items(b) * b.num_samples * (stage.answer_tokens(b) + _prompt(b, model)) for b in written)
+    used = max(stage.answer_tokens(b) + prompt_of(b, model) for b in written)
+    most = max(items_of(b) * b.num_samples * (stage.answer_tokens(b) + prompt_of(b, model)) for b in written)
     replicas = max(1, min(int(sampler.replicas), int(most * model.forward_flops(0) / REPLICA_FLOPS)))
     return embedded_samplers(
         model,
@@ -94,7 +94,7 @@ def plan_evaluation(
     """The plan of an evaluation. model: None where its size is not known. habit: how long its answers are."""
     device = str(stage.resources.device)
     sources = [b.source for b in stage.benchmarks if b.source is not None]
-    read = sum(int(_items(b) * _row_bytes(b)) for b in stage.benchmarks)
+    read = sum(int(items_of(b) * _row_bytes(b)) for b in stage.benchmarks)
     if model is None:
         return StagePlan(
             name=name, kind=stage.kind, device=device, read_bytes=read, notes=("its model is not known yet",)
@@ -182,7 +182,8 @@ def _candidates(stage: EvalStage, model: ModelSize, machine: Machine) -> Iterato
                     break
 
 
-def _items(benchmark: BenchmarkConfig) -> int:
+def items_of(benchmark: BenchmarkConfig) -> int:
+    """Items that are asked, UNKNOWN_ITEMS where that is not known."""
     if benchmark.is_core:
         return core_items(benchmark.limit)
     found = size_of(benchmark.source.url) if benchmark.source is not None else None
@@ -192,7 +193,7 @@ def _items(benchmark: BenchmarkConfig) -> int:
     return min(rows, benchmark.limit) if benchmark.limit else rows
 
 
-def _prompt(benchmark: BenchmarkConfig, model: ModelSize) -> float:
+def prompt_of(benchmark: BenchmarkConfig, model: ModelSize) -> float:
     """Tokens of a written benchmark's prompt on average, with its worked examples."""
     url = benchmark.source.url if benchmark.source is not None else ""
     return (1 + benchmark.num_fewshot) * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)
@@ -221,12 +222,12 @@ class _Tokens:
 def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
     scored = prompts = written = 0.0
     for benchmark in stage.benchmarks:
-        items, shots = _items(benchmark), 1 + benchmark.num_fewshot
+        items, shots = items_of(benchmark), 1 + benchmark.num_fewshot
         url = benchmark.source.url if benchmark.source is not None else ""
         if benchmark.is_core:
             scored += core_tokens(benchmark.limit, model.vocabulary)
         elif is_written(benchmark):
-            prompts += items * _prompt(benchmark, model)
+            prompts += items * prompt_of(benchmark, model)
             most = stage.answer_tokens(benchmark)
             written += (
                 items
@@ -270,7 +271,7 @@ def _seconds(
     if stage.resources.device == "cuda":
         return _gpu_seconds(stage, model, machine, samplers, tokens), None
     core, threads = core_of(machine, str(stage.precision)), int(stage.resources.threads)
-    items = sum(_items(benchmark) for benchmark in stage.benchmarks)
+    items = sum(items_of(benchmark) for benchmark in stage.benchmarks)
     mean = int(tokens.scored / max(1, items))
     reading = core.reading(model, tokens.scored, mean, scored=ANSWERS_SHARE)
     sources = [b.source for b in stage.benchmarks if b.source is not None]

@@ -16,12 +16,14 @@ from nanodag.config.footprint import (
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
 from nanodag.plan.sampling import Samplers, embedded_samplers, sglang_samplers
@@ -266,16 +268,43 @@ def _rollouts(stage: RLStage, sampled: float) -> int:
     return int(stage.num_steps * sampled * TOKEN_BYTES_ON_DISK)
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
+
+    answers: float
+    read: float
+    sampled: float
+
+
+def _evaluated(stage: RLStage, model: ModelSize, step: _Step) -> _Evaluated:
+    evaluation, last = stage.evaluation, stage.num_steps
+
+    def times(name: str) -> int:
+        return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
+
+    asked = times(HELD_OUT) * evaluation.eval_prompts if evaluation.validation else 0
+    answers = float(asked * evaluation.eval_samples)
+    read, sampled = asked * step.prompt, answers * step.answer
+    for benchmark in evaluation.benchmarks:
+        questions = times(benchmark.name) * items_of(benchmark)
+        most, longest = benchmark.max_new_tokens, stage.rollout.max_new_tokens
+        answers += questions * benchmark.num_samples
+        read += questions * prompt_of(benchmark, model)
+        # the share of the limit that a rollout's answer takes
+        share = step.answer / longest
+        sampled += questions * benchmark.num_samples * share * (longest if most == "auto" else most)
+    return _Evaluated(answers, read, sampled)
+
+
 def _seconds(
     stage: RLStage, model: ModelSize, machine: Machine, samplers: Samplers, step: _Step
 ) -> tuple[float | None, float | None]:
     """By the clock, and of a CPU's cores."""
-    rollout, evaluation = stage.rollout, stage.evaluation
-    evaluations = stage.num_steps // evaluation.eval_every + 1 if evaluation.validation else 0
-    asked = evaluations * evaluation.eval_prompts * evaluation.eval_samples
-    sampled, trained = stage.num_steps * step.sampled + asked * step.answer, stage.num_steps * step.trained
+    rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
+    sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
     trained *= stage.optimizer.epochs_per_step
-    prompts = stage.num_steps * _sampled_a_step(stage) + evaluations * evaluation.eval_prompts
+    read = stage.num_steps * _sampled_a_step(stage) * step.prompt + evaluated.read
     if stage.resources.device == "cuda":
         return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None
     ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
@@ -289,8 +318,8 @@ def _seconds(
     cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
     sampler = core_of(machine, precision)
     decoding = sampler.decoding(model, sampled, cached_bytes=cached)
-    decoding += Work(0.0, sampler.reading(model, prompts * step.prompt, int(step.prompt), scored=0.0).total)
-    handling = (stage.num_steps * step.samples + asked) * SAMPLE_S
+    decoding += Work(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
+    handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     start = ranks * (processes.TRAINER_S + (processes.COMPILER_S if optimizer.compile else 0.0) + parsed)
     start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S

@@ -21,6 +21,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
+from nanodag.config.rl_sections import PolicyBenchmarkConfig
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter
@@ -32,6 +33,7 @@ from nanodag.data.files import FileSource
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
+from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, read_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
@@ -88,6 +90,8 @@ class Checks:
             for number, benchmark in enumerate(stage.benchmarks):
                 self._benchmark(f"{name}.benchmarks.{number}", benchmark, is_chat=stage.chat)
         if isinstance(stage, RLStage):
+            for number, asked in enumerate(stage.evaluation.benchmarks):
+                self._benchmark(f"{name}.evaluation.benchmarks.{number}", asked, is_chat=True)
             self._rl(name, stage)
 
     def _try(self, where: str, what: str, look: Callable[[], object]) -> None:
@@ -163,6 +167,8 @@ class Checks:
         def look() -> None:
             form, _ = find_form(benchmark, chat=is_chat)
             self.relied_on.add(str(form))
+            if isinstance(benchmark, PolicyBenchmarkConfig):
+                asked_form(benchmark)
             reader = _reader_of(form)
             if benchmark.source is None and reader:
                 raise ConfigError(f"Benchmark {benchmark.name!r} needs `source:`, where its items come from.")

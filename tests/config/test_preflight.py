@@ -128,6 +128,10 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
     ("override", "said"),
     [
         ("rl.reward=mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
+        ("rl.evaluation.benchmarks=[{name: arc_easy, source: 'file:q.jsonl'}]",
+         "rl.evaluation.benchmarks.0: Benchmark 'arc_easy' (form arc_easy) is scored by likelihood; only an eval"),
+        ("rl.evaluation.benchmarks=[{name: gsm8k, source: 'file:empty.jsonl'}]",
+         "rl.evaluation.benchmarks.0: file:empty.jsonl is empty: it has no rows"),
         ("rl.reward=mine_pf:NUMBER", "rl.reward.0: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
         ("rl.reward=mine_pf:reward_of_one",
          "rl.reward.0: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),

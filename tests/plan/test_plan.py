@@ -47,6 +47,20 @@ def test_pretraining_of_pocket_in_numbers():
     assert stage.device_bytes == 0 and 0.5e9 < stage.host_bytes < 4e9
 
 
+def test_benchmarks_that_a_policy_is_asked_take_their_answers_at_each_interval_at_the_start_and_at_the_end():
+    def sampled(*overrides):
+        return stage_of(planned("gsm8k-rl", GPU, "rl.num_steps=45", *overrides), "rl").seconds
+
+    none, asked = (
+        "rl.evaluation.benchmarks=[]",
+        "{name: gsm8k, source: 'hub:openai/gsm8k/main:test', limit: 100, every: %s}",
+    )
+    once, each = (f"rl.evaluation.benchmarks=[{asked % every}]" for every in (1000, 10))
+    start, ten = sampled(once) - sampled(none), sampled(each) - sampled(none)
+    assert ten / start == pytest.approx(6 / 2)  # 0, 10, 20, 30, 40, 45 and 0, 45
+    assert sampled(once, "rl.eval_at_start=false") < sampled(once)
+
+
 def test_constants_are_those_of_the_evaluation():
     assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
     assert evaluation.SCORED_LOGITS == scoring.MAX_LOGITS

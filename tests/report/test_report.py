@@ -359,6 +359,9 @@ def test_curves_show_what_was_recorded(run):
     assert loss.lines["loss"] == ([1.0, 2.0, 3.0], [2.0, 1.0, 0.0])
     (reward,) = rl_panels(stages["rl"])
     assert reward.lines["rollouts"][1] == pytest.approx([1 / 3, 2 / 3, 1])
+    stages["rl"].lines.append({"event": "eval", "step": 3, "benchmark": "sort", "benchmark_sort": 0.25})
+    _, scores = rl_panels(stages["rl"])
+    assert (scores.title, scores.lines, scores.marked) == ("Benchmarks", {"sort": ([3.0], [0.25])}, ("sort",))
     panel = Panel(title="a < b", x_label="step", lines={"x": (range(2000), range(2000))})
     ElementTree.fromstring(panels_svg([panel, panel], name="p"))
 

@@ -29,7 +29,28 @@ REWARD = '''
 def vowels(prompt, completion):
     """Share of ASCII letters: an untrained model gets a few, and can learn to write more."""
     return sum(c.isascii() and c.isalpha() for c in completion) / max(len(completion), 1)
+
+
+def score(doc, results):
+    """The same, as a benchmark's metric."""
+    return {"share": vowels({}, results[0])}
 '''
+
+FORM = """
+task: vowels
+custom_dataset: !function nanodag.evaluation.items.rows
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+process_results: !function tiny_reward.score
+metric_list:
+  - {metric: share, aggregation: mean, higher_is_better: true}
+"""
+
+
+def benchmark(folder: Path, name: str, **values: Any) -> dict[str, Any]:
+    """A benchmark of the stage's own prompts and reward; `make_job` writes its form."""
+    return {"name": name, "form": f"{folder}/vowels.yaml", "source": f"file:{folder}/prompts.jsonl", **values}
 
 
 def make_job(folder: Path, **config: Any) -> Job:
@@ -37,6 +58,8 @@ def make_job(folder: Path, **config: Any) -> Job:
     model = save_tiny_model(folder / "model", vocabulary=VOCABULARY)
     save_tokenizer(BYTES, model)
     (folder / "tiny_reward.py").write_text(REWARD)
+    for name in ("vowels", "vowels_chat"):
+        (folder / f"{name}.yaml").write_text(FORM)
     prompts = [{"prompt": f"word {n}", "answer": "x", "prompt_id": f"p{n}"} for n in range(11)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     values = {

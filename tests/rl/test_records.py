@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
@@ -37,7 +38,7 @@ def leave(records: Records, steps: range) -> None:
 def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_there_once(tmp_path):
     job = job_in(tmp_path)
     leave(Records(job, resume_step=-1), range(1, 4))
-    records = Records(job, resume_step=2, evaluated={"1": 1.0})
+    records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
     found = lines(job.metrics_path)
     assert [(line["event"], line["step"]) for line in found] == [("step", 1), ("eval", 1), ("step", 2)]
     assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2]
@@ -51,7 +52,7 @@ def test_half_a_line_is_left_out(tmp_path):
     for path in (job.metrics_path, job.records / "timeline.jsonl"):
         with path.open("a") as stream:
             stream.write('{"event": "st')
-    Records(job, resume_step=2, evaluated={"1": 1.0, "2": 1.0}).close()
+    Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0, "2": 1.0}}).close()
     assert len(lines(job.metrics_path)) == 4 and len(lines(job.records / "timeline.jsonl")) == 2
 
 
@@ -78,7 +79,7 @@ def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_l
     before = [path.read_bytes() for path in paths]
     with files_end_at(20):
         for begin in (
-            lambda: Records(job, resume_step=2, evaluated={"1": 1.0, "2": 1.0, "3": 1.0}),
+            lambda: Records(job, resume_step=2, evaluated={HELD_OUT: dict.fromkeys("123", 1.0)}),
             lambda: MetricsLog(job, resume_step=2),
             lambda: Ledger(paths[2], resume_step=2),
         ):

@@ -19,6 +19,7 @@ from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.viewer.shelf import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl.stages import (
+    benchmark,
     digest,
     end_group,
     make_job,
@@ -37,9 +38,16 @@ AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_ev
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A stage of six steps that nothing disturbed."""
-    job = make_job(tmp_path_factory.mktemp("stage"), num_steps=6, checkpoint_every=2, eval_every=3)
+    folder = tmp_path_factory.mktemp("stage")
+    job = make_job(folder, num_steps=6, checkpoint_every=2, eval_every=3, benchmarks=named_sets(folder))
     run(job)
     return job
+
+
+def named_sets(folder):
+    """The same questions greedily every 3 steps, and drawn twice every 2."""
+    drawn = {"num_samples": 2, "temperature": 1.0, "every": 2, "limit": 3}
+    return [benchmark(folder, "greedy", limit=3), benchmark(folder, "drawn", **drawn)]
 
 
 def test_a_stage_leaves_a_model_that_transformers_loads_and_learns_something(finished):
@@ -67,7 +75,22 @@ def test_every_step_is_on_policy_and_trainer_and_sampler_agree_on_logprobs(finis
         )
         assert line["mismatch_largest"] < 1e-4
         assert line["seconds_generate"] > 0 and line["seconds_train"] > 0 and line["seconds_sync"] > 0
-    assert [line["step"] for line in metrics(finished, "eval")] == [0, 3, 6]
+    evals = [(line["step"], line.get("benchmark", "held out")) for line in metrics(finished, "eval")]
+    assert [step for step, name in evals if name == "held out"] == [0, 3, 6]
+
+
+def test_each_named_set_is_scored_at_its_interval_and_its_scores_are_told(finished):
+    lines = [line for line in metrics(finished, "eval") if "benchmark" in line]
+    scores = {name: {line["step"]: line[f"benchmark_{name}"] for line in lines if line["benchmark"] == name}
+              for name in ("greedy", "drawn")}  # fmt: skip
+    assert [list(found) for found in scores.values()] == [[0, 3, 6], [0, 2, 4, 6]]
+    told = json.loads((finished.workspace / "result.json").read_text())["metrics"]
+    for name, found in scores.items():
+        assert (told[f"benchmark_{name}_before"], told[f"benchmark_{name}"]) == (found[0], found[6])
+    written = (finished.records / "benchmarks" / "step-00000004.drawn.jsonl").read_text()
+    records = [json.loads(line) for line in written.splitlines()]
+    assert [len(record["samples"]) for record in records] == [2] * 3
+    assert scores["drawn"][4] == pytest.approx(statistics.fmean(record["scores"]["avg@2"] for record in records))
 
 
 def test_rollouts_of_a_step_are_whole_groups_of_the_policy_version_before_it(finished):
@@ -104,7 +127,7 @@ def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
 
 
 def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, num_steps=6, checkpoint_every=2, eval_every=3)
+    job = make_job(tmp_path, num_steps=6, checkpoint_every=2, eval_every=3, benchmarks=named_sets(tmp_path))
     slow_rewards(tmp_path)
     moment = random.Random(os.getpid())
     for step in (moment.randint(1, 2), moment.randint(3, 5)):
@@ -154,7 +177,7 @@ def test_one_step_ahead_a_stage_killed_and_one_asked_to_stop_end_on_the_same_byt
 
 
 def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, num_steps=6, checkpoint_every=100, eval_every=3)
+    job = make_job(tmp_path, num_steps=6, checkpoint_every=100, eval_every=3, benchmarks=named_sets(tmp_path))
     process = start(job)
     wait_for_step(job, process, 3)
     os.killpg(process.pid, signal.SIGTERM)  # as a launcher does it: everything in the group gets it

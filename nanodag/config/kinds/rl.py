@@ -86,6 +86,12 @@ class RLStage(StageBase):
                 f"sampler.context {context} leaves no room for a prompt beside rollout.max_new_tokens {most}; raise "
                 "the one or lower the other"
             )
+        for benchmark in self.evaluation.benchmarks:
+            if benchmark.max_new_tokens != "auto" and context <= benchmark.max_new_tokens:
+                raise ValueError(
+                    f"sampler.context {context} leaves no room for a prompt beside max_new_tokens "
+                    f"{benchmark.max_new_tokens} of benchmark {benchmark.name}; raise the one or lower the other"
+                )
         if held != "auto" and held < context:
             raise ValueError(
                 f"optimizer.micro_batch_tokens {held} cannot hold one rollout of sampler.context {context} tokens; "

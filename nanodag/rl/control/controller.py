@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
 from nanodag.errors import CorruptArtifact, NanodagError, StageFailed
 from nanodag.rewards import sandbox
+from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -87,6 +89,9 @@ class Controller:
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
         self._generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
+        )
+        self._benchmarks = PolicyBenchmarks(
+            self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
@@ -150,18 +155,33 @@ class Controller:
 
     def is_evaluation_due(self, policy: int) -> bool:
         """Whether the weights of a policy are to be evaluated and have not been."""
-        is_time = policy % self._config.evaluation.eval_every == 0 or policy == self._config.num_steps
-        return bool(self._held_out) and is_time and str(policy) not in self._state["evals"]
+        return bool(self._due(policy))
 
     async def evaluate(self, policy: int) -> None:
-        """Answer the held-out prompts."""
+        """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
+        for name in self._due(policy):
+            value = await (self._answer_held_out(policy) if name == HELD_OUT else self._answer_benchmark(name, policy))
+            self._state["evals"].setdefault(name, {})[str(policy)] = value
+
+    def _due(self, policy: int) -> list[str]:
+        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks."""
+        config, done = self._config, self._state["evals"]
+        names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks.names]
+        due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
+        return [name for name in due if str(policy) not in done.get(name, {})]
+
+    async def _answer_held_out(self, policy: int) -> float | None:
         began = time.monotonic()
         with self._stopwatch.timed("evaluate"):
             rollouts = await _unless_stopped(self._generator.answers(self._held_out))
         seconds = time.monotonic() - began
-        self._state["evals"][str(policy)] = self._records.evaluation(
-            policy, rollouts, seconds, self._held_out, too_long=self._num_too_long
-        )
+        return self._records.evaluation(policy, rollouts, seconds, self._held_out, too_long=self._num_too_long)
+
+    async def _answer_benchmark(self, name: str, policy: int) -> float:
+        began = time.monotonic()
+        with self._stopwatch.timed("evaluate"):
+            result = await _unless_stopped(self._benchmarks.result(name))
+        return self._records.benchmark(policy, result, time.monotonic() - began)
 
     # The trainer's side
 
@@ -315,11 +335,15 @@ class Controller:
         self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
-        evals = {int(step): value for step, value in self._state["evals"].items() if value is not None}
+        done = {name: by_number(values) for name, values in self._state["evals"].items()}
+        evals = done.pop(HELD_OUT, {})
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
-            metrics |= {"eval_reward_before": evals.get(0), "eval_reward": evals[max(evals)]}
+            metrics |= {"eval_reward": evals[max(evals)]} | ({"eval_reward_before": evals[0]} if 0 in evals else {})
+        for name, values in done.items():
+            metrics[f"benchmark_{name}"] = values[max(values)]
+            metrics |= {f"benchmark_{name}_before": values[0]} if 0 in values else {}
         if evals or self._num_too_long:
             metrics["eval_too_long"] = self._num_too_long
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
@@ -355,6 +379,11 @@ class Controller:
             mirror=job.mirror,
         )
         return first_prompts(mixture, self._renderer, count=config.evaluation.eval_prompts, longest=longest)
+
+
+def by_number(values: Mapping[str, float | None]) -> dict[int, float]:
+    """Values of evaluations by step, those without one left out."""
+    return {int(step): value for step, value in values.items() if value is not None}
 
 
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:

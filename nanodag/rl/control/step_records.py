@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import HELD_OUT
+from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
@@ -17,18 +19,22 @@ from nanodag.worker.job import Job, MetricsLog
 
 log = logging.getLogger(__name__)
 
+NONE: Mapping[str, Container[str]] = {}
+
 
 class Records:
     """resume_step: what was noted after this step, by a process that was killed, is removed; -1 removes everything.
-    evaluated: steps whose evaluation the checkpoint has; it does not wait for that of its own step."""
+    evaluated: steps whose evaluation the checkpoint has, by benchmark, HELD_OUT for the held-out prompts; it does not
+    wait for that of its own step."""
 
-    def __init__(self, job: Job, *, resume_step: int, evaluated: Container[str] = ()) -> None:
+    def __init__(self, job: Job, *, resume_step: int, evaluated: Mapping[str, Container[str]] = NONE) -> None:
         self._config: RLStage = job.config
-        self._folder = job.records / "rollouts"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.iterdir():
-            if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
-                path.unlink()
+        self._folder, self._benchmarks = job.records / "rollouts", job.records / "benchmarks"
+        for folder in (self._folder, self._benchmarks):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
+                    path.unlink()
         _drop_evaluations(job.metrics_path, evaluated)
         self._metrics = MetricsLog(job, resume_step=resume_step)
         self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
@@ -90,6 +96,24 @@ class Records:
         log.info("step %d: held out: %s", step, {name: round(value, 4) for name, value in values.items()})
         return values.get("eval_reward")
 
+    def benchmark(self, step: int, result: BenchmarkResult, seconds: float) -> float:
+        """Records of a benchmark's items, as an eval stage writes them, and a line of metrics; returns its score."""
+        name, score = result.name, result.scores[result.metric]
+        lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
+        text = "".join(line + "\n" for line in lines)
+        write_bytes(self._benchmarks / f"step-{step:08d}.{name}.jsonl", text.encode("utf-8", "surrogatepass"))
+        self._metrics.write(
+            step,
+            total=self._config.num_steps,
+            event="eval",
+            benchmark=name,
+            metric=result.metric,
+            seconds_evaluate=seconds,
+            **{f"benchmark_{name}": score.value, f"benchmark_{name}_stderr": score.stderr, **result.counts},
+        )
+        log.info("step %d: %s", step, result)
+        return score.value
+
     def ledger(self, step: int, batch: RolloutBatch) -> None:
         """What became of the prompts that a step used up."""
         for prompt, _ in batch.kept:
@@ -113,9 +137,13 @@ def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _drop_evaluations(path: Path, evaluated: Container[str]) -> None:
+def _drop_evaluations(path: Path, evaluated: Mapping[str, Container[str]]) -> None:
     """Remove the lines of evaluations that are done again from metrics.jsonl."""
-    _filter_lines(path, lambda line: line["event"] != "eval" or str(line["step"]) in evaluated)
+
+    def is_kept(line: Mapping[str, Any]) -> bool:
+        return line["event"] != "eval" or str(line["step"]) in evaluated.get(line.get("benchmark", HELD_OUT), ())
+
+    _filter_lines(path, is_kept)
 
 
 def _kept_lines(path: Path, step: int) -> Path:

@@ -1,0 +1,154 @@
+"""The benchmarks that a policy is asked while it trains: the questions, seeds and scores of an eval stage."""
+
+import asyncio
+import json
+
+import pytest
+
+from nanodag.config.kinds.rl import RLStage
+from nanodag.errors import SamplerError
+from nanodag.evaluation.benchmark import open_benchmark
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
+from nanodag.rl.control.benchmarks import PolicyBenchmarks
+from nanodag.rl.control.step_records import Records
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.chat import load_renderer
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.worker.job import Job
+from tests.rl.fakes import config
+
+BYTES = {bytes([value]): value for value in range(256)}
+
+
+class Scripted:
+    """Answers each request as `answer` says, and keeps the requests."""
+
+    def __init__(self, answer, encoding, stop) -> None:
+        self.answer, self.encoding, self.stop, self.requests = answer, encoding, stop, []
+
+    async def generate(self, requests):
+        await asyncio.sleep(0)
+        self.requests += requests
+        return [[self._completion(*self.answer(request))] for request in requests]
+
+    def _completion(self, text, ending) -> Completion:
+        ids = [*self.encoding.encode(text), *[self.stop] * (ending == "stop")]
+        return Completion(
+            rid="r",
+            output_ids=ids,
+            logprobs=[],
+            finish_reason=FinishReason(type=ending, message="not finite" * (ending == "abort")),
+            weight_version="1",
+            weight_versions=[VersionSpan(version="1", start=0, end=len(ids))],
+            num_prompt_tokens=1,
+        )
+
+    async def abort(self, rid) -> None:
+        raise AssertionError(rid)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Of values of a benchmark and an answer: the benchmarks, the sampler, and the config."""
+    save_tokenizer(BYTES, tmp_path)
+    rows = [{"question": f"{n} + 0?", "answer": f"#### {n}"} for n in range(3)] + [
+        {"question": "9" * 90, "answer": "#### 9"}
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(answer, **values):
+        one = {"name": "gsm8k", "source": f"file:{tmp_path}/rows.jsonl", **values}
+        stage = config(benchmarks=[one], max_new_tokens=16)
+        encoding, renderer = Encoding(tmp_path), load_renderer(tmp_path)
+        sampler = Scripted(answer, encoding, renderer.stop_ids[0])
+        asked = PolicyBenchmarks(stage, sampler, encoding, renderer, context=64, mirror=None)
+        return asked, sampler, stage, renderer
+
+    return make
+
+
+def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
+    values = {"num_samples": 2, "temperature": 0.7, "metrics": ["pass@2"], "stop": ["END"], "max_new_tokens": 9}
+    answers = iter(["#### 0", "x", "#### 1END#### 5", "#### 1", "no", "#### 3"])
+    asked, sampler, stage, renderer = opened(lambda _: (next(answers), "stop"), **values)
+    found = asyncio.run(asked.result("gsm8k"))
+    benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=5)
+    short = benchmark.items[:3]
+    wanted = [
+        (renderer.prompt(item.messages), benchmark.params(item, n, max_new_tokens=16, stop_token_ids=renderer.stop_ids))
+        for item in short
+        for n in range(2)
+    ]
+    assert [(request.input_ids, request.params) for request in sampler.requests] == wanted
+    assert [request.params.max_new_tokens for request in sampler.requests] == [9] * 6
+    # of 4 items two have a right sample in 2; the last does not fit and counts as wrong
+    assert found.metric == "pass@2" and found.scores["pass@2"].value == 2 / 4
+    assert found.scores["avg@2"].value == (1 / 2 + 2 / 2 + 0 + 0) / 4
+    assert found.counts["too_long"] == 1 and found.records[1]["samples"][0]["output"] == "#### 1"
+
+
+def test_an_answer_that_reached_its_limit_is_counted_and_one_that_was_given_up_ends_the_evaluation(opened):
+    asked, sampler, *_ = opened(lambda _: ("#### 1", "length"))
+    found = asyncio.run(asked.result("gsm8k"))
+    assert found.counts["truncated"] == 3 and found.scores["exact_match"].value == 1 / 4
+    assert [request.params.max_new_tokens for request in sampler.requests] == [16] * 3
+    asked, *_ = opened(lambda _: ("", "abort"))
+    with pytest.raises(SamplerError, match="gsm8k: a sampler gave up an answer: not finite"):
+        asyncio.run(asked.result("gsm8k"))
+
+
+def test_thinking_between_special_tokens_is_left_out_and_other_special_tokens_are_no_text(opened):
+    tags = {"begin": "<|tool_call|>", "end": "<|tool_call_end|>"}
+    asked, sampler, *_ = opened(lambda _: ("", "stop"), thinking=tags)
+    begin, end = (sampler.encoding.token_id(tag) for tag in tags.values())
+    other = sampler.encoding.token_id("<|pad|>")
+    text = [begin, *sampler.encoding.encode("hm"), end, other, *sampler.encoding.encode("#### 1")]
+    sampler.encoding = type("Ids", (), {"encode": lambda self, _: text})()
+    record = asyncio.run(asked.result("gsm8k")).records[1]
+    assert (record["output"], record["thinking"], record["scores"]["exact_match"]) == ("#### 1", "hm", 1.0)
+
+
+def test_each_named_set_has_its_interval_and_the_start_can_be_left_out():
+    sets = [{"name": "often", "every": 2}, {"name": "rare", "every": 9}, {"name": "default"}]
+    section = config(benchmarks=sets, eval_every=4, eval_at_start=False).evaluation
+    times = {
+        name: [step for step in range(11) if section.is_time(name, step, num_steps=10)]
+        for name in ("eval_reward", "often", "rare", "default")
+    }
+    usual = [4, 8, 10]
+    assert times == {"eval_reward": usual, "often": [2, 4, 6, 8, 10], "rare": [9, 10], "default": usual}
+    assert config(eval_every=4).evaluation.is_time("eval_reward", 0, num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ([{"name": "a"}, {"name": "a"}], "two benchmarks are called 'a'"),
+        ([{"name": "eval_reward"}], "give the benchmark another name"),
+        ([{"name": "core"}], "benchmark 'core' is scored by likelihood; only an eval stage can ask it"),
+        (
+            [{"name": "a", "max_new_tokens": 64}],
+            "sampler.context 64 leaves no room .* max_new_tokens 64 of benchmark a",
+        ),
+    ],
+)
+def test_sets_that_cannot_be_asked_are_refused(sets, why):
+    with pytest.raises(ValueError, match=why):
+        config(benchmarks=sets, max_new_tokens=8, sampler={"context": 64})
+
+
+def test_scores_that_the_checkpoint_does_not_have_are_written_again_and_there_once(opened, tmp_path):
+    asked, *_ = opened(lambda _: ("#### 1", "stop"))
+    result = asyncio.run(asked.result("gsm8k"))
+    stage = RLStage.of(kind="rl", data=["file:x"])
+    job = Job(name="rl", run="test", config=stage, inputs={}, workspace=tmp_path)
+    records = Records(job, resume_step=-1)
+    for step in (1, 2, 3):
+        assert records.benchmark(step, result, 0.1) == 1 / 4
+    records.close()
+    Records(job, resume_step=2, evaluated={"gsm8k": {"1": 0.25}}).close()
+    (line,) = [json.loads(text) for text in job.metrics_path.read_text().splitlines()]
+    assert (line["step"], line["benchmark"], line["benchmark_gsm8k"], line["too_long"]) == (1, "gsm8k", 0.25, 1)
+    kept = sorted(path.name for path in (job.records / "benchmarks").iterdir())
+    assert kept == ["step-00000001.gsm8k.jsonl", "step-00000002.gsm8k.jsonl"]  # step 2's is written again
+    assert len((job.records / "benchmarks" / kept[0]).read_text().splitlines()) == 4
