@@ -39,7 +39,9 @@ def core_lines(workspace):
 
 def of_eval_stage(folder, workspace):
     """The published model's, as an eval stage scores it."""
-    model = EvaluatedModel(workspace / "output", precision="fp32", device="cpu", micro_batch_tokens=1024, max_new_tokens=4)
+    model = EvaluatedModel(
+        workspace / "output", precision="fp32", device="cpu", micro_batch_tokens=1024, max_new_tokens=4
+    )
     config = BenchmarkConfig(name="core", source=f"file:{folder}/eval_data/*/*.jsonl", limit=11)
     scores = run_core(model, config).scores
     return pytest.approx([scores["core"].value, *(scores[task.label].value for task in TASKS)])
