@@ -15,7 +15,7 @@ from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.intervals import Z95, Score, score_of
 from nanodag.evaluation.results import BenchmarkResult
-from nanodag.model.core_scoring import CHUNK_ITEMS, Judged, judge_items
+from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
 
 
 def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkResult:
@@ -59,9 +59,9 @@ def _url_of(config: BenchmarkConfig) -> str:
     return config.source.url
 
 
-def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[Judged]:
+def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[JudgedItem]:
     """Whether each item is answered rightly."""
-    judged: list[Judged] = []
+    judged: list[JudgedItem] = []
     for start in range(0, len(data), CHUNK_ITEMS):
         numbers = range(start, min(start + CHUNK_ITEMS, len(data)))
         judged += judge_items(checkpoint.score, checkpoint.document, checkpoint.max_positions, task, data, numbers)

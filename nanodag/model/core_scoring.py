@@ -23,7 +23,7 @@ Score = Callable[[Sequence[Question]], Sequence[Sequence[AnswerScore]]]
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedItem:
     """is_too_long: a prompt of the item lost its beginning, as nanochat has it; or an answer alone has no room in the
     model's positions, and the item counts as wrong."""
 
@@ -33,17 +33,17 @@ class Judged:
 
 def judge_items(
     score: Score, document: Document, max_positions: int, task: Task, data: Sequence[Item], numbers: Sequence[int]
-) -> list[Judged]:
+) -> list[JudgedItem]:
     """Whether items of a task are answered rightly. data: all of the task's, of which few-shot examples are drawn;
     numbers: those that are asked. `score` is called once, for no questions where there are no numbers."""
     asked = [_questions(document, max_positions, task, data, number) for number in numbers]
     scored = iter(score([question for questions, _ in asked for question in questions]))
-    judged: list[Judged] = []
+    judged: list[JudgedItem] = []
     for number, (questions, is_too_long) in zip(numbers, asked, strict=True):
         answers = [answer for _ in questions for answer in next(scored)]
         lengths = [len(answer) for question in questions for answer in question.answers]
         is_right = bool(questions) and _judge(task, data[number], answers, lengths)
-        judged.append(Judged(is_right, is_too_long))
+        judged.append(JudgedItem(is_right, is_too_long))
     return judged
 
 

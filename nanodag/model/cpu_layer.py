@@ -49,7 +49,7 @@ def before_attention(
     heads: "Heads",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, G, D)."""
-    x, h = Norm.apply(x, norm, heads.norm_eps)
+    x, h = RowNorm.apply(x, norm, heads.norm_eps)
     query, key, value = (
         linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
         for i, weight in enumerate(projections)
@@ -63,11 +63,11 @@ def after_attention(
     x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: "Heads"
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x, h = Norm.apply(x + linear(attended, output), norm, heads.norm_eps)
+    x, h = RowNorm.apply(x + linear(attended, output), norm, heads.norm_eps)
     return x + linear(Gated.apply(linear(h, gate), linear(h, up)), down)
 
 
-class Norm(torch.autograd.Function):
+class RowNorm(torch.autograd.Function):
     """x (N, W) and the norm's weight (W,) -> x itself, and x over its root mean square, times the weight.
 
     x passes through, so that the backward pass adds both its gradients in one walk.

@@ -45,18 +45,18 @@ OVERLAP = 0.85
 
 
 @dataclass(frozen=True)
-class Work:
+class CpuWork:
     """Seconds of one core. shared: in which all threads of a process take part. alone: in which one does."""
 
     shared: float = 0.0
     alone: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.shared + other.shared, self.alone + other.alone)
+    def __add__(self, other: "CpuWork") -> "CpuWork":
+        return CpuWork(self.shared + other.shared, self.alone + other.alone)
 
-    def times(self, factor: float) -> "Work":
+    def times(self, factor: float) -> "CpuWork":
         """So many times as much."""
-        return Work(factor * self.shared, factor * self.alone)
+        return CpuWork(factor * self.shared, factor * self.alone)
 
     @property
     def total(self) -> float:
@@ -76,28 +76,28 @@ class Core:
     peak: float
     fp32_peak: float
 
-    def training(self, model: ModelSize, tokens: float, length: int, *, checkpointing: bool = False) -> Work:
+    def training(self, model: ModelSize, tokens: float, length: int, *, checkpointing: bool = False) -> CpuWork:
         """Forward and backward of so many tokens, in rows of a length."""
         again = 4 / 3 if checkpointing else 1.0
         products = model.training_flops(0)
         attention = model.training_flops(length) - products
         of_token = again * (products / self.peak + attention / self.fp32_peak) / PRODUCTS
         moved = 3 * again * model.shape.depth * layer_activations(model.shape, self.precision)
-        return Work(of_token, moved / MOVED_BYTES_S + model.vocabulary * LOGIT_S).times(tokens)
+        return CpuWork(of_token, moved / MOVED_BYTES_S + model.vocabulary * LOGIT_S).times(tokens)
 
-    def reading(self, model: ModelSize, tokens: float, length: int, *, scored: float = 1.0) -> Work:
+    def reading(self, model: ModelSize, tokens: float, length: int, *, scored: float = 1.0) -> CpuWork:
         """A forward pass of so many tokens. scored: share of them whose logits are computed."""
         head = 2 * model.vocabulary * model.shape.width
         products = model.forward_flops(0) - (1 - scored) * head
         attention = model.forward_flops(length) - model.forward_flops(0)
         of_token = (products / self.peak + attention / self.fp32_peak) / PRODUCTS
         moved = model.shape.depth * layer_activations(model.shape, self.precision)
-        return Work(of_token, moved / MOVED_BYTES_S + scored * model.vocabulary * LOGIT_S).times(tokens)
+        return CpuWork(of_token, moved / MOVED_BYTES_S + scored * model.vocabulary * LOGIT_S).times(tokens)
 
-    def decoding(self, model: ModelSize, tokens: float, *, cached_bytes: float) -> Work:
+    def decoding(self, model: ModelSize, tokens: float, *, cached_bytes: float) -> CpuWork:
         """Tokens that a sampler of one thread draws. cached_bytes: of a sample's cache, on average."""
         of_token = model.forward_flops(0) / (DECODED[self.precision] * self.peak) + cached_bytes / CACHED_BYTES_S
-        return Work(0.0, of_token).times(tokens)
+        return CpuWork(0.0, of_token).times(tokens)
 
     def share(self, flops: float | None, cpu_seconds: float | None) -> float | None:
         """Of the peak, that so many FLOPs in so many CPU-seconds are; None where either is not known."""

@@ -12,10 +12,10 @@ from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
 from nanodag.plan.core_sizes import core_items, core_tokens
-from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
-from nanodag.plan.sampling import Samplers, embedded_samplers
+from nanodag.plan.sampling import PlannedSamplers, embedded_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
     downloaded,
@@ -64,7 +64,7 @@ def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
     return (found or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
 
 
-def samplers_of(stage: EvalStage, model: ModelSize) -> Samplers | None:
+def samplers_of(stage: EvalStage, model: ModelSize) -> PlannedSamplers | None:
     """The samplers that write answers; None where there is nothing to write. As many start as are worth it where no
     answer ends before its last token."""
     context = min(needed_context(stage, model), model.max_positions)
@@ -241,7 +241,7 @@ def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
     return _Tokens(scored, prompts, written)
 
 
-def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) -> tuple[Process, ...]:
+def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
     """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
     wide, scored = width_of(precision), int(stage.micro_batch_tokens)
@@ -265,7 +265,7 @@ def _processes(stage: EvalStage, model: ModelSize, samplers: Samplers | None) ->
 
 
 def _seconds(
-    stage: EvalStage, model: ModelSize, machine: Machine, samplers: Samplers | None, tokens: _Tokens
+    stage: EvalStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers | None, tokens: _Tokens
 ) -> tuple[float | None, float | None]:
     """By the clock, and of a CPU's cores."""
     if stage.resources.device == "cuda":
@@ -281,7 +281,7 @@ def _seconds(
     width = width_of(cache_precision(str(stage.precision), "cpu"))
     cached = needed_context(stage, model) / 2 * model.token_bytes(width)
     decoding = core.decoding(model, tokens.written, cached_bytes=cached)
-    decoding += Work(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
+    decoding += CpuWork(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
     count = 1 if samplers is None else samplers.process.count
     started = processes.SAMPLER_S * count if count > 1 else 0.0
     side_by_side = max(1, min(count, machine.cores))
@@ -290,7 +290,7 @@ def _seconds(
 
 
 def _gpu_seconds(
-    stage: EvalStage, model: ModelSize, machine: Machine, samplers: Samplers | None, tokens: _Tokens
+    stage: EvalStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers | None, tokens: _Tokens
 ) -> float | None:
     precision = str(stage.precision)
     peak = gpu_peak(machine, precision, ranks=1)

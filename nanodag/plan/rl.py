@@ -22,11 +22,11 @@ from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import cpu_work, processes
-from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
-from nanodag.plan.sampling import Samplers, embedded_samplers, sglang_samplers
+from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     downloaded,
     in_memory,
@@ -48,7 +48,7 @@ TOKEN_BYTES_ON_DISK = 30
 """Of a sampled token in the rollout files."""
 
 
-def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> Samplers:
+def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSamplers:
     """The stage's samplers, in numbers."""
     sampler, device, precision = stage.sampler, str(stage.resources.device), str(stage.sampler.precision)
     replicas = int(sampler.replicas)
@@ -202,7 +202,7 @@ def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]
         yield Fault(setting="sampler.context", found=str(context), why=why, mend=mend)
 
 
-def _smaller(samplers: Samplers) -> tuple[str, ...]:
+def _smaller(samplers: PlannedSamplers) -> tuple[str, ...]:
     return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
 
 
@@ -298,7 +298,7 @@ def _evaluated(stage: RLStage, model: ModelSize, step: _Step) -> _Evaluated:
 
 
 def _seconds(
-    stage: RLStage, model: ModelSize, machine: Machine, samplers: Samplers, step: _Step
+    stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: _Step
 ) -> tuple[float | None, float | None]:
     """By the clock, and of a CPU's cores."""
     rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
@@ -314,11 +314,11 @@ def _seconds(
     if stage.algorithm.has_reference:
         training += core.reading(model, trained, step.length)
     updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
-    training += Work(0.0, updates * ranks * STEP_S)
+    training += CpuWork(0.0, updates * ranks * STEP_S)
     cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
     sampler = core_of(machine, precision)
     decoding = sampler.decoding(model, sampled, cached_bytes=cached)
-    decoding += Work(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
+    decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
     handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     start = ranks * (processes.TRAINER_S + (processes.COMPILER_S if optimizer.compile else 0.0) + parsed)
@@ -337,7 +337,7 @@ def _gpu_seconds(
     stage: RLStage,
     model: ModelSize,
     machine: Machine,
-    samplers: Samplers,
+    samplers: PlannedSamplers,
     length: int,
     *,
     trained: float,

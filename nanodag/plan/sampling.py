@@ -13,7 +13,7 @@ from nanodag.plan.stage_plan import Process
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samplers:
+class PlannedSamplers:
     """at_once: samples that all of them decode together. needed_bytes: of cache, for one sample of the context; room:
     what one sampler has for it. process: one of them; None where the model is not known."""
 
@@ -34,7 +34,7 @@ def embedded_samplers(
     cache_bytes: int,
     used: float,
     takes_weights: bool = True,
-) -> Samplers:
+) -> PlannedSamplers:
     """max_batch: of all replicas together. cache_bytes: of one. used: tokens of a slot that samples fill as a rule: on
     a CPU, pages of the cache that nothing was written to are never taken. takes_weights: while it runs, beside those it
     has."""
@@ -59,7 +59,7 @@ def embedded_samplers(
         filled = slots * min(needed, slot_tokens(math.ceil(used)) * model.token_bytes(width))
         host = {**held, "cache": filled, "process": processes.SAMPLER}
         process = Process(name="sampler", count=replicas, host=host, reserve=slots * needed - filled)
-    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
+    return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
 
 
 def sglang_samplers(
@@ -74,7 +74,7 @@ def sglang_samplers(
     context: int,
     memory_fraction: float,
     cache_bytes: int,
-) -> Samplers:
+) -> PlannedSamplers:
     """SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which its
     share of the GPU, on a CPU of the host's memory, leaves room."""
     whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
@@ -91,4 +91,4 @@ def sglang_samplers(
         )
     else:
         process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
-    return Samplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)
+    return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)

@@ -13,7 +13,7 @@ GPU_FP32 = 0.06
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class PeakShares:
     """Share of the peak that a kind of work reaches. training: a compiled supervised step. trainer: of RL. likelihood:
     evaluation's forward passes. decoding: of what memory bandwidth allows."""
 
@@ -24,8 +24,8 @@ class Shares:
 
 
 GPU_SHARES = {
-    "embedded": Shares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
-    "sglang": Shares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
+    "embedded": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
+    "sglang": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
 }
 START_S = 60.0
 """Of a worker that trains on a GPU: imports, the model, the first compiled step."""

@@ -20,7 +20,7 @@ from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
-from nanodag.plan.cpu_work import Work, core_of
+from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import ANSWERS_SHARE, SCORED_LOGITS
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.sizes import (
@@ -207,7 +207,7 @@ def _seconds(
     work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
     work += core.reading(model, _validations(stage, model, steps, mirror), length)
     work += core.reading(model, core_tokens_of(stage, model, steps), CORE_CONTEXT, scored=ANSWERS_SHARE)
-    work += Work(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
+    work += CpuWork(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     start = processes.TRAINER_S + (processes.COMPILER_S if stage.compile else 0.0) + parsed
     side_by_side = max(1, min(ranks, machine.cores))

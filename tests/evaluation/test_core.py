@@ -10,7 +10,7 @@ from nanodag.data.core_tasks import TASKS, Task, centred, find_files, prompts_of
 from nanodag.errors import SourceError
 from nanodag.evaluation.core import run_core, score_task
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.model.core_scoring import Judged
+from nanodag.model.core_scoring import JudgedItem
 from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
 
 
@@ -106,7 +106,7 @@ def test_an_item_whose_answer_alone_has_no_room_is_wrong_and_counted(checkpoint)
     long = {"query": "the a", "choices": ["ran", "sat on the mat and the dog ran after the cat"], "gold": 0}
     short = {"query": "the a", "choices": ["ran", "sat"], "gold": 0}
     judged = score_task(checkpoint, task("multiple_choice"), [long, short])
-    assert judged[0] == Judged(is_right=False, is_too_long=True)
+    assert judged[0] == JudgedItem(is_right=False, is_too_long=True)
 
 
 def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):

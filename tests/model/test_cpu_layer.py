@@ -76,7 +76,7 @@ def test_the_number_of_threads_changes_no_bit():
             gain = gain[0].clone()
             for tensor in (x, gain, gate):
                 tensor.requires_grad_()
-            passed, normed = cpu_layer.Norm.apply(x, gain, 1e-6)
+            passed, normed = cpu_layer.RowNorm.apply(x, gain, 1e-6)
             turned = cpu_layer.Rotated.apply(
                 normed.view(TOKENS, 2, 32), gain[:32], gate[:, None, :16], x[:, None, :16], 1e-6
             )
@@ -90,7 +90,7 @@ def test_the_number_of_threads_changes_no_bit():
 def test_a_number_that_is_none_stays_so():
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     x[1, 3] = torch.nan
-    _, normed = cpu_layer.Norm.apply(x, torch.ones(16, dtype=torch.bfloat16), 1e-6)
+    _, normed = cpu_layer.RowNorm.apply(x, torch.ones(16, dtype=torch.bfloat16), 1e-6)
     assert normed[0].isfinite().all() and normed[1].isnan().all()
     assert cpu_layer.Gated.apply(x, torch.ones_like(x))[1, 3].isnan()
 

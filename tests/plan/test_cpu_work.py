@@ -10,7 +10,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan import others
-from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, Work, core_of
+from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, CpuWork, core_of
 from nanodag.plan.make import plan_of
 from nanodag.plan.models import habit_of
 from nanodag.plan.sizes import attended_length, kept_groups, mean_answer, pass_chance, text_bytes
@@ -53,7 +53,7 @@ def test_reading_without_logits_leaves_the_head_out():
 
 
 def test_only_what_is_shared_is_quicker_on_more_threads():
-    assert Work(6.0, 2.0).on(3) == 4.0 and Work(6.0, 2.0).total == 8.0
+    assert CpuWork(6.0, 2.0).on(3) == 4.0 and CpuWork(6.0, 2.0).total == 8.0
 
 
 def test_a_precision_that_multiplies_faster_leaves_what_it_does_not_multiply():
