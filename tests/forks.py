@@ -5,6 +5,7 @@ interpreter draws when it starts, the seed of hashes: tests of exactness run one
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import inspect
@@ -70,7 +71,8 @@ class Forked:
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the fork server has not said so yet
+                os.kill(self.pid, signum)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

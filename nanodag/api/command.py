@@ -124,7 +124,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=STOP_S
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
         for each in engines:
             each.is_ending = lambda: server.should_exit
         if followed is not None and weights is not None:
@@ -141,6 +141,16 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         await asyncio.gather(*(each.close() for each in engines))
         listener.close()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which would end the process by the signal that ended it: engines are ended after it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self.handle_exit, signum, None)
+        yield
 
 
 def _folders(given: Sequence[str]) -> dict[str, Path]:

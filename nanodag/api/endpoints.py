@@ -259,8 +259,7 @@ def _grammar(model: ServedModel, body: ChatBody) -> dict[str, Any]:
         return {}
     if not model.has_grammars:
         raise Refused(
-            f"response_format {wanted.type} needs an engine with grammars (--engine sglang on a GPU); {model.name} "
-            "has none",
+            f"response_format {wanted.type} needs an engine with grammars (--engine sglang); {model.name} has none",
             param="response_format",
         )
     schema = wanted.json_schema.schema_ if wanted.type == "json_schema" and wanted.json_schema else {"type": "object"}

@@ -191,7 +191,8 @@ class SamplerClient:
     async def open(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
         """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
         try:
-            return await self._http.request(method, self.url + path, data=body)
+            headers = {"content-type": "application/json"}
+            return await self._http.request(method, self.url + path, data=body, headers=headers)
         except LOST as error:
             raise self._lost(path, error) from error
 

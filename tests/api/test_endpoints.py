@@ -5,8 +5,11 @@ import json
 
 import pytest
 
+from nanodag.api.answer import Answer
 from nanodag.api.served_model import Limits
+from nanodag.api.tool_format import PlainReader
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.inference.protocol import Request
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
 
 GREETING = "Grüße, 世界 🙂!"  # characters of one to four bytes, most of them across tokens
@@ -106,6 +109,16 @@ def test_a_stop_string_ends_an_answer_across_the_borders_of_tokens(folder, ids_o
     assert said == left and ended["finish_reason"] == "stop"
     assert ended["stop_reason"] in stop
     assert backend.num_open == 0
+
+
+def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(folder, encoding):
+    answer = Answer(model_of(folder, None).tokens, PlainReader({}), stops=["b!c"])
+    ids, said = encoding.encode("ab!d, b!c"), []
+    for count in range(1, len(ids) + 1):
+        answer.take(Scripted([])._completion(Request(input_ids=[1]), ids[:count], None))
+        said.append(answer.new().content)
+        assert not "".join(said).endswith(("b", "b!"))
+    assert "".join(said) == "ab!d, " and answer.finish_reason == "stop"
 
 
 def test_what_only_looks_like_a_stop_string_is_said_at_the_end(app):

@@ -174,7 +174,8 @@ def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folde
         engines = psutil.Process(server.pid).children()
         assert len(engines) == 1
         server.send_signal(signum)
-        server.wait(30)
+        assert server.wait(30) == (0 if signum == signal.SIGTERM else -signum), log.read_text()
+        assert "ERROR" not in log.read_text()
         assert not psutil.wait_procs(engines, timeout=30)[1]
     finally:
         server.kill()

@@ -62,4 +62,4 @@ async def asked(client):
     streamed = await client.post("/v1/chat/completions", json=body)
     assert streamed.text.endswith("data: [DONE]\n\n") and '"error"' not in streamed.text
     raw = (await client.post("/generate", json={"text": "the cat", "sampling_params": {"max_new_tokens": 3}})).json()
-    assert len(raw["output_ids"]) == 3
+    assert len(raw["output_ids"]) == 3, raw
