@@ -1,10 +1,11 @@
 """Benchmarks whose answer is a program: HumanEval, MBPP and their plus-tests. Programs run in the sandbox.
 
 `exact_match` is 1.0 where every test passes: pass@1 of one answer. The record's `details` have the program, the verdict
-and the first failure.
+and the first failure. An answer to an item whose tests cannot be judged is wrong, and the log says so.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from nanodag.evaluation.items import problems
 from nanodag.rewards import sandbox
 from nanodag.rewards.code import judge
 from nanodag.rewards.programs import is_python, program_of
+from nanodag.rewards.tested import Verdict
+
+log = logging.getLogger(__name__)
 
 
 def programs(**options: Any) -> Any:
@@ -41,6 +45,10 @@ def answered(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
 
 
 def _judged(prompt: Mapping[str, Any], program: str) -> dict[str, Any]:
-    verdict = judge(prompt, program)
+    try:
+        verdict = judge(prompt, program)
+    except ValueError as error:
+        log.warning("Counted as wrong: %s", error)
+        verdict = Verdict(0, 1, str(error))
     said = {"program": program, "verdict": "passed" if verdict.passed else "failed", "error": verdict.error}
     return {"exact_match": float(verdict.passed), "parsed": program, "details": said}

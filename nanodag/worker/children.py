@@ -84,7 +84,7 @@ class Children:
 
     def abandon(self) -> None:
         """Kill all, wait for none and take no lock: for a signal's handler, which may have interrupted who holds it."""
-        for process in self._processes.values():
+        for process in list(self._processes.values()):  # a thread may be starting one
             process.kill()
 
     def _watch(self) -> None:

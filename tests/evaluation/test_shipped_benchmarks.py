@@ -220,6 +220,16 @@ def test_a_code_benchmark_says_why_a_program_failed(tmp_path):
     assert said[0]["program"].endswith("def add(a, b):\n    return a + b\n")
 
 
+def test_an_item_whose_tests_cannot_be_judged_is_wrong_and_ends_no_evaluation(tmp_path, caplog):
+    adapter, rows, _, _, answers = CASES["humaneval"]
+    own = "class Own: pass\ndef check(candidate):\n    assert candidate(Own(), 2) == 3\n"
+    asked = source(tmp_path, [{**row, "test": own} for row in rows], adapter)
+    benchmark = open_benchmark(BenchmarkConfig(name="humaneval", source=asked), seed=0)
+    judged = benchmark.judge(benchmark.items[0], Answer(answers[0]))
+    assert judged.scores == {"exact_match": 0.0} and judged.details["verdict"] == "failed"
+    assert "neither a plain value nor a function" in judged.details["error"] and "Counted as wrong" in caplog.text
+
+
 def test_an_answer_that_follows_all_instructions_but_for_its_first_line_is_loosely_right(tmp_path):
     adapter, rows, *_ = CASES["ifeval"]
     benchmark = open_benchmark(BenchmarkConfig(name="ifeval", source=source(tmp_path, rows, adapter)), seed=0)
