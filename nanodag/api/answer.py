@@ -39,10 +39,18 @@ class Answer:
     num_tokens: sampled, what ended it included.
     """
 
-    def __init__(self, tokens: TokenText, reader: Reader, *, stops: Sequence[str], one_call: bool = False) -> None:
-        """one_call: it ends with its first call."""
+    def __init__(
+        self,
+        tokens: TokenText,
+        reader: Reader,
+        *,
+        stops: Sequence[str],
+        one_call: bool = False,
+        scores_end: bool = False,
+    ) -> None:
+        """one_call: it ends with its first call. scores_end: the token that ends it is scored with the others."""
         self._decoding, self.reader = Decoding(tokens), reader
-        self._stops, self._one_call = stops, one_call
+        self._stops, self._one_call, self._scores_end = stops, one_call, scores_end
         self._content = ""  # all that was read; a part of it may still be held back
         self._is_cut = False
         self._scored: deque[ScoredToken] = deque()
@@ -91,7 +99,7 @@ class Answer:
         self.num_tokens += 1
         # The token that ends the turn has no text of the answer; one that ends a call is the reader's to see.
         piece = "" if is_end else self._decoding.step(token)
-        if completion.logprobs and not is_end:
+        if completion.logprobs and (self._scores_end or not is_end):
             top = completion.top_logprobs[place] if completion.top_logprobs else ()
             self._scored.append(ScoredToken(token, completion.logprobs[place], top, len(self._content)))
         before = len(self.calls)

@@ -140,7 +140,9 @@ class Endpoints:
                     top_logprobs=num_top or 0,
                     further=further,
                 )
-                answer = Answer(model.tokens, reader(), stops=body.stops, one_call=one_call)
+                # lm-eval takes a completion's last logprob for that of the one token that it asked for.
+                is_text = isinstance(body, CompletionBody)
+                answer = Answer(model.tokens, reader(), stops=body.stops, one_call=one_call, scores_end=is_text)
                 text = texts[number] if texts is not None else ""
                 samples.append(Choice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples

@@ -184,6 +184,17 @@ def test_a_completion_ends_with_its_turn_or_before_the_next_document(folder, ids
     assert (on["text"], on["finish_reason"]) == ("onetwo", "length")
 
 
+def test_the_token_that_ends_a_completion_has_its_logprob_so_that_lm_eval_counts_right(folder, ids_of):
+    app = app_of(model_of(folder, Scripted(ids_of("<|bos|>"))))
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    for stream in (False, True):
+        reply = ask(app, "/v1/completions", {**body, "stream": stream})
+        parts = events(reply) if stream else [reply.json()]
+        scores = [choice["logprobs"] for part in parts for choice in part["choices"]]
+        assert [one for part in scores for one in part["token_logprobs"]] == [None, -1.0, -1.0, -0.5]
+        assert scores[-1]["tokens"][-1] == "<|bos|>"
+
+
 def test_several_prompts_have_n_choices_each_in_order(app, greeting):
     reply = ask(app, "/v1/completions", {"prompt": ["a", "b"], "n": 2}).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
