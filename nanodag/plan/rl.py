@@ -262,6 +262,7 @@ def _disk(stage: RLStage, model: ModelSize) -> int:
     exported = artifact_bytes(model, precision)
     weights = exported + copies * width_of(precision) * model.total
     weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
+    weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0
     return (stage.keep_checkpoints + 1) * 12 * model.total + weights
 
 

@@ -23,7 +23,14 @@ from tests.rl.stages import (
     wait_for_step,
 )
 
-SETTINGS = {"num_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "keep": "best:often", "learning_rate": 3e-3}
+SETTINGS = {
+    "num_steps": 6,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 1,
+    "keep_weights_every": 2,
+    "keep": "best:often",
+    "learning_rate": 3e-3,
+}
 
 
 def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_none():
@@ -80,6 +87,14 @@ def test_what_a_stage_leaves_is_what_one_that_ends_at_the_best_step_leaves(finis
     assert digest(finished.output) == digest(shorter.output)
 
 
+def test_every_nth_weights_lie_in_the_records_as_models_and_those_of_the_best_step_are_the_product(finished):
+    folders = sorted((finished.records / "weights").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000004", "step-00000006"]
+    assert len({digest(folder) for folder in folders}) == 3
+    kept = json.loads((finished.workspace / "result.json").read_text())["metrics"]["kept_step"]
+    assert kept % 2 == 0 and digest(finished.records / "weights" / f"step-{kept:08d}") == digest(finished.output)
+
+
 def test_killed_and_stopped_a_stage_leaves_the_same_best_weights(finished, tmp_path):
     job = stage(tmp_path)
     slow_rewards(tmp_path)
@@ -94,3 +109,4 @@ def test_killed_and_stopped_a_stage_leaves_the_same_best_weights(finished, tmp_p
     process.wait(timeout=60)
     run(job)
     same_in_the_end(job, finished)
+    assert digest(job.records / "weights") == digest(finished.records / "weights")

@@ -52,6 +52,9 @@ class RLStage(StageBase):
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
     """Newest checkpoints that are kept while the stage runs."""
+    keep_weights_every: int = operational(0, ge=0)
+    """The weights of each step that this number divides are kept as a Hugging Face folder in the artifact's records,
+    weights/step-STEP; 0 for none."""
 
     @field_validator("reward", mode="before")
     @classmethod

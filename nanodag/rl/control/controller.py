@@ -206,6 +206,9 @@ class Controller:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
             self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
+        if (every := self._config.keep_weights_every) and step % every == 0:
+            with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
+                await self._services.link.exchange("export", folder=str(folder))
         self._count(batch, values)
         self._records.ledger(step, batch)
         sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
