@@ -414,7 +414,9 @@ class Controller:
         if config.evaluation.eval_prompts == 0:
             return [], 0
         if not config.evaluation.validation and not any(source.held_out for source in config.data):
-            log.warning("No evaluation on held-out prompts: there is neither `validation` nor a source with `held_out`.")
+            log.warning(
+                "No evaluation on held-out prompts: there is neither `validation` nor a source with `held_out`."
+            )
             return [], 0
         mixture = Mixture(
             config.evaluation.validation or config.data,
