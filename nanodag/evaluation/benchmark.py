@@ -109,6 +109,7 @@ class Benchmark:
         self.config = config
         self.metrics: list[str] = [metric["metric"] for metric in form["metric_list"]]
         self._form, self._path = form, path
+        self.higher_is_better = bool(form["metric_list"][0].get("higher_is_better", True))
         self._seed = seed
         self._process_results = _function(form["process_results"])
         options = {**(form.get("metadata") or {}), **item_options(config, seed=seed, mirror=mirror)}
@@ -178,7 +179,7 @@ class Benchmark:
             form=self._path.stem,
             is_chat=True,
             base_metric=self.metrics[0],
-            higher_is_better=bool(self._form["metric_list"][0].get("higher_is_better", True)),
+            higher_is_better=self.higher_is_better,
             records=records,
         )
 

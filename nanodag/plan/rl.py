@@ -259,7 +259,10 @@ def _trainer(stage: RLStage, model: ModelSize) -> Process:
 def _disk(stage: RLStage, model: ModelSize) -> int:
     """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
     precision, copies = str(stage.optimizer.precision), 2 + stage.rollout.max_staleness
-    weights = artifact_bytes(model, precision) + copies * width_of(precision) * model.total
+    exported = artifact_bytes(model, precision)
+    weights = exported + copies * width_of(precision) * model.total
+    weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
+    weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0
     return (stage.keep_checkpoints + 1) * 12 * model.total + weights
 
 

@@ -46,6 +46,21 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_there
     assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2, 3]
 
 
+def test_kept_weights_are_there_whole_or_not_and_those_of_later_steps_are_removed(tmp_path):
+    job = job_in(tmp_path)
+    records = Records(job, resume_step=-1)
+    for step in (2, 4, 6):
+        with records.weights(step) as folder:
+            folder.mkdir()
+            assert not (folder.parent / f"step-{step:08d}").exists()
+    with pytest.raises(RuntimeError), records.weights(3) as folder:
+        folder.mkdir()
+        raise RuntimeError
+    records.close()
+    Records(job, resume_step=4).close()
+    assert sorted(path.name for path in (job.records / "weights").iterdir()) == ["step-00000002", "step-00000004"]
+
+
 def test_half_a_line_is_left_out(tmp_path):
     job = job_in(tmp_path)
     leave(Records(job, resume_step=-1), range(1, 3))

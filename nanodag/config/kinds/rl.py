@@ -9,6 +9,7 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.rl_entries import RewardConfig
 from nanodag.config.rl_parts import CriticConfig, SamplerConfig
 from nanodag.config.rl_sections import (
+    HELD_OUT,
     AlgorithmSection,
     EvaluationSection,
     OptimizerSection,
@@ -42,11 +43,18 @@ class RLStage(StageBase):
     weights: WeightsSection = WeightsSection()
     """How new weights reach the samplers."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts and benchmarks."""
+    keep: str = Field("last", pattern="^(last|best:.+)$")
+    """The weights that the stage leaves: the `last` ones, or those of the evaluation that was `best` by a metric, the
+    earliest of equal ones. `best:eval_reward` is the reward on held-out prompts. `best:NAME` is the main metric of that
+    benchmark of `evaluation`."""
     checkpoint_every: int = operational(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
     """Newest checkpoints that are kept while the stage runs."""
+    keep_weights_every: int = operational(0, ge=0)
+    """The weights of each step that this number divides are kept as a Hugging Face folder in the artifact's records,
+    weights/step-STEP; 0 for none."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -75,7 +83,23 @@ class RLStage(StageBase):
         self._check_reward()
         self._check_models()
         self._check_advantage()
+        self._check_keep()
         return self
+
+    @property
+    def best_metric(self) -> str:
+        """HELD_OUT or the name of the benchmark that says which weights are left; empty for the last ones."""
+        return self.keep.partition(":")[2]
+
+    def _check_keep(self) -> None:
+        names = [benchmark.name for benchmark in self.evaluation.benchmarks]
+        if self.evaluation.eval_prompts and (self.evaluation.validation or any(s.held_out for s in self.data)):
+            names.append(HELD_OUT)
+        if self.best_metric and self.best_metric not in names:
+            known = f"what is evaluated is {listed(names)}" if names else "nothing is evaluated"
+            raise ValueError(
+                f"keep {self.keep}: {known}; name one of these, or add {self.best_metric} to evaluation.benchmarks"
+            )
 
     def _check_context(self) -> None:
         context, most, held = self.sampler.context, self.rollout.max_new_tokens, self.optimizer.micro_batch_tokens

@@ -50,6 +50,10 @@ class PolicyBenchmarks:
         """In the order of the config."""
         return list(self._asked)
 
+    def higher_is_better(self, name: str) -> bool:
+        """Whether more is better by the main metric of a benchmark."""
+        return self._asked[name].benchmark.higher_is_better
+
     async def result(self, name: str) -> BenchmarkResult:
         """Ask every item, and score the answers. Raises SamplerError for an answer that a sampler gave up."""
         asked = self._asked[name]

@@ -28,9 +28,10 @@ from typing import Any, TypeVar
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
-from nanodag.errors import CorruptArtifact, NanodagError, StageFailed
+from nanodag.errors import ConfigError, CorruptArtifact, NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
+from nanodag.rl.control.best_weights import BestWeights
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -93,6 +94,7 @@ class Controller:
         self._benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
+        self._best = self._best_weights()
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
@@ -162,6 +164,12 @@ class Controller:
         for name in self._due(policy):
             value = await (self._answer_held_out(policy) if name == HELD_OUT else self._answer_benchmark(name, policy))
             self._state["evals"].setdefault(name, {})[str(policy)] = value
+            if self._best is not None and name == self._config.best_metric:
+                self._best.prune(self._scores(name))
+
+    def _scores(self, name: str) -> dict[int, float | None]:
+        """Scores by step, of the held-out prompts or a benchmark."""
+        return {int(step): value for step, value in self._state["evals"].get(name, {}).items()}
 
     def _due(self, policy: int) -> list[str]:
         """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks."""
@@ -198,6 +206,9 @@ class Controller:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
             self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
+        if (every := self._config.keep_weights_every) and step % every == 0:
+            with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
+                await self._services.link.exchange("export", folder=str(folder))
         self._count(batch, values)
         self._records.ledger(step, batch)
         sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
@@ -219,6 +230,13 @@ class Controller:
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
             self._published[policy] = (self._state["version"], folder)
+            if self._best is not None and self._config.best_metric in self._due(policy):
+                await self._export_once(self._best.of(policy))  # it is there where a checkpoint had it
+
+    async def _export_once(self, folder: Path) -> None:
+        """Have the trainer's weights as the folder that the stage would end with now."""
+        if not folder.is_dir():
+            await self._services.link.exchange("export", folder=str(folder))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange("train", step=step, rollouts=path)
@@ -288,6 +306,8 @@ class Controller:
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
+            if self._best is not None:  # at once: it is what `saved` says only until an evaluation ends
+                self._best.save(folder)
             check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 write_batch(folder / f"batch-{number}.json", batch)
@@ -308,6 +328,8 @@ class Controller:
         check_totals(folder, saved["state"]["totals"], self._state["totals"])
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
+        if self._best is not None:
+            self._best.load(folder)
         for policy, version in saved["weights"].items():
             copy = self._services.sync_folder / f"policy-{policy}"
             shutil.copytree(folder / f"policy-{policy}", copy)
@@ -332,12 +354,13 @@ class Controller:
 
     def _finish(self) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
+        kept = self._leave_weights()
         self._records.close()
         totals, model = self._state["totals"], self._services.model
         done = {name: by_number(values) for name, values in self._state["evals"].items()}
         evals = done.pop(HELD_OUT, {})
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        metrics |= {"kept_step": kept} if self._best is not None else {}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
             metrics |= {"eval_reward": evals[max(evals)]} | ({"eval_reward_before": evals[0]} if 0 in evals else {})
@@ -362,13 +385,38 @@ class Controller:
             },
         )
 
+    def _leave_weights(self) -> int:
+        """Write the stage's product; returns the step whose weights it has."""
+        if self._best is None:
+            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
+            return self._config.num_steps
+        kept = self._best.leave(self._scores(self._config.best_metric), self._job.output)
+        if kept is None:
+            raise StageFailed(
+                f"keep {self._config.keep}: no evaluation has a score, as all its rewards failed. Mend the reward, or "
+                "set keep to last."
+            )
+        log.info("kept: the weights of step %d, the best by %s", kept, self._config.best_metric)
+        return kept
+
+    def _best_weights(self) -> BestWeights | None:
+        name = self._config.best_metric
+        if not name:
+            return None
+        if name == HELD_OUT and not self._held_out:
+            raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
+        is_highest = name == HELD_OUT or self._benchmarks.higher_is_better(name)
+        return BestWeights(self._job.workspace / "best", is_highest=is_highest)
+
     def _held_out_prompts(self, longest: int) -> tuple[list[Prompt], int]:
         """Those that each evaluation asks, and how many were too long to be asked."""
         config, job = self._config, self._job
         if config.evaluation.eval_prompts == 0:
             return [], 0
         if not config.evaluation.validation and not any(source.held_out for source in config.data):
-            log.warning("No evaluation: there is neither `validation` nor a source with `held_out`.")
+            log.warning(
+                "No evaluation on held-out prompts: there is neither `validation` nor a source with `held_out`."
+            )
             return [], 0
         mixture = Mixture(
             config.evaluation.validation or config.data,

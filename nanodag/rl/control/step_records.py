@@ -2,7 +2,9 @@
 
 import json
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from nanodag.worker.job import Job, MetricsLog
 log = logging.getLogger(__name__)
 
 NONE: Mapping[str, Container[str]] = {}
+PARTIAL = ".partial"
 
 
 class Records:
@@ -35,6 +38,10 @@ class Records:
             for path in folder.iterdir():
                 if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
                     path.unlink()
+        self._weights = job.records / "weights"
+        for path in self._weights.glob("step-*"):
+            if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
+                shutil.rmtree(path)
         _drop_evaluations(job.metrics_path, evaluated)
         self._metrics = MetricsLog(job, resume_step=resume_step)
         self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
@@ -47,6 +54,15 @@ class Records:
         write_rollouts(path.with_suffix(".dropped.jsonl"), batch.untrained)
         _write_answers(path.with_suffix(".answers.jsonl"), batch.prompts)
         return str(path)
+
+    @contextmanager
+    def weights(self, step: int) -> Iterator[Path]:
+        """A folder to write the weights of a step into. It is there under its name only when it is whole."""
+        folder = self._weights / f"step-{step:08d}"
+        partial = folder.with_suffix(PARTIAL)
+        self._weights.mkdir(exist_ok=True)
+        yield partial
+        partial.rename(folder)
 
     def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
         """One line of metrics. seconds: by part, since the line before; `step` is the wall time, and what ran beside

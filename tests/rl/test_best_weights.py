@@ -1,0 +1,112 @@
+"""`keep: best:<metric>`: the weights of the best evaluation are what the stage leaves, also where it was killed."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from nanodag.rl.control.best_weights import BestWeights, best_step
+from tests.rl.fakes import config
+from tests.rl.stages import (
+    benchmark,
+    digest,
+    end_group,
+    make_job,
+    metrics,
+    run,
+    same_in_the_end,
+    slow_rewards,
+    start,
+    wait_for_step,
+)
+
+SETTINGS = {
+    "num_steps": 6,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 1,
+    "keep_weights_every": 2,
+    "keep": "best:often",
+    "learning_rate": 3e-3,
+}
+
+
+def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_none():
+    values = {0: 0.1, 10: 0.5, 2: 0.5, 4: None, 6: float("nan")}
+    assert (best_step(values, is_highest=True), best_step(values, is_highest=False)) == (2, 0)
+    assert best_step({4: None}, is_highest=True) is None
+
+
+def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):
+    best = BestWeights(tmp_path / "best", is_highest=True)
+    for step in (0, 3, 6):
+        best.of(step).mkdir()
+        (best.of(step) / "w").write_text(str(step))
+    best.prune({0: 0.5, 3: 0.5})
+    assert [best.of(step).is_dir() for step in (0, 3, 6)] == [True, False, True]
+    best.save(tmp_path / "checkpoint")
+    best.prune({0: 0.5, 3: 0.5, 6: 0.6})
+    assert not best.of(0).exists() and best.leave({0: 0.5, 6: 0.6}, tmp_path / "output") == 6
+    assert (tmp_path / "output" / "w").read_text() == "6"
+    again = BestWeights(tmp_path / "best", is_highest=True)
+    assert not again.of(6).exists()
+    again.load(tmp_path / "checkpoint")
+    assert again.leave({0: 0.5, 6: 0.4}, tmp_path / "output") == 0  # in place of what was there
+    assert (tmp_path / "output" / "w").read_text() == "0"
+
+
+@pytest.mark.parametrize("keep", ["best:eval_reward", "best:other", "best:", "first"])
+def test_a_metric_that_nothing_evaluates_is_refused(keep):
+    with pytest.raises(ValueError, match="keep"):
+        config(keep=keep, benchmarks=[{"name": "asked"}])
+    assert config(keep="best:asked", benchmarks=[{"name": "asked"}]).best_metric == "asked"
+
+
+def stage(folder, **values):
+    often = benchmark(folder, "often", limit=8, num_samples=2, temperature=1.0, every=1)
+    return make_job(folder, **{**SETTINGS, "eval_prompts": 0, "eval_at_start": False, "benchmarks": [often], **values})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    job = stage(tmp_path_factory.mktemp("best"))
+    run(job)
+    return job
+
+
+def test_what_a_stage_leaves_is_what_one_that_ends_at_the_best_step_leaves(finished, tmp_path):
+    scores = {line["step"]: line["benchmark_often"] for line in metrics(finished, "eval")}
+    assert list(scores) == [1, 2, 3, 4, 5, 6]
+    kept = json.loads((finished.workspace / "result.json").read_text())["metrics"]["kept_step"]
+    assert scores[kept] == max(scores.values()) and all(scores[step] < scores[kept] for step in range(1, kept))
+    assert kept < 6  # else this test could not tell them from the last weights
+    shorter = stage(tmp_path, num_steps=kept, keep="last")
+    run(shorter)
+    assert digest(finished.output) == digest(shorter.output)
+
+
+def test_every_nth_weights_lie_in_the_records_as_models_and_those_of_the_best_step_are_the_product(finished):
+    folders = sorted((finished.records / "weights").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000004", "step-00000006"]
+    assert len({digest(folder) for folder in folders}) == 3
+    kept = json.loads((finished.workspace / "result.json").read_text())["metrics"]["kept_step"]
+    assert kept % 2 == 0 and digest(finished.records / "weights" / f"step-{kept:08d}") == digest(finished.output)
+
+
+def test_killed_and_stopped_a_stage_leaves_the_same_best_weights(finished, tmp_path):
+    job = stage(tmp_path)
+    slow_rewards(tmp_path)
+    moment = random.Random(os.getpid())
+    process = start(job)
+    wait_for_step(job, process, moment.randint(2, 5))
+    time.sleep(moment.random() * 0.2)
+    end_group(process)
+    process = start(job)
+    wait_for_step(job, process, 5)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=60)
+    run(job)
+    same_in_the_end(job, finished)
+    assert digest(job.records / "weights") == digest(finished.records / "weights")
