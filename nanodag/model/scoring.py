@@ -7,6 +7,7 @@ own answer only, and their positions go on from the context's. Four choices of 5
 tokens instead of 136. One-token answers cost nothing beyond the context.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model.attention import Attend
 from nanodag.model.decoder import Decoder
 from nanodag.store.kept_lines import KeptLines, content_key
@@ -70,7 +71,8 @@ def score_questions(
     kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
     could be rounded otherwise.
 
-    Raises ConfigError when an answer alone is longer than max_positions.
+    Raises ConfigError when an answer alone is longer than max_positions, TrainingDiverged for numbers that are not
+    finite.
     """
     batches = in_batches(questions, micro_batch_tokens=micro_batch_tokens, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]
@@ -82,6 +84,11 @@ def score_questions(
             found = [[AnswerScore(*one) for one in row] for row in before]
         else:
             found = next(computed)
+            if not all(math.isfinite(one.logprob) for row in found for one in row):
+                raise TrainingDiverged(
+                    "The model's log-probabilities are not finite: its weights have diverged or are damaged, so there "
+                    "is nothing to score. Evaluate an earlier checkpoint, or train it again with a lower rate."
+                )
             if kept is not None:
                 kept.add({_key(batch): [[(one.logprob, one.is_greedy) for one in row] for row in found]})
         for (index, _), row_scores in zip(batch, found, strict=True):

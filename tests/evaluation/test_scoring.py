@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model import scoring
 from nanodag.model.folder import load
 from nanodag.model.scoring import Question, score_questions
@@ -50,6 +50,13 @@ def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_b
             logprob, is_greedy = one_by_one(oracle, question.context, answer)
             assert score.logprob == pytest.approx(logprob, abs=1e-4)
             assert score.is_greedy == is_greedy
+
+
+def test_a_model_whose_numbers_are_not_finite_is_refused_and_has_no_score(model):
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(TrainingDiverged, match="not finite"):
+        score_questions([model], QUESTIONS, micro_batch_tokens=20, max_positions=192)
 
 
 def test_the_likeliest_tokens_are_greedy(model, oracle):
