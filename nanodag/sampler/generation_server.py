@@ -167,7 +167,8 @@ class SamplerServer:
         return results if finished.done() else None
 
     def _drop(self, running: list[ActiveRequest]) -> None:
-        members = set(map(id, running))
+        # Held until then: the id of one that has ended and is gone may be another client's by the time of the abort.
+        members = {id(request): request for request in running}
         self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
 
     async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
