@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
 from nanodag.api.follow import Followed, follow
+from nanodag.api.half_sent import WholeRequests
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits, ServedModel
@@ -122,7 +123,12 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             extra_routes=extra_routes(),
         )
         config = uvicorn.Config(
-            app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=STOP_S
+            app,
+            http=WholeRequests,
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=STOP_S,
         )
         server = _Server(config)
         for each in engines:

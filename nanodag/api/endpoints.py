@@ -119,6 +119,12 @@ class Endpoints:
     ) -> list[Choice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
+        if len(prompts) * body.n > self._limits.max_waiting:
+            raise Refused(
+                f"{len(prompts)} prompts with {body.n} choices each are more than the {self._limits.max_waiting} "
+                "answers that may be under way here: ask for fewer at once, or raise --max-waiting.",
+                param="n",
+            )
         samples: list[Choice] = []
         for number, ids in enumerate(prompts):
             most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")

@@ -25,7 +25,7 @@ Launch = Callable[[int, Path, str], ServerProcess]
 
 
 class _Replica:
-    """One of them. load: requests that it works on."""
+    """One of them. load: answers that it works on."""
 
     def __init__(self, number: int, server: ServerProcess, client: SamplerClient) -> None:
         self.number, self.server, self.client = number, server, client
@@ -108,7 +108,7 @@ class Engines:
 
     @property
     def load(self) -> int:
-        """Requests under way, those that wait in an engine included."""
+        """Answers under way, those that wait in an engine included."""
         return sum(replica.load for replica in self._replicas)
 
     def least_busy(self) -> _Replica:

@@ -21,7 +21,6 @@ from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
 
 READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")
-MAX_SAMPLES = 256
 
 
 def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
@@ -39,28 +38,36 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
     async def generate(http: HttpRequest) -> Response:
         model = model_of(http)
         raw = await http.body()
-        _check(raw, model)
-        assert isinstance(model.backend, Engines)
-        if model.backend.load >= limits.max_waiting:
+        num_samples = _num_samples(raw, model)
+        if num_samples > limits.max_waiting:
             raise Refused(
-                f"{model.backend.load} requests are under way or wait: ask again later.",
+                f"{num_samples} answers are more than the {limits.max_waiting} that may be under way here: ask for "
+                "fewer at once, or raise --max-waiting.",
+                param="n",
+            )
+        assert isinstance(model.backend, Engines)
+        if model.backend.load + num_samples > limits.max_waiting:
+            raise Refused(
+                f"{model.backend.load} answers are under way or wait, and {num_samples} more would be above "
+                f"{limits.max_waiting}: ask again later.",
                 status=429, kind="rate_limit_error", code="queue_full",
             )  # fmt: skip
         async with asyncio.timeout(limits.request_timeout_s):
-            return await unless_left(http, _forward(model, "POST", "/generate", raw))
+            return await unless_left(http, _forward(model, "POST", "/generate", raw, num_samples))
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]
 
 
-def _check(raw: bytes, model: ServedModel) -> None:
-    """Raise Refused for what would end a whole engine, or keep it busy for hours."""
+def _num_samples(raw: bytes, model: ServedModel) -> int:
+    """The answers that a request asks for. Raises Refused for what would end a whole engine."""
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
-    ids = body.get("input_ids")
+    ids, text = body.get("input_ids"), body.get("text")
+    prompts: list[Any] = text if isinstance(text, list) else [text]
     if ids is not None:
         prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
         for prompt in prompts:
@@ -68,20 +75,19 @@ def _check(raw: bytes, model: ServedModel) -> None:
             if not is_list or min(prompt) < 0 or max(prompt) >= model.vocab_size:
                 raise Refused(f"input_ids are not ids of a vocabulary of {model.vocab_size}", param="input_ids")
     params = body.get("sampling_params") or {}
-    for one in params if isinstance(params, list) else [params]:
-        if isinstance(one, dict) and isinstance(one.get("n"), int) and one["n"] > MAX_SAMPLES:
-            raise Refused(f"n is {one['n']}; at most {MAX_SAMPLES}", param="n")
+    given = [one.get("n") for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+    return len(prompts) * max([1, *(n for n in given if isinstance(n, int))])
 
 
-async def _forward(model: ServedModel, method: str, path: str, body: bytes | None) -> Response:
+async def _forward(model: ServedModel, method: str, path: str, body: bytes | None, load: int = 1) -> Response:
     engines = model.backend
     assert isinstance(engines, Engines)
     replica = engines.least_busy()
-    replica.load += 1
+    replica.load += load
     try:
         answer = await replica.client.open(method, path, body)
     except BaseException:
-        replica.load -= 1
+        replica.load -= load
         raise
 
     async def content() -> AsyncIterator[bytes]:
@@ -92,7 +98,7 @@ async def _forward(model: ServedModel, method: str, path: str, body: bytes | Non
             raise SamplerLost(f"the engine of {model.name} was lost") from error
         finally:
             answer.close()
-            replica.load -= 1
+            replica.load -= load
 
     kind: Any = answer.headers.get("content-type", "application/json")
     return StreamingResponse(content(), status_code=answer.status, media_type=kind)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
 from nanodag.api.answer import Answer
@@ -260,11 +261,23 @@ def test_a_context_that_overflows_has_openais_code(app):
 
 
 def test_more_than_may_wait_is_answered_429_and_a_place_is_free_again(folder, ids_of):
-    backend = Scripted(ids_of("a b c", "<|end|>"))
-    app = app_of(model_of(folder, backend), limits=Limits(max_waiting=4))
-    reply = chat(app, n=5)
-    assert refusal(reply, 429)["code"] == "queue_full" and reply.headers["retry-after"] == "1"
-    assert chat(app, n=4).status_code == 200 and chat(app, n=4).status_code == 200
+    app = app_of(model_of(folder, Scripted(ids_of("a b c", "<|end|>"), pause_s=0.02)), limits=Limits(max_waiting=4))
+
+    async def two_at_once():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            body = {"prompt": "a", "n": 3}
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2)))
+
+    first, second = sorted(asyncio.run(two_at_once()), key=lambda reply: reply.status_code)
+    assert first.status_code == 200
+    assert refusal(second, 429)["code"] == "queue_full" and second.headers["retry-after"] == "1"
+    assert chat(app, n=4).status_code == 200
+
+
+def test_more_than_may_ever_wait_is_refused_for_good_before_anything_is_made(folder, ids_of):
+    app = app_of(model_of(folder, Scripted(ids_of("a"))), limits=Limits(max_waiting=4))
+    assert "5 choices each" in refusal(chat(app, n=5))["message"]
+    assert refusal(ask(app, "/v1/completions", {"prompt": ["a", "b", "c"], "n": 2}))["param"] == "n"
 
 
 def test_an_answer_that_takes_too_long_is_ended_with_504(folder, ids_of):

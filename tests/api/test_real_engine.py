@@ -198,6 +198,7 @@ def test_sglangs_protocol_is_passed_on_as_it_is(serve):
             assert (await client.post("/generate", json=wrong)).status_code == 400
         many = {"input_ids": [3], "sampling_params": {"n": 4096}}
         assert (await client.post("/generate", json=many)).status_code == 400
+        assert (await client.post("/generate", json={"input_ids": [[3]] * 1025})).status_code == 400
         assert (await client.post("/generate", json={"nonsense": 1})).status_code == 400  # by the engine
         assert (await client.post("/generate?model=other", json=body)).status_code == 404
         for closed in ("/update_weights_from_disk", "/abort_request", "/pause_generation", "/flush_cache"):
