@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -17,6 +19,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
+from nanodag.sampler.generation_server import SamplerServer
 from tests.server_info import server_info
 
 LONG = SamplingParams(max_new_tokens=250, ignore_eos=True)
@@ -534,3 +537,21 @@ def test_generation_through_the_server_is_the_same_after_a_restart(text_folder, 
     one, two = ([(c.output_ids, c.logprobs) for group in run for c in group] for run in runs)
     assert one == two
     assert np.isfinite(one[0][1]).all()
+
+
+class Running:
+    """A request under way."""
+
+
+def test_who_leaves_is_held_until_the_abort_has_run_so_that_no_other_s_request_comes_to_lie_in_its_place():
+    asked, aborted = [], []
+    engine = SimpleNamespace(abort=lambda is_meant, reason: aborted.append((is_meant(mine()), is_meant(Running()))))
+    server = SamplerServer(engine, SimpleNamespace(call=asked.append))
+    leaver = Running()
+    mine = weakref.ref(leaver)
+    server._drop([leaver])
+    del leaver
+    assert mine() is not None  # it may have ended meanwhile: the engine has it no more
+    asked.pop()()
+    assert aborted == [(True, False)]
+    assert mine() is None
