@@ -32,7 +32,7 @@ class New:
     scored: list[ScoredToken] = field(default_factory=list)
 
 
-class Answer:
+class ParsedAnswer:
     """stops: strings that end it; they are looked for in its content, also across the borders of tokens.
 
     finish_reason: OpenAI's, None while it grows; stop_reason: the string or token id that ended it, as vLLM has it.

@@ -5,25 +5,25 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from nanodag.api.answer import Answer
+from nanodag.api.answer import ParsedAnswer
 from nanodag.api.served_model import Backend, Limits
 from nanodag.inference.protocol import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SampledChoice:
     """One choice of the reply. prompt_text: what `echo` puts before it."""
 
     index: int
     request: Request
-    answer: Answer
+    answer: ParsedAnswer
     prompt_text: str = ""
 
 
 class Answering:
     """stream: whether the engine is asked for tokens as they come, which stop strings need as well as streams."""
 
-    def __init__(self, backend: Backend, samples: Sequence[Choice], limits: Limits, *, stream: bool) -> None:
+    def __init__(self, backend: Backend, samples: Sequence[SampledChoice], limits: Limits, *, stream: bool) -> None:
         self._backend, self.samples, self._limits, self._stream = backend, samples, limits, stream
         self._changed = asyncio.Event()
 
@@ -61,7 +61,7 @@ class Answering:
             with suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def _one(self, sample: Choice) -> None:
+    async def _one(self, sample: SampledChoice) -> None:
         async with aclosing(self._backend.answer(sample.request, stream=self._stream)) as completions:
             async for completion in completions:
                 sample.answer.take(completion)

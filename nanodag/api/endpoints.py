@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nanodag.api.answer import Answer
-from nanodag.api.answering import Answering, Choice
+from nanodag.api.answer import ParsedAnswer
+from nanodag.api.answering import Answering, SampledChoice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
 from nanodag.api.leaving import unless_left
 from nanodag.api.metrics import Metrics
@@ -116,7 +116,7 @@ class Endpoints:
         texts: Sequence[str] | None = None,
         score_prompt: bool = False,
         one_call: bool = False,
-    ) -> list[Choice]:
+    ) -> list[SampledChoice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
         if len(prompts) * body.n > self._limits.max_waiting:
@@ -125,7 +125,7 @@ class Endpoints:
                 "answers that may be under way here: ask for fewer at once, or raise --max-waiting.",
                 param="n",
             )
-        samples: list[Choice] = []
+        samples: list[SampledChoice] = []
         for number, ids in enumerate(prompts):
             most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
@@ -148,9 +148,9 @@ class Endpoints:
                 )
                 # lm-eval takes a completion's last logprob for that of the one token that it asked for.
                 is_text = isinstance(body, CompletionBody)
-                answer = Answer(model.tokens, reader(), stops=body.stops, one_call=one_call, scores_end=is_text)
+                answer = ParsedAnswer(model.tokens, reader(), stops=body.stops, one_call=one_call, scores_end=is_text)
                 text = texts[number] if texts is not None else ""
-                samples.append(Choice(index=len(samples), request=request, answer=answer, prompt_text=text))
+                samples.append(SampledChoice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
     def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
@@ -176,7 +176,7 @@ class Endpoints:
         return room if max_tokens is None else max_tokens
 
     async def _answered(
-        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[Choice], *, is_cut: bool = False
+        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[SampledChoice], *, is_cut: bool = False
     ) -> Response:
         """is_cut: the samples may have to be ended here."""
         model, metrics = reply.model, self._metrics

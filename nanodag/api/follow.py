@@ -25,7 +25,7 @@ MAX_PAUSE_S = 60.0  # between looks where weights cannot be read again and again
 
 
 @dataclass(frozen=True)
-class Weights:
+class FollowedWeights:
     """Weights that there are. version: names them in `system_fingerprint`. fetch: their folder, made when called."""
 
     version: str
@@ -41,7 +41,7 @@ class Followed:
     def __init__(self, store: Store, run: str, stage: str, scratch: Path) -> None:
         self._store, self._run, self._stage, self._scratch = store, run, stage, scratch
 
-    def newest(self) -> Weights | None:
+    def newest(self) -> FollowedWeights | None:
         """None where there are none yet."""
         record = self._store.read_run(self._run)
         for name, entry in reversed(record.stages.items()):
@@ -50,14 +50,14 @@ class Followed:
             if entry.has_ended_well and entry.artifact is not None:
                 key, attempt = entry.artifact
                 artifact = self._store.attempt(key, attempt)
-                return Weights(f"{name}@{key[:8]}/{attempt}", partial(self._store.materialize, artifact))
+                return FollowedWeights(f"{name}@{key[:8]}/{attempt}", partial(self._store.materialize, artifact))
             if entry.key and entry.workspace and (steps := steps_in(Path(entry.workspace) / "checkpoints")):
                 step, checkpoint = steps[-1]
                 make = partial(self._of_checkpoint, Path(entry.workspace), checkpoint, f"{name}-{step}")
-                return Weights(f"{name}@{entry.key[:8]}:step-{step}", make)
+                return FollowedWeights(f"{name}@{entry.key[:8]}:step-{step}", make)
         return None
 
-    def first(self) -> Weights:
+    def first(self) -> FollowedWeights:
         """Raises ArtifactNotFound where there are none yet."""
         if (newest := self.newest()) is None:
             raise ArtifactNotFound(

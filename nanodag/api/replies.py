@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanodag.api.answer import New, ScoredToken
-from nanodag.api.answering import Choice
+from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, CompletionBody
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import Decoding, TokenText
@@ -25,7 +25,7 @@ class Reply:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
-    def frame(self, samples: Sequence[Choice], choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    def frame(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
         versions = [sample.answer.weight_version for sample in samples if sample.answer.weight_version]
         return {
             "id": self.id,
@@ -36,23 +36,23 @@ class Reply:
             "choices": list(choices),
         }
 
-    def whole(self, samples: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, samples: Sequence[SampledChoice]) -> dict[str, Any]:
         """The reply when all samples have ended."""
         choices = [self.choice(sample, sample.answer.new()) for sample in samples]
         return self.frame(samples, choices, self.kind) | {"usage": usage(samples)}
 
-    def choice(self, sample: Choice, new: New) -> dict[str, Any]:
+    def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         raise NotImplementedError
 
-    def first(self, sample: Choice) -> list[dict[str, Any]]:
+    def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         """Choices that begin a stream."""
         raise NotImplementedError
 
-    def parts(self, sample: Choice, new: New) -> list[dict[str, Any]]:
+    def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         """Choices of a stream for what came, with the finish reason where it ended."""
         raise NotImplementedError
 
-    def chunk(self, samples: Sequence[Choice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """One event of a stream."""
         raise NotImplementedError
 
@@ -65,17 +65,17 @@ class ChatReply(Reply):
         self._wants_scores = body.logprobs
         self._num_top = body.top_logprobs
 
-    def choice(self, sample: Choice, new: New) -> dict[str, Any]:
+    def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": new.content or (None if new.calls else "")}
         message["refusal"] = None
         if new.calls:
             message["tool_calls"] = [_call(call) for call in new.calls]
         return {"index": sample.index, "message": message, "logprobs": self._scores(new.scored), **_end(sample)}
 
-    def first(self, sample: Choice) -> list[dict[str, Any]]:
+    def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         return [self._part(sample, {"role": "assistant", "content": ""}, None)]
 
-    def parts(self, sample: Choice, new: New) -> list[dict[str, Any]]:
+    def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         parts = []
         if new.content or new.scored:
             parts.append(self._part(sample, {"content": new.content}, self._scores(new.scored)))
@@ -86,10 +86,10 @@ class ChatReply(Reply):
             parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
         return parts
 
-    def chunk(self, samples: Sequence[Choice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.frame(samples, choices, "chat.completion.chunk")
 
-    def _part(self, sample: Choice, delta: dict[str, Any], scores: Any) -> dict[str, Any]:
+    def _part(self, sample: SampledChoice, delta: dict[str, Any], scores: Any) -> dict[str, Any]:
         return {"index": sample.index, "delta": delta, "logprobs": scores, "finish_reason": None}
 
     def _scores(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
@@ -112,14 +112,14 @@ class CompletionReply(Reply):
         self._echo = body.echo
         self._begun: set[int] = set()  # choices whose prompt was said
 
-    def choice(self, sample: Choice, new: New) -> dict[str, Any]:
+    def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         scores = self._scores([*self._of_prompt(sample), *new.scored], sample)
         return {"index": sample.index, "text": sample.prompt_text + new.content, "logprobs": scores, **_end(sample)}
 
-    def first(self, sample: Choice) -> list[dict[str, Any]]:
+    def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         return []
 
-    def parts(self, sample: Choice, new: New) -> list[dict[str, Any]]:
+    def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         answer = sample.answer
         is_first = self._echo and sample.index not in self._begun
         if not (new.content or new.scored or is_first or answer.finish_reason):
@@ -130,10 +130,10 @@ class CompletionReply(Reply):
         scores = self._scores(scored, sample)
         return [{"index": sample.index, "text": text, "logprobs": scores, **_end(sample)}]
 
-    def chunk(self, samples: Sequence[Choice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.frame(samples, choices, self.kind)
 
-    def _of_prompt(self, sample: Choice) -> list[ScoredToken]:
+    def _of_prompt(self, sample: SampledChoice) -> list[ScoredToken]:
         if not self._echo or not sample.answer.prompt_scores:
             return []
         decoding, offset, placed = Decoding(self.model.tokens), -len(sample.prompt_text), []
@@ -142,7 +142,7 @@ class CompletionReply(Reply):
             offset += len(decoding.step(entry.token))
         return placed
 
-    def _scores(self, scored: Sequence[ScoredToken], sample: Choice) -> dict[str, Any] | None:
+    def _scores(self, scored: Sequence[ScoredToken], sample: SampledChoice) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         tokens = self.model.tokens
@@ -163,7 +163,7 @@ class CompletionReply(Reply):
         return named
 
 
-def usage(samples: Sequence[Choice]) -> dict[str, Any]:
+def usage(samples: Sequence[SampledChoice]) -> dict[str, Any]:
     """Tokens of a request. A prompt counts once, however many answers it has."""
     prompts = {id(sample.request.input_ids): len(sample.request.input_ids) for sample in samples}
     num_prompt, num_sampled = sum(prompts.values()), sum(sample.answer.num_tokens for sample in samples)
@@ -176,7 +176,7 @@ def usage(samples: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _end(sample: Choice) -> dict[str, Any]:
+def _end(sample: SampledChoice) -> dict[str, Any]:
     return {"finish_reason": sample.answer.finish_reason, "stop_reason": sample.answer.stop_reason}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nanodag.api.answer import Answer
+from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import ChatBody
 from nanodag.api.command import parse_arguments
 from nanodag.api.engines import Engines
@@ -189,7 +189,7 @@ class Line:
             prompt = conversation.prompt()
             if was_offered and conversation.toolless:
                 self.tell(f"Asked without tools: {conversation.toolless}")
-            answer, said = Answer(self.tokens, prompt.reader(), stops=()), ""
+            answer, said = ParsedAnswer(self.tokens, prompt.reader(), stops=()), ""
             params = SamplingParams(
                 max_new_tokens=conversation.max_new_tokens,
                 temperature=conversation.temperature,

@@ -20,7 +20,7 @@ FAILED = "error"  # what the result of a call begins with when it came to nothin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class ChatTool:
     """One tool. parameter: the name of its only argument, a text. run: from that text to the result's."""
 
     name: str
@@ -57,14 +57,14 @@ def _python(program: str) -> str:
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool(
+        ChatTool(
             name="calculator",
             description="The exact value of an arithmetic expression of numbers, + - * / // % ** and brackets.",
             parameter="expression",
             meaning="such as 12*(3+4)",
             run=calculated,
         ),
-        Tool(
+        ChatTool(
             name="python",
             description=f"Runs a Python program for at most {PYTHON_S:g} seconds, with the standard library and "
             "without a network, and returns what it printed.",

@@ -35,7 +35,7 @@ from nanodag.store.kept_lines import KeptLines, content_key
 from nanodag.tokenizer.chat import Switches, check_switches
 
 if TYPE_CHECKING:
-    from nanodag.evaluation.writing import Sampler
+    from nanodag.evaluation.writing import AnswerWriter
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class EvaluatedModel(TemplateLM):
         self._micro_batch_tokens = micro_batch_tokens
         self._max_new_tokens = max_new_tokens
         self._replicas, self._sampler_batch, self._cache_bytes = replicas, sampler_batch, cache_bytes
-        self._sampler: Sampler | None = None
+        self._sampler: AnswerWriter | None = None
         self._on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
@@ -114,7 +114,7 @@ class EvaluatedModel(TemplateLM):
         model = load(self.folder).to(DTYPES[self._precision])
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 
-    def _sampler_for(self, context: int, num_tokens: int) -> "Sampler":
+    def _sampler_for(self, context: int, num_tokens: int) -> "AnswerWriter":
         """Samplers with room for so many tokens of prompt and answer, and as many of them as num_tokens keep busy:
         those of the last benchmark where they will do."""
         from nanodag.evaluation.writing import SamplerSettings, replicas_for, start_sampler

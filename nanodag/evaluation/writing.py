@@ -46,7 +46,7 @@ class SamplerSettings:
     cache_bytes: int
 
 
-class Sampler(Protocol):
+class AnswerWriter(Protocol):
     """What writes answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
 
     context: int
@@ -59,7 +59,7 @@ class Sampler(Protocol):
         """End it, and give its memory back."""
 
 
-def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> Sampler:
+def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> AnswerWriter:
     """Samplers of that context, as many as there are GPUs or cores for and as have something to do. flops: of what is
     to be written. Raises BadRequest for sizes that do not fit, SamplerLost where one does not start."""
     replicas = replicas_for(settings, flops)
@@ -97,7 +97,7 @@ class InProcess:
         )
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        """As Sampler says."""
+        """As AnswerWriter says."""
         self._on_one_thread(partial(self._write, requests, on_written))
 
     def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
@@ -122,7 +122,7 @@ class InProcess:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """As Sampler says."""
+        """As AnswerWriter says."""
         on_gpu = self._engine.device.type == "cuda"
         del self._engine
         if on_gpu:
@@ -163,7 +163,7 @@ class Replicas:
         self._servers.append(server)
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        """As Sampler says."""
+        """As AnswerWriter says."""
         asyncio.run(self._write(requests, on_written))
 
     async def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
@@ -186,7 +186,7 @@ class Replicas:
                 await client.close()
 
     def close(self) -> None:
-        """As Sampler says."""
+        """As AnswerWriter says."""
         for server in self._servers:
             server.stop()
         self._logs.cleanup()

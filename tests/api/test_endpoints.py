@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from nanodag.api.answer import Answer
+from nanodag.api.answer import ParsedAnswer
 from nanodag.api.served_model import Limits
 from nanodag.api.tool_format import PlainReader
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
@@ -113,7 +113,7 @@ def test_a_stop_string_ends_an_answer_across_the_borders_of_tokens(folder, ids_o
 
 
 def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(folder, encoding):
-    answer = Answer(model_of(folder, None).tokens, PlainReader({}), stops=["b!c"])
+    answer = ParsedAnswer(model_of(folder, None).tokens, PlainReader({}), stops=["b!c"])
     ids, said = encoding.encode("ab!d, b!c"), []
     for count in range(1, len(ids) + 1):
         answer.take(Scripted([])._completion(Request(input_ids=[1]), ids[:count], None))

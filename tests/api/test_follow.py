@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.api import follow as module
-from nanodag.api.follow import Followed, Weights, follow
+from nanodag.api.follow import Followed, FollowedWeights, follow
 from nanodag.errors import ArtifactNotFound, BadRequest, CorruptArtifact, SamplerError
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
@@ -73,7 +73,7 @@ class Source:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer and Weights(answer, lambda: self.fetched(answer))
+        return answer and FollowedWeights(answer, lambda: self.fetched(answer))
 
     def fetched(self, answer):
         if self.faults:

@@ -3,8 +3,8 @@
 Each side has a sandbox of its own, and two pipes connect them. The tests' side holds what is wanted. The program's side
 applies what it is asked to and answers with values. So a program that ends early, returns what equals everything or
 writes a verdict gains nothing. Plain values (nanodag.rewards.inside.wire) go by value. Anything else stays where it was
-made, and the other side holds a stand-in: `Remote` for an object of the program, `Callback` for a function of the
-tests.
+made, and the other side holds a stand-in: `ProgramObject` for an object of the program, `Callback` for a function of
+the tests.
 
 A stand-in never meets a wanted value: compared or computed with anything but another stand-in it is unequal, or a
 TypeError. Lists, dicts and sets that a call changed are changed on the tests' side too.

@@ -30,7 +30,7 @@ class CannotJudge(BaseException):
     """The tests are no Python, or give the program what cannot be sent."""
 
 
-class Remote(StandIn):
+class ProgramObject(StandIn):
     """An object of the program, as the tests hold it."""
 
     def __init__(self, side: "TestsSide", number: int) -> None:
@@ -51,7 +51,7 @@ class Remote(StandIn):
         self._side.ask("delattr", self, name)
 
     def __eq__(self, other: object) -> Any:
-        return isinstance(other, Remote) and self._side.ask("eq", self, other)
+        return isinstance(other, ProgramObject) and self._side.ask("eq", self, other)
 
     def __contains__(self, wanted: object) -> bool:
         return any(item is wanted or item == wanted for item in self._side.ask("iter", self))
@@ -69,30 +69,30 @@ class Remote(StandIn):
         return self._as_number[operation]
 
     def __instancecheck__(self, value: object) -> Any:
-        return isinstance(value, Remote) and self._side.ask("isinstance", value, self)
+        return isinstance(value, ProgramObject) and self._side.ask("isinstance", value, self)
 
 
 def _forward(operation: str) -> Callable[..., Any]:
-    def forwarded(self: Remote, *args: Any) -> Any:
+    def forwarded(self: ProgramObject, *args: Any) -> Any:
         return self._side.ask(operation, self, *args)
 
     return forwarded
 
 
-def _between(operation: str) -> Callable[[Remote, object], Any]:
+def _between(operation: str) -> Callable[[ProgramObject, object], Any]:
     """An operator of two objects of the program: a wanted value is not given to it."""
 
-    def forwarded(self: Remote, other: object) -> Any:
-        return self._side.ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
+    def forwarded(self: ProgramObject, other: object) -> Any:
+        return self._side.ask(operation, self, other) if isinstance(other, ProgramObject) else NotImplemented
 
     return forwarded
 
 
 for _name in (*UNARY, *ITEMS):
     if _name not in ("float", "int"):
-        setattr(Remote, f"__{_name}__", _forward(_name))
+        setattr(ProgramObject, f"__{_name}__", _forward(_name))
 for _name in (*BINARY, *LOGICAL):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
+    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _between(_name))
 
 
 class TestsSide:
@@ -129,7 +129,7 @@ class TestsSide:
             return None
 
     def _keep(self, value: Any) -> Any:
-        if isinstance(value, Remote):
+        if isinstance(value, ProgramObject):
             return {"object": value._number}
         if isinstance(value, type) and value in self._exceptions.values():
             return {"object": next(number for number, kind in self._exceptions.items() if kind is value)}
@@ -148,7 +148,7 @@ class TestsSide:
             made = builtin_class(base, Exception)
             made = made if name == base else type(name, (made,), {})
             return self._exceptions.setdefault(number, made)
-        return Remote(self, body)
+        return ProgramObject(self, body)
 
     def _exception(self, kind: Any, args: list[Any], line: int) -> Exception:
         found = decode(kind, self._find)
