@@ -4,12 +4,20 @@ Products of a layer on an AMD EPYC of the Zen 5 kind, GFLOP a CPU-second: 230 to
 115 to 130 against 95 to 113 as on AVX2. In bfloat16 torch takes oneDNN anyway.
 """
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+# oneDNN, and torch's layer above it, each keep what they compiled for a shape: 0.3 to 0.7 MB a shape, 1,024 shapes.
+# RL's micro-batches differ in length each time, so that its trainer grew by 10 MB a step. One micro-batch has some 20.
+# Both read their variable at the first product.
+KEPT_SHAPES = 32
+for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(variable, str(KEPT_SHAPES))
 
 
 def times_transposed(x: Tensor, matrix: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Products by oneDNN against those in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,3 +37,25 @@ def test_frozen_weights_get_no_gradient():
     linear(x, weight).sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 4.0))
     assert weight.grad is None
+
+
+GROWTH = """
+import torch
+from nanodag.model.cpu_linear import linear
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+weight = torch.ones(64, 64, requires_grad=True)
+for num_rows in range(200, 400):
+    linear(torch.ones(num_rows, 64, requires_grad=True), weight).sum().backward()
+    if num_rows == 240:
+        before = resident_mb()
+print(resident_mb() - before)
+"""
+
+
+def test_products_of_ever_new_lengths_do_not_grow_the_process():
+    """Trained rows of RL differ in length at each step. In a process of its own: the caches' sizes are read once."""
+    grown = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True).stdout
+    assert float(grown) < 60  # MB; 250 where 1,024 shapes are kept
