@@ -1,7 +1,6 @@
 """/v1/models, /v1/chat/completions and /v1/completions."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from nanodag.api.answer import ParsedAnswer
 from nanodag.api.answering import Answering, SampledChoice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
-from nanodag.api.leaving import unless_left
+from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
@@ -25,10 +24,7 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
 from nanodag.inference.protocol import Request, SamplingParams
 
-log = logging.getLogger(__name__)
-
 SEEDS = 1 << 63
-READING_S = 30.0  # that a client may take to read an answer which has ended
 
 
 class Endpoints:
@@ -237,14 +233,11 @@ class _Events(StreamingResponse):
     def __init__(self, events: AsyncIterator[bytes], limits: Limits) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._limit_s = limits.request_timeout_s + READING_S
+        self._answering_s = limits.request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._limit_s):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            log.warning("A client read nothing of its answer for %g s and was left.", self._limit_s)
+        async with left_unless_read(self._answering_s):
+            await super().__call__(scope, receive, send)
 
 
 def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:

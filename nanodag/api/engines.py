@@ -37,8 +37,8 @@ class Engines:
     """A Backend (`served_model.py`) over `num_replicas` processes.
 
     launch(number, folder, version): starts one and blocks until it answers; raises SamplerLost with the end of its log.
-    connect(url): a client of one. is_ending: whether the whole server is about to end, and its
-    engines with it.
+    connect(url): a client of one. check(folder): raises BadRequest for weights of another shape, which an engine that
+    starts would not notice. is_ending: whether the whole server is about to end, and its engines with it.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class Engines:
         num_replicas: int,
         launch: Launch,
         connect: Callable[[str], SamplerClient],
+        check: Callable[[Path], object] = lambda folder: None,
     ) -> None:
         self.name = name
         self._folder, self._version = folder, version
-        self._num_replicas, self._launch, self._connect = num_replicas, launch, connect
+        self._num_replicas, self._launch, self._connect, self._check = num_replicas, launch, connect, check
         self._replicas: list[_Replica] = []
         self._tending: list[asyncio.Task[None]] = []
         self._num_restarts = 0
@@ -126,6 +127,7 @@ class Engines:
 
         Raises BadRequest where they are of another architecture: the old ones stay.
         """
+        self._check(folder)
         for replica in self._replicas:
             if replica.is_up:
                 with suppress(SamplerLost):  # it is started again, with these weights
@@ -188,7 +190,7 @@ async def takes(engines: Engines, folder: Path, version: str) -> bool:
     """Whether the engines took the weights; what keeps them from it is logged."""
     try:
         await engines.take_weights(folder, version)
-    except BadRequest as error:
+    except SamplerError as error:
         log.warning("%s keeps its weights: %s", engines.name, error)
         return False
     return True

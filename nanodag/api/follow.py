@@ -53,7 +53,7 @@ class Followed:
                 return FollowedWeights(f"{name}@{key[:8]}/{attempt}", partial(self._store.materialize, artifact))
             if entry.key and entry.workspace and (steps := steps_in(Path(entry.workspace) / "checkpoints")):
                 step, checkpoint = steps[-1]
-                make = partial(self._of_checkpoint, Path(entry.workspace), checkpoint, f"{name}-{step}")
+                make = partial(self._of_checkpoint, Path(entry.workspace), checkpoint, f"{name}-{entry.key}-{step}")
                 return FollowedWeights(f"{name}@{entry.key[:8]}:step-{step}", make)
         return None
 
@@ -81,6 +81,7 @@ class Followed:
         command = [sys.executable, "-m", "nanodag.train.checkpoint_model", str(workspace), str(checkpoint), str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
+            shutil.rmtree(folder, ignore_errors=True)
             raise SamplerError(f"{checkpoint} gives no model: {done.stderr.strip()[-500:]}")
         return folder
 

@@ -9,14 +9,14 @@ from typing import Literal
 from nanodag.api.engines import Engines
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import detect
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_options import Option
 from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.model.architecture import read_checkpoint, read_json
+from nanodag.model.architecture import check_same_shape, read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 from nanodag.worker.devices import gpu_of_replica, visible_gpus
 
@@ -42,8 +42,8 @@ def served_model(
         raise ConfigError(f"{folder}/config.json is not of a language model: it has no {error}.") from error
     context = min(args.context_length or LARGEST_SGLANG_CONTEXT, positions)
     token = secrets.token_hex(16)  # engines answer this process alone
-    if args.engine == "embedded":
-        read_checkpoint(folder)  # refuses what the engine would refuse after a start of seconds
+    # What the engine would refuse after a start of seconds is refused here.
+    architecture = read_checkpoint(folder).architecture if args.engine == "embedded" else None
 
     def connect(url: str) -> SamplerClient:
         return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s)
@@ -67,11 +67,17 @@ def served_model(
             token=token,
         )
 
+    def check(weights: Path) -> None:
+        if architecture is not None:
+            check_same_shape(read_checkpoint(weights), architecture)
+        elif (found := read_json(weights / "config.json").get("vocab_size")) != vocab_size:
+            raise BadRequest(f"the checkpoint in {weights} has a vocabulary of {found} instead of {vocab_size}")
+
     return ServedModel(
         name=name,
         tokens=tokens,
         renderer=_renderer(folder),
-        backend=Engines(name, folder, version, num_replicas=args.replicas, launch=launch, connect=connect),
+        backend=Engines(name, folder, version, num_replicas=args.replicas, launch=launch, connect=connect, check=check),
         context_length=context,
         vocab_size=vocab_size,
         is_sglang=args.engine == "sglang",

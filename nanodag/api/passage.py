@@ -5,20 +5,23 @@ POST /generate, GET /model_info, /get_model_info, /server_info, /get_server_info
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from nanodag.api.engines import Engines
-from nanodag.api.leaving import unless_left
+from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
+from nanodag.inference.protocol import SamplingParams
 
 READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")
 
@@ -33,18 +36,22 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
         return models[name]
 
     async def read(http: HttpRequest) -> Response:
-        return await _forward(model_of(http), "GET", http.url.path, None)
+        return _Passed(model_of(http), limits, "GET", http.url.path)
 
     async def generate(http: HttpRequest) -> Response:
         model = model_of(http)
         raw = await http.body()
-        num_samples = _num_samples(raw, model)
+        asked = _parsed(raw)
+        prompts, params = _prompts(asked, model), _params(asked)
+        num_samples = len(prompts) * max([1, *(n for one in params if isinstance(n := one.get("n"), int))])
         if num_samples > limits.max_waiting:
             raise Refused(
                 f"{num_samples} answers are more than the {limits.max_waiting} that may be under way here: ask for "
                 "fewer at once, or raise --max-waiting.",
                 param="n",
             )
+        _check_new_tokens(params, limits)
+        await asyncio.to_thread(_check_prompt_tokens, prompts, model, limits)
         assert isinstance(model.backend, Engines)
         if model.backend.load + num_samples > limits.max_waiting:
             raise Refused(
@@ -52,53 +59,96 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
                 f"{limits.max_waiting}: ask again later.",
                 status=429, kind="rate_limit_error", code="queue_full",
             )  # fmt: skip
-        async with asyncio.timeout(limits.request_timeout_s):
-            return await unless_left(http, _forward(model, "POST", "/generate", raw, num_samples))
+        return _Passed(model, limits, "POST", "/generate", raw, num_samples)
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]
 
 
-def _num_samples(raw: bytes, model: ServedModel) -> int:
-    """The answers that a request asks for. Raises Refused for what would end a whole engine."""
+def _parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
+    return body
+
+
+def _prompts(body: Mapping[str, Any], model: ServedModel) -> list[Any]:
+    """Texts or lists of ids. Raises Refused for ids that would end a whole engine."""
     ids, text = body.get("input_ids"), body.get("text")
-    prompts: list[Any] = text if isinstance(text, list) else [text]
-    if ids is not None:
-        prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
-        for prompt in prompts:
-            is_list = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
-            if not is_list or min(prompt) < 0 or max(prompt) >= model.vocab_size:
-                raise Refused(f"input_ids are not ids of a vocabulary of {model.vocab_size}", param="input_ids")
+    if ids is None:
+        return text if isinstance(text, list) else [text]
+    prompts: list[Any] = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+    for prompt in prompts:
+        is_list = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        if not is_list or min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            raise Refused(f"input_ids are not ids of a vocabulary of {model.vocab_size}", param="input_ids")
+    return prompts
+
+
+def _params(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Sampling parameters: one set for all prompts, or one each."""
     params = body.get("sampling_params") or {}
-    given = [one.get("n") for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
-    return len(prompts) * max([1, *(n for n in given if isinstance(n, int))])
+    return [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
 
 
-async def _forward(model: ServedModel, method: str, path: str, body: bytes | None, load: int = 1) -> Response:
-    engines = model.backend
-    assert isinstance(engines, Engines)
-    replica = engines.least_busy()
-    replica.load += load
-    try:
-        answer = await replica.client.open(method, path, body)
-    except BaseException:
-        replica.load -= load
-        raise
+def _check_new_tokens(params: Sequence[Mapping[str, Any]], limits: Limits) -> None:
+    if limits.max_new_tokens is None:
+        return
+    default = SamplingParams().max_new_tokens
+    for most in (one.get("max_new_tokens", default) for one in params):
+        if not isinstance(most, int) or most > limits.max_new_tokens:
+            raise Refused(
+                f"sampling_params: max_new_tokens is {str(most)[:80]} ({default} where it is not given); this server "
+                f"allows {limits.max_new_tokens}.",
+                param="sampling_params",
+            )
 
-    async def content() -> AsyncIterator[bytes]:
+
+def _check_prompt_tokens(prompts: Sequence[Any], model: ServedModel, limits: Limits) -> None:
+    """Texts are counted by this side's tokenizer, which is the engine's."""
+    if limits.max_prompt_tokens is None:
+        return
+    for prompt in prompts:
+        ids = model.tokens.prompt_ids(prompt, special=True) if isinstance(prompt, str) else prompt
+        if isinstance(ids, list) and len(ids) > limits.max_prompt_tokens:
+            raise Refused(f"A prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.")
+
+
+class _Passed(Response):
+    """What an engine answers to a request, as it comes. The engine counts it as load until its last byte is sent, or
+    whoever asked has left. load: samples that it asks for."""
+
+    def __init__(
+        self, model: ServedModel, limits: Limits, method: str, path: str, content: bytes | None = None, load: int = 1
+    ) -> None:
+        super().__init__()
+        self._model, self._limits, self._load = model, limits, load
+        self._request = (method, path, content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engines = self._model.backend
+        assert isinstance(engines, Engines)
+        replica = engines.least_busy()
+        replica.load += self._load
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                opening = replica.client.open(*self._request)
+                answer = await unless_left(HttpRequest(scope, receive), opening)
+            try:
+                kind = answer.headers.get("content-type", "application/json")
+                streamed = StreamingResponse(self._content(answer), status_code=answer.status, media_type=kind)
+                async with left_unless_read(self._limits.request_timeout_s):
+                    await streamed(scope, receive, send)
+            finally:
+                answer.close()
+        finally:
+            replica.load -= self._load
+
+    async def _content(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         try:
             async for block in answer.content.iter_any():
                 yield block
         except LOST as error:
-            raise SamplerLost(f"the engine of {model.name} was lost") from error
-        finally:
-            answer.close()
-            replica.load -= load
-
-    kind: Any = answer.headers.get("content-type", "application/json")
-    return StreamingResponse(content(), status_code=answer.status, media_type=kind)
+            raise SamplerLost(f"the engine of {self._model.name} was lost") from error

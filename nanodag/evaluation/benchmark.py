@@ -29,7 +29,7 @@ from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, res
 from nanodag.evaluation.written import Answer, Ending, answer_of
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
-from nanodag.own_code.functions import function_at
+from nanodag.own_code.functions import function_at, function_in
 
 _TEMPLATES = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # as lm-eval's
 _TEMPLATES.filters["regex_replace"] = lambda text, pattern, by, count=0: re.sub(pattern, by, text, count=count)
@@ -223,10 +223,12 @@ class Benchmark:
         return text
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: FunctionName) -> Callable[..., Any]:
+    """A form's function, of a module beside the form or else of one that can be imported, as lm-eval does it."""
     module, _, function = name.rpartition(".")
+    file = name.module_beside
     try:
-        found: Callable[..., Any] = function_at(f"{module}:{function}")
+        found: Callable[..., Any] = function_in(file, function) if file else function_at(f"{module}:{function}")
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"A form names the function {name}, which cannot be imported: {error}.") from error
     return found

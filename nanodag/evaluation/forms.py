@@ -11,6 +11,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
 from nanodag.own_code.blame import with_place
+from nanodag.own_code.find import file_of
 
 FORMS = Path(__file__).parent / "benchmarks"
 MAX_INCLUDES = 20
@@ -77,32 +78,78 @@ def _check_written(config: BenchmarkConfig, path: Path, form: dict[str, Any]) ->
         )
 
 
-class FormLoader(yaml.SafeLoader):
-    """Reads lm-eval's forms without what their functions are."""
-
-
 class FunctionName(str):
-    """The dotted name of a function that a form names."""
+    """The dotted name of a function that a form names. folder: of the form."""
 
-    __slots__ = ()
+    folder: Path
+
+    @property
+    def module_beside(self) -> Path | None:
+        """The function's module as a file in the folder, where lm-eval looks first; None where there is none."""
+        path = self.folder / f"{self.rpartition('.')[0].replace('.', '/')}.py"
+        return path if path.is_file() else None
 
 
-FormLoader.add_constructor("!function", lambda loader, node: FunctionName(node.value))
+class FormLoader(yaml.SafeLoader):
+    """Reads lm-eval's forms without what their functions are. name: of the file, as a text from a stream has it."""
+
+    def named(self, node: yaml.ScalarNode) -> FunctionName:
+        name = FunctionName(node.value)
+        name.folder = Path(self.name).parent
+        return name
 
 
-def read_form(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file of lm-eval's with the one that it includes; `!function x` as FunctionName(x). Raises ConfigError for
+FormLoader.add_constructor("!function", FormLoader.named)
+
+
+def read_form(path: Path) -> dict[str, Any]:
+    """A YAML file of lm-eval's with those that it includes; `!function x` as FunctionName(x). Raises ConfigError for
     what is none."""
+    form: dict[str, Any] = {}
+    for _, part in reversed(_parts(path)):
+        form |= part
+    return form
+
+
+def form_files(config: BenchmarkConfig) -> list[Path]:
+    """The files that say how a benchmark is asked and scored, where they are not ours: forms for text and for chats,
+    those that they include, and the modules of the functions that they name. Raises ConfigError for what is no form."""
+    if not config.form.endswith(".yaml"):
+        return []
+    path = _file_of(config, chat=False)[0]
+    for_chat = path.with_name(f"{path.stem}_chat.yaml")
+    files: list[Path] = []
+    for start in (path, for_chat) if for_chat.is_file() else (path,):
+        for file, part in _parts(start):
+            modules = (name.module_beside or file_of(name.rpartition(".")[0]) for name in _functions(part))
+            files += [file, *(module for module in modules if module is not None)]
+    return [file for file in dict.fromkeys(files) if not file.is_relative_to(FORMS.parents[1])]
+
+
+def _parts(path: Path, below: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """A form's file and what stands in it, then those that it includes; what comes first overrides the rest."""
     try:
-        form = yaml.load(path.read_text(encoding="utf-8"), Loader=FormLoader) or {}
+        with path.open(encoding="utf-8") as stream:
+            form = yaml.load(stream, Loader=FormLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no form of lm-eval's: {with_place(error)}") from error
     if not isinstance(form, dict):
         raise ConfigError(f"{path} is no form of lm-eval's: it holds no table")
-    above = form.get("include")
-    if isinstance(above, str) and len(below) > MAX_INCLUDES:
-        raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
-    return {**read_form(path.parent / above, (*below, path)), **form} if isinstance(above, str) else form
+    above = form.get("include", [])
+    parts = [(path, form)]
+    for inner in reversed([above] if isinstance(above, str) else above):
+        if len(below) > MAX_INCLUDES:
+            raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
+        parts += _parts(path.parent / inner, (*below, path))
+    return parts
+
+
+def _functions(value: Any) -> list[FunctionName]:
+    """Those that a form names, at any depth."""
+    if isinstance(value, FunctionName):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [name for one in inner for name in _functions(one)]
 
 
 def _file_of(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:

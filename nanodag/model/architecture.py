@@ -102,6 +102,17 @@ def read_checkpoint(path: Path) -> ModelFolder:
     )
 
 
+def check_same_shape(folder: ModelFolder, wanted: Architecture) -> None:
+    """Raise BadRequest where a folder's weights are not of this shape. Their longest context may be another."""
+    differing = [
+        f"{name} {getattr(folder.architecture, name)} instead of {getattr(wanted, name)}"
+        for name in Architecture.__dataclass_fields__
+        if name != "max_positions" and getattr(folder.architecture, name) != getattr(wanted, name)
+    ]
+    if differing:
+        raise BadRequest(f"the checkpoint in {folder.path} is of another shape: {', '.join(differing)}")
+
+
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
 

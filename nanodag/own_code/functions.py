@@ -1,7 +1,9 @@
-"""Functions that a config names as `module:function`."""
+"""Functions that a config names as `module:function`, or a form as `module.function`."""
 
-import importlib
+import importlib.util
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ConfigError
@@ -26,3 +28,16 @@ def function_at(path: str) -> Any:
             f"function in {module} that calls it."
         )
     return target
+
+
+def function_in(file: Path, name: str) -> Any:
+    """What is called `name` in a Python file, which this process runs once. Raises AttributeError when there is no such
+    thing, and whatever the file raises."""
+    module = str(file.with_suffix(""))  # as lm-eval calls it
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None and spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        sys.modules[module] = loaded
+    return getattr(sys.modules[module], name)

@@ -14,13 +14,16 @@ import httpx
 from nanodag.config import AnyStage, result_config
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_entries import entries_in
+from nanodag.config.section import found_in
 from nanodag.config.trust import sources_in
 from nanodag.data.digests import file_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
+from nanodag.evaluation.forms import form_files
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of, required_file
 from nanodag.run.record import Run, StageResult, result_of
@@ -119,6 +122,9 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         if ":" in source.adapter:
             sources[source.adapter] = code_identity(source.adapter)
     sources |= own_entries(stage)
+    for _, benchmark in found_in(stage, BenchmarkConfig):
+        if files := form_files(benchmark):
+            sources[benchmark.form] = {"kind": "form", "sha256": [file_sha256(file) for file in files]}
     if isinstance(stage, RLStage):
         folders = [
             model for model in (stage.algorithm.teacher.model, stage.algorithm.critic.model) if model.startswith("/")

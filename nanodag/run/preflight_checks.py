@@ -34,7 +34,7 @@ from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
-from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, read_form
+from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -166,7 +166,7 @@ class Checks:
 
         def look() -> None:
             form, _ = find_form(benchmark, chat=is_chat)
-            self.relied_on.add(str(form))
+            self.relied_on.update(map(str, [form, *form_files(benchmark)]))
             if isinstance(benchmark, PolicyBenchmarkConfig):
                 asked_form(benchmark)
             reader = _reader_of(form)

@@ -25,7 +25,7 @@ from torch import Tensor
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Completion, FinishReason, Request, check_request
-from nanodag.model.architecture import Architecture, read_checkpoint
+from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
@@ -202,15 +202,8 @@ class Engine:
 
         Raises BadRequest if it cannot be read or has another architecture.
         """
-        checkpoint = read_checkpoint(path)
-        mine, new = self.checkpoint.architecture, checkpoint.architecture
-        differing = [
-            f"{name} {getattr(new, name)} instead of {getattr(mine, name)}"
-            for name in Architecture.__dataclass_fields__
-            if name != "max_positions" and getattr(new, name) != getattr(mine, name)
-        ]
-        if differing:
-            raise BadRequest(f"the checkpoint in {path} is of another shape: {', '.join(differing)}")
+        mine = self.checkpoint.architecture
+        check_same_shape(read_checkpoint(path), mine)
         return load_weights(path, mine, DTYPES[self.dtype_name], self.device)
 
     def weights_of(self, tensors: Mapping[str, Tensor], source: str) -> Weights:

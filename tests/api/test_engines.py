@@ -10,7 +10,7 @@ import pytest
 
 from nanodag.api import engines as module
 from nanodag.api.engines import Engines, takes
-from nanodag.errors import BadRequest, SamplerLost
+from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.protocol import Completion, FinishReason, Request
 
 FOLDER = Path("/weights/1")
@@ -65,6 +65,8 @@ class Client:
     async def update_weights_from_disk(self, path, version):
         if "other" in path:
             raise BadRequest("of another shape")
+        if "failing" in path:
+            raise SamplerError("answered 500")
         self.took.append((path, version))
 
     async def close(self):
@@ -94,8 +96,14 @@ def play(monkeypatch):
             clients[process.pid] = Client(process)
             return clients[process.pid]
 
+        def check(folder):
+            if "misshapen" in str(folder):
+                raise BadRequest("of another shape")
+
         async def main():
-            engines = Engines("tiny", FOLDER, "1", num_replicas=num_replicas, launch=launch, connect=connect)
+            engines = Engines(
+                "tiny", FOLDER, "1", num_replicas=num_replicas, launch=launch, connect=connect, check=check
+            )
             await engines.start()
             try:
                 await asyncio.wait_for(scenario(engines, processes, clients), 10)
@@ -191,6 +199,20 @@ def test_weights_of_another_shape_leave_the_old_ones(play, caplog):
 
     play(scenario)
     assert "keeps its weights" in caplog.text
+
+
+def test_weights_of_another_shape_are_refused_while_no_engine_is_up_and_an_engine_that_fails_at_some_is_no_end(play):
+    async def scenario(engines, processes, clients):
+        assert not await takes(engines, Path("/weights/failing"), "2")
+        processes[0].kill()
+        await until(lambda: len(processes) == 2)
+        assert not engines.is_ready and not await takes(engines, Path("/weights/misshapen"), "3")
+        launching.set()
+        await until(lambda: engines.is_ready)
+        assert (await said(engines)).weight_version == "1"
+
+    launching = threading.Event()
+    play(scenario, held=launching)
 
 
 def test_a_request_that_is_given_up_leaves_its_engine_idle(play):

@@ -7,6 +7,7 @@ import pytest
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.benchmark import open_benchmark
+from nanodag.evaluation.forms import form_files
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.written import Answer
 from tests.evaluation.test_harness import GSM8K, Scripted
@@ -112,3 +113,40 @@ print(result.scores["exact_match"].value, sorted({{"torch", "lm_eval", "transfor
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "0.2 []\n"
+
+
+JUDGE = 'def judge(doc, results):\n    return {"right": float(results[0].startswith("0")), "parsed": results[0]}\n'
+OWN_FORM = """
+include: [shared.yaml]
+custom_dataset: !function nanodag.evaluation.items.rows
+output_type: generate_until
+doc_to_target: answer
+process_results: !function deep.judge.judge
+metric_list: [{metric: right, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture
+def own_form(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "judge.py").write_text(JUDGE)
+    (tmp_path / "shared.yaml").write_text('doc_to_text: "{{question}}"\ndoc_to_target: none')
+    (tmp_path / "mine.yaml").write_text("include: mine_chat.yaml")
+    (tmp_path / "mine_chat.yaml").write_text(OWN_FORM)
+    return tmp_path
+
+
+def test_a_function_beside_a_form_is_found_as_lm_eval_finds_it(own_form, source):
+    config = BenchmarkConfig(name="mine", form=str(own_form / "mine.yaml"), source=source, limit=2)
+    model = Varied()
+    theirs = run_benchmark(model, config, chat=True, seed=4, mirror="", folder=own_form)
+    benchmark = open_benchmark(config, seed=4)
+    ours = benchmark.result({item.id: [said] for item, said in zip(benchmark.items, model.said, strict=True)})
+    assert ours.scores["right"].value == theirs.scores["right"].value == 0.5
+
+
+def test_the_files_that_say_how_a_benchmark_is_scored_are_known(own_form, source):
+    config = BenchmarkConfig(name="mine", form=str(own_form / "mine.yaml"), source=source)
+    names = [str(file.relative_to(own_form)) for file in form_files(config)]
+    assert names == ["mine.yaml", "mine_chat.yaml", "deep/judge.py", "shared.yaml"]
+    assert form_files(BenchmarkConfig(name="gsm8k", source=source)) == []

@@ -252,13 +252,17 @@ def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_th
     form = [{"name": "x", "form": "/elsewhere/form.yaml"}]
     with pytest.raises(ConfigError, match="lies elsewhere"):
         resolve(scorer / "pipeline.yaml", "tiny", [f"scored.benchmarks={json.dumps(form)}"])
-    run = open_run("r", file="", preset="tiny", overrides=["scored.reward=my_r:f"])
+    (scorer / "mine.yaml").write_text("process_results: !function my_judge.f")
+    form = [{"name": "x", "form": str(scorer / "mine.yaml")}]
+    run = open_run(
+        "r", file="", preset="tiny", overrides=["scored.reward=my_r:f", f"scored.benchmarks={json.dumps(form)}"]
+    )
     stage = run.pipeline.stages["scored"]
     keys = [key_of(run, stage, {})[0]]
-    for changed in ("my_r.py", "scoring_work/__main__.py"):
-        (scorer / changed).write_text("def f(): return 1")
+    for changed in ("my_r.py", "scoring_work/__main__.py", "mine.yaml", "my_judge.py"):
+        (scorer / changed).write_text("f: !function my_judge.f" if changed == "mine.yaml" else "def f(): return 1")
         keys.append(key_of(run, stage, {})[0])
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 5
 
 
 def test_a_short_name_means_the_setting_of_an_own_kind_in_the_first_process_that_reads_it(scorer):

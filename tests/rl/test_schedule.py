@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import CorruptArtifact, SamplerError, StageFailed
-from nanodag.rl.control.controller import check_totals
+from nanodag.rl.control.checks import check_totals
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.rollouts.batch import RolloutBatch
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.control.controller import check_ranks
+from nanodag.rl.control.checks import check_ranks
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl import resume

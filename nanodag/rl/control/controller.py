@@ -21,17 +21,17 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
-from nanodag.errors import ConfigError, CorruptArtifact, NanodagError, StageFailed
+from nanodag.errors import NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.best_weights import BestWeights
+from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals, unless_stopped
+from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -39,7 +39,7 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.learning import learning_of
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
-from nanodag.rl.rollouts.prompts import Prompt, PromptCursor, first_prompts
+from nanodag.rl.rollouts.prompts import PromptCursor
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns
@@ -52,12 +52,6 @@ from nanodag.worker.job import Job, finish, leave_stopped, leave_when_stopped, l
 log = logging.getLogger(__name__)
 
 EMPTY_STEPS_IN_A_ROW = 10
-# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the weights it says. In
-# that of stale rollouts is also what the policy learned since, so only what no step can do is refused.
-LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
-LARGEST_STALE_MISMATCH = 2.0
-
-T = TypeVar("T")
 
 
 class Controller:
@@ -79,7 +73,6 @@ class Controller:
             seed=int(self._config.seed),
         )
         self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
-        self._held_out, self._num_too_long = self._held_out_prompts(longest)
         encoding = Encoding(job.inputs["model"])
         turns = None
         generate = self._config.rollout.generate
@@ -91,15 +84,17 @@ class Controller:
         self._generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
-        self._benchmarks = PolicyBenchmarks(
+        benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
-        self._best = self._best_weights()
+        self._stopwatch = Stopwatch()
+        self._evaluations = Evaluations(
+            job, self._generator, benchmarks, self._renderer, longest=longest, timed=self._stopwatch.timed
+        )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
-        self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals, "evals": {}}
+        self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
-        self._stopwatch = Stopwatch()
         self._values: dict[str, float] = {}
 
     def run(self) -> None:
@@ -108,7 +103,7 @@ class Controller:
         position = self._resume()
         stop_can_wait()  # a step may be under way from here on
         self._records = Records(
-            self._job, resume_step=-1 if position is None else position.step, evaluated=self._state["evals"]
+            self._job, resume_step=-1 if position is None else position.step, evaluated=self._evaluations.scores
         )
         if self._config.rollout.max_staleness and self._config.algorithm.correction.name == "none":
             log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
@@ -151,45 +146,17 @@ class Controller:
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
         with self._stopwatch.timed("generate"):
-            batch = await _unless_stopped(self._generator.step(self._cursor, step))
+            batch = await unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return batch
 
     def is_evaluation_due(self, policy: int) -> bool:
         """Whether the weights of a policy are to be evaluated and have not been."""
-        return bool(self._due(policy))
+        return bool(self._evaluations.due(policy))
 
     async def evaluate(self, policy: int) -> None:
         """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
-        for name in self._due(policy):
-            value = await (self._answer_held_out(policy) if name == HELD_OUT else self._answer_benchmark(name, policy))
-            self._state["evals"].setdefault(name, {})[str(policy)] = value
-            if self._best is not None and name == self._config.best_metric:
-                self._best.prune(self._scores(name))
-
-    def _scores(self, name: str) -> dict[int, float | None]:
-        """Scores by step, of the held-out prompts or a benchmark."""
-        return {int(step): value for step, value in self._state["evals"].get(name, {}).items()}
-
-    def _due(self, policy: int) -> list[str]:
-        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks."""
-        config, done = self._config, self._state["evals"]
-        names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks.names]
-        due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
-        return [name for name in due if str(policy) not in done.get(name, {})]
-
-    async def _answer_held_out(self, policy: int) -> float | None:
-        began = time.monotonic()
-        with self._stopwatch.timed("evaluate"):
-            rollouts = await _unless_stopped(self._generator.answers(self._held_out))
-        seconds = time.monotonic() - began
-        return self._records.evaluation(policy, rollouts, seconds, self._held_out, too_long=self._num_too_long)
-
-    async def _answer_benchmark(self, name: str, policy: int) -> float:
-        began = time.monotonic()
-        with self._stopwatch.timed("evaluate"):
-            result = await _unless_stopped(self._benchmarks.result(name))
-        return self._records.benchmark(policy, result, time.monotonic() - began)
+        await self._evaluations.evaluate(policy, self._records)
 
     # The trainer's side
 
@@ -205,7 +172,11 @@ class Controller:
         if batch.kept:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
-            self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
+            check_mismatch(
+                values["mismatch_absolute"],
+                precisions=(self._config.optimizer.precision, self._config.sampler.precision),
+                is_stale=values["staleness_largest"] > 0,
+            )
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
@@ -230,13 +201,8 @@ class Controller:
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
             self._published[policy] = (self._state["version"], folder)
-            if self._best is not None and self._config.best_metric in self._due(policy):
-                await self._export_once(self._best.of(policy))  # it is there where a checkpoint had it
-
-    async def _export_once(self, folder: Path) -> None:
-        """Have the trainer's weights as the folder that the stage would end with now."""
-        if not folder.is_dir():
-            await self._services.link.exchange("export", folder=str(folder))
+            if (kept := self._evaluations.weights_to_keep(policy)) is not None:
+                await self._services.link.exchange("export", folder=str(kept))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange("train", step=step, rollouts=path)
@@ -258,17 +224,6 @@ class Controller:
             "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),
         }
-
-    def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
-        precision = "bf16" if "bf16" in (self._config.optimizer.precision, self._config.sampler.precision) else "fp32"
-        limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
-        if found > limit:
-            raise StageFailed(
-                f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; {limit} "
-                f"is the limit for {'stale rollouts' if is_stale else precision}. The sampler does not have the "
-                "trainer's weights, or computes something else"
-                + (", or learning_rate is far too high." * is_stale or ".")
-            )
 
     def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
         """Add up what the stage's cost is made of; end it when nothing is left to learn from."""
@@ -298,6 +253,7 @@ class Controller:
         saved = json.dumps(
             {
                 "state": self._state,
+                "evals": self._evaluations.scores,
                 "cursor": self._used_up,
                 "step": position.step,
                 "policy": position.policy,
@@ -306,8 +262,7 @@ class Controller:
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
-            if self._best is not None:  # at once: it is what `saved` says only until an evaluation ends
-                self._best.save(folder)
+            self._evaluations.save(folder)  # at once: it is what `saved` says only until an evaluation ends
             check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 write_batch(folder / f"batch-{number}.json", batch)
@@ -328,8 +283,7 @@ class Controller:
         check_totals(folder, saved["state"]["totals"], self._state["totals"])
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
-        if self._best is not None:
-            self._best.load(folder)
+        self._evaluations.load(folder, saved["evals"])
         for policy, version in saved["weights"].items():
             copy = self._services.sync_folder / f"policy-{policy}"
             shutil.copytree(folder / f"policy-{policy}", copy)
@@ -354,21 +308,15 @@ class Controller:
 
     def _finish(self) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        kept = self._leave_weights()
+        kept = self._evaluations.leave_best(self._job.output)
+        if kept is None:
+            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
-        done = {name: by_number(values) for name, values in self._state["evals"].items()}
-        evals = done.pop(HELD_OUT, {})
         metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
-        metrics |= {"kept_step": kept} if self._best is not None else {}
+        metrics |= {"kept_step": kept} if kept is not None else {}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
-        if evals:
-            metrics |= {"eval_reward": evals[max(evals)]} | ({"eval_reward_before": evals[0]} if 0 in evals else {})
-        for name, values in done.items():
-            metrics[f"benchmark_{name}"] = values[max(values)]
-            metrics |= {f"benchmark_{name}_before": values[0]} if 0 in values else {}
-        if evals or self._num_too_long:
-            metrics["eval_too_long"] = self._num_too_long
+        metrics |= self._evaluations.metrics()
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
         # logits.
         forward, head = totals["sampled"] + totals["prompt"], model.num_head_parameters
@@ -384,79 +332,6 @@ class Controller:
                 "flops": flops,
             },
         )
-
-    def _leave_weights(self) -> int:
-        """Write the stage's product; returns the step whose weights it has."""
-        if self._best is None:
-            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
-            return self._config.num_steps
-        kept = self._best.leave(self._scores(self._config.best_metric), self._job.output)
-        if kept is None:
-            raise StageFailed(
-                f"keep {self._config.keep}: no evaluation has a score, as all its rewards failed. Mend the reward, or "
-                "set keep to last."
-            )
-        log.info("kept: the weights of step %d, the best by %s", kept, self._config.best_metric)
-        return kept
-
-    def _best_weights(self) -> BestWeights | None:
-        name = self._config.best_metric
-        if not name:
-            return None
-        if name == HELD_OUT and not self._held_out:
-            raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
-        is_highest = name == HELD_OUT or self._benchmarks.higher_is_better(name)
-        return BestWeights(self._job.workspace / "best", is_highest=is_highest)
-
-    def _held_out_prompts(self, longest: int) -> tuple[list[Prompt], int]:
-        """Those that each evaluation asks, and how many were too long to be asked."""
-        config, job = self._config, self._job
-        if config.evaluation.eval_prompts == 0:
-            return [], 0
-        if not config.evaluation.validation and not any(source.held_out for source in config.data):
-            log.warning(
-                "No evaluation on held-out prompts: there is neither `validation` nor a source with `held_out`."
-            )
-            return [], 0
-        mixture = Mixture(
-            config.evaluation.validation or config.data,
-            kind="prompt",
-            seed=int(config.seed),
-            part="all" if config.evaluation.validation else "held_out",
-            once=True,
-            mirror=job.mirror,
-        )
-        return first_prompts(mixture, self._renderer, count=config.evaluation.eval_prompts, longest=longest)
-
-
-def by_number(values: Mapping[str, float | None]) -> dict[int, float]:
-    """Values of evaluations by step, those without one left out."""
-    return {int(step): value for step, value in values.items() if value is not None}
-
-
-def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
-    """Raise StageFailed when a rank of the trainer that saved or loaded a checkpoint made other updates than the
-    controller counts."""
-    counts = [reply["num_updates"] for reply in replies]
-    if set(counts) != {version}:
-        raise StageFailed(
-            f"Checkpoint {folder}: the trainer's ranks made {counts} updates, the controller counts {version}. Remove "
-            "the checkpoint to begin again from the one before."
-        )
-
-
-async def _unless_stopped(work: Awaitable[T]) -> T:
-    """What it finds. Raises Stopped when a stop was asked for meanwhile: the signal may have ended what computes
-    rewards."""
-    try:
-        result = await work
-    except StageFailed:
-        if not stop_requested():
-            raise
-        raise StopRequested from None
-    if stop_requested():
-        raise StopRequested
-    return result
 
 
 def main() -> None:
@@ -476,12 +351,3 @@ def main() -> None:
         log.error("%s: %s", type(error).__name__, error)
         sys.stderr.flush()
         os._exit(services.children.exit_code)
-
-
-def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -> None:
-    """Raise CorruptArtifact for a checkpoint whose totals are not those that this version counts."""
-    if set(saved) != set(known):
-        raise CorruptArtifact(
-            f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
-            f"{', '.join(known)}. Remove it to begin the stage again."
-        )
