@@ -40,7 +40,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
 F = TypeVar("F", bound=Callable[..., Any])
-Argument = Literal["", "url", "function", "folder"]
+Argument = Literal["", "url", "function", "folder", "file"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +170,12 @@ def own_function(kind: str, name: str) -> str:
     return name.partition(":")[2] if spec.argument == "function" else ""
 
 
+def own_file(kind: str, name: str) -> str:
+    """The user's file that a name resumes with, as `judge:` does; empty for what has none."""
+    spec = find(kind, name)
+    return name.partition(":")[2] if spec is not None and spec.argument == "file" else ""
+
+
 def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function of an entry; with its options set, where a mapping of them is given. Raises ConfigError for one that
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
@@ -278,3 +284,5 @@ def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> 
         raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
     if wanted == "folder" and not argument.startswith("/"):
         raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")
+    if wanted == "file" and not argument.startswith("/"):
+        raise ConfigError(f"{what} the absolute path of a file.")

@@ -53,6 +53,11 @@ class EntryConfig(Section):
         """`module:function` of the user's own that it names; empty for ours."""
         return "" if self.name == self.special else registry.own_function(self.kind, self.name)
 
+    @property
+    def own_file(self) -> str:
+        """The user's own file that it names, as `judge:` does; empty where there is none."""
+        return "" if self.name == self.special else registry.own_file(self.kind, self.name)
+
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
         return registry.load(self.kind, self.name, self.options)

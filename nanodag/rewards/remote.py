@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
@@ -45,8 +45,8 @@ class Remote:
         return [_reward_of(reward) for reward in rewards]
 
     @retry(
-        retry=retry_if_exception(lambda error: _may_pass(error)),
-        wait=wait_exponential_jitter(initial=0.2, max=3.0),
+        retry=retry_if_exception(lambda error: may_pass(error)),
+        wait=wait_random_exponential(multiplier=0.4, max=3.0),
         stop=stop_after_attempt(ATTEMPTS),
         reraise=True,
     )
@@ -56,7 +56,8 @@ class Remote:
         return response.json()
 
 
-def _may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
+    """Whether a request that failed so may succeed when it is sent again."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)

@@ -25,6 +25,7 @@ from nanodag.rewards import sandbox
 START_TIMEOUT_S = 120.0
 DEFAULT_MAX_BYTES = 4 << 30
 MAX_TOGETHER = 32
+ASKED_TOGETHER = ("remote:", "judge:")  # rewards that another machine computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +147,14 @@ class RewardPool:
         return process
 
     def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
-        """The samples that go to a process together: one, a group whose reward compares its members, or for a remote
-        reward all that wait, up to MAX_TOGETHER. held: taken, but not for this time. Empty at the end."""
+        """The samples that go to a process together: one, a group whose reward compares its members, or where another
+        machine computes it all that wait, up to MAX_TOGETHER. held: taken, but not for this time. Empty at the end."""
         first = held.popleft() if held else self._waiting.get()
         if first is None:
             return []
         samples, weights = list(first), first[0].weights
-        while _has(weights, "remote:") and not _has(weights, "group:") and len(samples) < MAX_TOGETHER:
+        goes_together = any(_has(weights, prefix) for prefix in ASKED_TOGETHER) and not _has(weights, "group:")
+        while goes_together and len(samples) < MAX_TOGETHER:
             try:
                 other = self._waiting.get_nowait()
             except queue.Empty:

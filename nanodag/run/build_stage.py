@@ -148,9 +148,20 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:
-    """What names each function of the user's own in a key, by the entry's name, as `process:my_module:my_function`."""
-    entries = [entry for _, entry in entries_in(stage) if entry.own_function]
-    return {entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries}
+    """What names each function and file of the user's own in a key, by the entry's name, as `process:module:function`.
+
+    Raises ConfigError for one that is not there."""
+    entries = [entry for _, entry in entries_in(stage)]
+    functions = {
+        entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries if entry.own_function
+    }
+    return functions | {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
+
+
+def _file_identity(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}")
+    return {"kind": "file", "sha256": file_sha256(Path(path))}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from nanodag.own_code.find import file_of, required_file
 from nanodag.own_code.functions import function_at
 from nanodag.registry import CALLED_WITH
 from nanodag.rewards import sandbox
+from nanodag.rewards.judge import read_judge
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -238,6 +239,8 @@ class Checks:
             if entry.own_function:
                 what = f"{entry.kind} {entry}"
                 self._try(f"{name}.{where}", what, partial(self._function, stage, entry))
+            if entry.own_file:
+                self._try(f"{name}.{where}", entry.own_file, partial(read_judge, entry.own_file))
         if stage.optimizer.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
