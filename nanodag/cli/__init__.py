@@ -1,6 +1,7 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -364,16 +365,30 @@ def rollouts(
     port: Annotated[
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
     ] = 0,
+    export: Annotated[
+        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file; no page.")
+    ] = "",
+    best: Annotated[
+        int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
+    ] = 0,
+    lowest: Annotated[
+        float, typer.Option("--lowest", metavar="REWARD", help="With --best: the least reward of an answer.")
+    ] = 1.0,
     file: File = "",
 ) -> None:
-    """Open a local page to read what RL sampled. Ctrl-C ends it.
+    """Open a local page to read what RL sampled. Ctrl-C ends it. Or write it to a file.
 
     \b
     nanodag rollouts RUN --port 8080
+    nanodag rollouts RUN --export rollouts.parquet
+    nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
     """
-    from nanodag.cli.use import show_rollouts
+    from nanodag.cli.use import save_rollouts, show_rollouts
 
-    show_rollouts(run, stage, port=port, file=file)
+    if export:
+        save_rollouts(run, stage, Path(export), best=best, lowest=lowest, file=file)
+    else:
+        show_rollouts(run, stage, port=port, file=file)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

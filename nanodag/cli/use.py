@@ -17,6 +17,7 @@ from nanodag.config import resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, MissingTool
+from nanodag.errors.words import counted
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
@@ -66,6 +67,22 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     shelf = shelf_of(store, record, stage)
     print_stale(make_console(), record, shelf.stage)
     serve(shelf, port=port)
+
+
+def save_rollouts(name: str, stage: str, path: Path, *, best: int, lowest: float, file: str) -> None:
+    """Write a run's rollouts, or with `best` the conversations made of them, and say how many."""
+    from nanodag.viewer.export import export_chats, export_rollouts
+    from nanodag.viewer.shelf import shelf_of
+
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    record = find_run(store, name)
+    shelf = shelf_of(store, record, stage)
+    console = make_console()
+    print_stale(console, record, shelf.stage)
+    exported = export_chats(shelf, path, best=best, lowest=lowest) if best else export_rollouts(shelf, path)
+    console.print(f"{counted(exported.rows, 'conversation' if best else 'rollout')} in {path}", soft_wrap=True)
+    for reason, count in exported.left_out.items():
+        console.print(f"  left out: {count:,} {reason}")
 
 
 def _made(record: RunRecord, product: str) -> list[str]:

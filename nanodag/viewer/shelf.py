@@ -23,13 +23,14 @@ HELD_OUT = "held_out"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
-    reason. answer: the right one; empty where none was kept. advantages, differences: of a trained one, an entry for
-    each token after the prompt, None where it was not trained: the advantage, and the trainer's log-probability less
-    the sampler's, in nats; both are empty where the trainer wrote none."""
+    reason. answer, messages: the right answer and the prompt's; empty where none were kept. advantages, differences:
+    of a trained one, an entry for each token after the prompt, None where it was not trained: the advantage, and the
+    trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
     answer: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
     advantages: tuple[float | None, ...] = ()
     differences: tuple[float | None, ...] = ()
 
@@ -62,8 +63,8 @@ class Shelf:
         folder = self.records / "rollouts"
         path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
         reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
-        answers = {line["prompt_id"]: line["answer"] for line in _lines(path.with_suffix(".answers.jsonl"))}
-        return [replace(read, answer=answers.get(read.rollout.prompt_id, "")) for read in reads]
+        asked = {line["prompt_id"]: line for line in _lines(path.with_suffix(".answers.jsonl"))}
+        return [_asked(read, asked.get(read.rollout.prompt_id, {})) for read in reads]
 
     def _read_training(self, step: int, path: Path) -> list[Read]:
         scores = self._scores(step)
@@ -85,10 +86,19 @@ class Shelf:
                 return [(name, begin, end) for name, begin, end in line["spans"]]
         return []
 
+    def steps_with_rollouts(self) -> list[int]:
+        """The steps whose rollouts are kept, in order."""
+        paths = (self.records / "rollouts").glob("step-*.jsonl")
+        return sorted({_step_of(path) for path in paths})
+
     def _scores(self, step: int) -> dict[tuple[str, int], dict[str, Any]]:
         paths = sorted((self.records / "rollouts").glob(f"step-{step:08d}.scores-*.jsonl"))
         lines = [line for path in paths for line in _lines(path)]
         return {(line["group_id"], line["sample_index"]): line for line in lines}
+
+
+def _asked(read: Read, line: Mapping[str, Any]) -> Read:
+    return replace(read, answer=line.get("answer", ""), messages=tuple(line.get("messages", ())))
 
 
 def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:

@@ -148,8 +148,11 @@ class Records:
 
 
 def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
-    """The right answers, for those who read the rollouts: no rollout holds its own."""
-    lines = [{"prompt_id": p.prompt_id, "answer": p.record.get("answer", "")} for p in prompts]
+    """Messages and right answers, for those who read the rollouts: no rollout holds its own."""
+    lines = [
+        {"prompt_id": p.prompt_id, "answer": p.record.get("answer", ""), "messages": p.record.get("messages", [])}
+        for p in prompts
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

@@ -1,0 +1,105 @@
+"""Rollouts as a file for other tools, and the best answers as conversations."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from nanodag.data.canonical import check_record
+from nanodag.errors import ConfigError
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.viewer.export import export_chats, export_rollouts
+from nanodag.viewer.shelf import Shelf
+
+STOP = 0
+
+
+def rollout(prompt, index, text, reward, *, finish="stop", tool=""):
+    ids = [*text.encode(), *([STOP] if finish == "stop" else [])]
+    spans = [prompt_span(prompt.encode()), sampled_span(ids, [-0.5] * len(ids), 3)]
+    if tool:
+        spans.insert(1, Span(kind="tool", token_ids=tuple(tool.encode())))
+    return Rollout(
+        group_id=f"{prompt}@0",
+        prompt_id=prompt,
+        sample_index=index,
+        spans=tuple(spans),
+        reward=reward,
+        finish_reason=finish,
+        reward_components={"part": 0.25},
+    )
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    save_tokenizer({bytes([value]): value for value in range(256)}, tmp_path)
+    first = [
+        rollout("p", 0, "good", 0.75),
+        rollout("p", 1, "best", 1.0),
+        rollout("p", 2, "bad", 0.0),
+        rollout("p", 3, "best", 1.0),
+        rollout("q", 0, "cut", 1.0, finish="length"),
+        rollout("q", 1, "used", 1.0, tool="4"),
+    ]
+    write_rollouts(folder / "step-00000001.jsonl", first)
+    write_rollouts(folder / "step-00000001.dropped.jsonl", [rollout("q", 2, "kept", 1.0), rollout("q", 3, "x", None)])
+    write_rollouts(folder / "step-00000002.jsonl", [rollout("r", 0, "old", 1.0)])
+    asked = [{"prompt_id": p, "answer": p.upper(), "messages": [{"role": "user", "content": f"{p}?"}]} for p in "pq"]
+    (folder / "step-00000001.answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    (tmp_path / "ledger.jsonl").write_text("")
+    return Shelf(run="r", stage="rl", records=tmp_path, metrics=tmp_path / "metrics.jsonl", model=tmp_path)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_best_answers_become_conversations_and_the_rest_is_counted_by_reason(shelf, tmp_path):
+    out = tmp_path / "best.jsonl"
+    exported = export_chats(shelf, out, best=1, lowest=0.5)
+    assert [(row["messages"][-1]["content"], row["reward"], row["step"]) for row in lines(out)] == [
+        ("best", 1.0, 1),
+        ("kept", 1.0, 1),
+    ]
+    assert lines(out)[0]["messages"][0] == {"role": "user", "content": "p?"}
+    for row in lines(out):
+        check_record(row, "conversation")
+    assert exported.rows == 2 and exported.left_out == {
+        "reward too low": 1,
+        "the same answer": 1,
+        "cut": 1,
+        "with text of a tool": 1,
+        "no reward": 1,
+        "messages not kept": 1,
+        "not among the best": 1,
+    }
+
+
+def test_lines_and_columns_hold_the_same_rows(shelf, tmp_path):
+    for suffix in ("jsonl", "parquet"):
+        assert export_rollouts(shelf, tmp_path / f"all.{suffix}").rows == 9
+    rows, columns = lines(tmp_path / "all.jsonl"), pq.read_table(tmp_path / "all.parquet").to_pylist()
+    first = rows[0]
+    assert first["response"] == "good" and first["response_ids"] == [*b"good", STOP] and first["answer"] == "P"
+    assert first["logprobs"] == [-0.5] * 5 and first["versions"] == [3] * 5 and first["fate"] == "trained"
+    assert first["reward_components"] == {"part": 0.25} and json.loads(columns[0]["reward_components"]) == {
+        "part": 0.25
+    }
+    for row, column in zip(rows, columns, strict=True):
+        assert {k: v for k, v in column.items() if k != "reward_components"} == {
+            k: v for k, v in row.items() if k != "reward_components"
+        }
+
+
+def test_another_suffix_is_refused_and_a_failed_export_leaves_the_old_file(shelf, tmp_path):
+    with pytest.raises(ConfigError, match=r"\.jsonl or \.parquet"):
+        export_rollouts(shelf, tmp_path / "all.csv")
+    out = tmp_path / "all.jsonl"
+    out.write_text("old")
+    (shelf.records / "rollouts" / "step-00000002.jsonl").write_text("no rollout\n")
+    with pytest.raises(ValueError):
+        export_rollouts(shelf, out)
+    assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
