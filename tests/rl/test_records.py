@@ -126,7 +126,8 @@ def test_a_stopwatch_gives_sums_and_spans_once():
 def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     job = job_in(tmp_path)
     records = Records(job, resume_step=-1)
-    prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2"}, token_ids=(1,))]
+        asked = [{"role": "user", "content": "sort"}]
+    prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2", "messages": asked}, token_ids=(1,))]
     for step in (1, 2):
         records.rollouts(step, RolloutBatch(kept=[(prompts[0], [rollout([0])])]))
         records.evaluation(step, [rollout([0])], 0.1, prompts, too_long=3)
@@ -134,6 +135,6 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     assert [line["eval_too_long"] for line in lines(job.metrics_path) if line["event"] == "eval"] == [3, 3]
     folder = job.records / "rollouts"
     for name in ("step-00000001", "eval-00000001"):
-        assert lines(folder / f"{name}.answers.jsonl") == [{"prompt_id": "p", "answer": "1 2"}]
+        assert lines(folder / f"{name}.answers.jsonl") == [{"prompt_id": "p", "answer": "1 2", "messages": asked}]
     Records(job, resume_step=1).close()
     assert {path.name.split(".")[0][-1] for path in folder.iterdir()} == {"1"}
