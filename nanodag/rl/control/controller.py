@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,12 +32,13 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, CorruptArtifact, NanodagError, StageFailed
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.best_weights import BestWeights
+from nanodag.rl.control.best_weights import BestWeights, is_patience_over
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.rollouts.learning import learning_of
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor, first_prompts
@@ -52,10 +54,6 @@ from nanodag.worker.job import Job, finish, leave_stopped, leave_when_stopped, l
 log = logging.getLogger(__name__)
 
 EMPTY_STEPS_IN_A_ROW = 10
-# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the weights it says. In
-# that of stale rollouts is also what the policy learned since, so only what no step can do is refused.
-LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
-LARGEST_STALE_MISMATCH = 2.0
 
 T = TypeVar("T")
 
@@ -122,12 +120,13 @@ class Controller:
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
             loads_in_flight=self._config.weights.sync_mode != "finish",
+            is_over=self._is_over if self._config.evaluation.patience else None,
         )
         try:
             self._runner.run(schedule.run())
         except StopRequested:
             self._leave(schedule.position)
-        self._finish()
+        self._finish(schedule.position.step)
 
     def check(self) -> None:
         """Raise StageFailed when a child has ended."""
@@ -239,7 +238,9 @@ class Controller:
             await self._services.link.exchange("export", folder=str(folder))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
-        replies = await self._services.link.exchange("train", step=step, rollouts=path)
+        replies = await self._services.link.exchange(
+            "train", step=step, rollouts=path, num_steps=self._config.num_steps
+        )
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]
         if first["num_updates"]:
@@ -260,14 +261,12 @@ class Controller:
         }
 
     def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
-        precision = "bf16" if "bf16" in (self._config.optimizer.precision, self._config.sampler.precision) else "fp32"
-        limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
-        if found > limit:
+        name = "stale_mismatch_limit" if is_stale else "mismatch_limit"
+        if found > (limit := getattr(self._config.weights, name)):
             raise StageFailed(
-                f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; {limit} "
-                f"is the limit for {'stale rollouts' if is_stale else precision}. The sampler does not have the "
-                "trainer's weights, or computes something else"
-                + (", or learning_rate is far too high." * is_stale or ".")
+                f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; "
+                f"weights.{name} is {limit:g}. The sampler does not have the trainer's weights, or computes something "
+                "else" + (", or learning_rate is far too high." * is_stale or ".")
             )
 
     def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
@@ -352,14 +351,22 @@ class Controller:
         self._services.end()
         leave_stopped()
 
-    def _finish(self) -> None:
+    def _is_over(self) -> bool:
+        """Whether `patience` evaluations have brought nothing better."""
+        assert self._best is not None, "the config asks for the best weights where it has patience"
+        scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
+        return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
+
+    def _finish(self, steps: int) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         kept = self._leave_weights()
         self._records.close()
         totals, model = self._state["totals"], self._services.model
         done = {name: by_number(values) for name, values in self._state["evals"].items()}
         evals = done.pop(HELD_OUT, {})
-        metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        metrics: dict[str, Any] = {"steps": steps, "version": self._state["version"]}
+        if self._config.evaluation.patience:
+            metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if self._best is not None else {}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
@@ -462,6 +469,7 @@ async def _unless_stopped(work: Awaitable[T]) -> T:
 def main() -> None:
     """Run the job named on the command line."""
     job = load_job()
+    job = replace(job, config=with_num_steps(job.config, job.mirror))
     services = Services(job)
     leave_when_stopped(services.abandon)
     try:
