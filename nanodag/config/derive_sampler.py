@@ -30,6 +30,8 @@ SGLANG_STATIC = 0.9  # of its share; the rest is for its graphs and activations
 SGLANG_CAPABILITY = 8.0
 SGLANG_HEADS = (64, 128, 256)  # widths of a head that its attention kernels are built for
 VERIFY_EVERY = 20
+# Mean size of old less sampler log-probability, in nats a token, above which the sampler has other weights.
+LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
 INSTALL = "`nanodag sampler install --cuda` makes SGLang's environment"
 
 
@@ -129,16 +131,14 @@ def derive_sampler(
         why = f"{each} samples of {context} tokens, at most {_gib(room)} a replica"
         fill("cache_bytes", max(slot, min(each * slot, room)), why)
     fill("start_timeout_s", 900.0 if engine == "sglang" else 120.0, f"engine {engine}")
-    stage_updates: dict[str, Any] = {"sampler": config.model_copy(update=fill.updates)}
-    if stage.weights.sync_check_every == "auto":
-        is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
-        origins[f"{name}.weights.sync_check_every"] = f"derived: engine {engine} on {device}" + (
-            ", whose weights cannot be verified yet" if is_blind else ""
-        )
-        stage_updates["weights"] = stage.weights.model_copy(
-            update={"sync_check_every": 0 if is_blind else VERIFY_EVERY}
-        )
-    return stage.model_copy(update=stage_updates)
+    of_weights = _Filler(stage.weights, f"{name}.weights", origins)
+    is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
+    why = f"engine {engine} on {device}" + ", whose weights cannot be verified yet" * is_blind
+    of_weights("sync_check_every", 0 if is_blind else VERIFY_EVERY, why)
+    coarsest = "bf16" if "bf16" in (stage.optimizer.precision, precision) else "fp32"
+    of_weights("mismatch_limit", LARGEST_MISMATCH[coarsest], f"{coarsest} on one of the two sides")
+    weights_section = stage.weights.model_copy(update=of_weights.updates)
+    return stage.model_copy(update={"sampler": config.model_copy(update=fill.updates), "weights": weights_section})
 
 
 def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:

@@ -16,14 +16,16 @@ from nanodag.errors.words import nearest
 YEAR_S = 366 * 24 * 3600.0
 # Name of a field -> lowest and highest. Names are unique enough: a field called alike means alike.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("learning_rate", "matrix_lr", "clip_low"), (0.0, 1.0)),
+    **dict.fromkeys(("learning_rate", "learning_rate_minimum", "matrix_lr", "clip_low"), (0.0, 1.0)),
     "eps": (0.0, 0.1),
     "weight_decay": (0.0, 10.0),
     "temperature": (1e-3, 10.0),
     "eval_temperature": (0.0, 10.0),
     **dict.fromkeys(("clip_high", "kl_coefficient", "entropy_coefficient", "overlong_penalty"), (0.0, 100.0)),
     **dict.fromkeys(("sapo_positive", "sapo_negative", "dual_clip", "correction_cap"), (0.0, 1000.0)),
-    **dict.fromkeys(("value_clip", "coefficient", "opsm_limit"), (0.0, 1000.0)),
+    **dict.fromkeys(
+        ("value_clip", "coefficient", "opsm_limit", "mismatch_limit", "stale_mismatch_limit"), (0.0, 1000.0)
+    ),
     "gradient_clipping": (0.0, 1e6),
     "lora_rank": (0, 8192),
     "lora_alpha": (0.0, 1e5),

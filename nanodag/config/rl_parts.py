@@ -98,6 +98,22 @@ class CriticConfig(Section):
         return self
 
 
+class ReferenceConfig(Section):
+    """The frozen model that the KL is measured from."""
+
+    model: str = "policy"
+    """The reference: `policy` for the model that the stage begins with, `input` for the stage's input `reference`, or
+    the path of a Hugging Face folder with the same tokenizer."""
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> "ReferenceConfig":
+        if self.model not in ("policy", "input") and not self.model.startswith("/"):
+            raise ValueError(
+                f"reference.model {self.model!r} is neither policy, input nor the absolute path of a folder"
+            )
+        return self
+
+
 class TeacherConfig(Section):
     """On-policy distillation."""
 

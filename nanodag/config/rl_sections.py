@@ -18,8 +18,8 @@ from nanodag.config.rl_entries import (
     KLConfig,
     PolicyLossConfig,
 )
-from nanodag.config.rl_parts import CriticConfig, TeacherConfig
-from nanodag.config.section import Auto, Natural, Positive, Precision, Section, Share, StageSection, operational
+from nanodag.config.rl_parts import CriticConfig, ReferenceConfig, TeacherConfig
+from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 
@@ -140,6 +140,8 @@ class AlgorithmSection(StageSection):
     """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
     """Whether the KL in the loss has its unbiased gradient."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The model that the KL is measured from."""
     reference_every: int = Field(0, ge=0)
     """Updates after which the current weights become the reference; 0 for never."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -149,7 +151,10 @@ class AlgorithmSection(StageSection):
     correction_cap: float = Field(2.0, gt=0)
     """Upper bound of the correction's ratio."""
     correction_floor: float = Field(0.0, ge=0)
-    """Lower bound of the ratio, for icepop and mis."""
+    """Lower bound of the correction's ratio: tis and tis_sequence raise a smaller one to it, others leave it out."""
+    correction_veto: float = Field(0.0, ge=0, lt=1)
+    """Ratio of old to sampler probability below which one token leaves its whole response out, whatever the correction;
+    0 for none. Usually 1e-4."""
     opsm_limit: float = Field(0.0, ge=0)
     """Off-policy sequence masking: largest mean of sampler less trainer log-probability, in nats a token, of a response
     with a negative advantage; 0 for none."""
@@ -167,6 +172,16 @@ class AlgorithmSection(StageSection):
         if self.reference_every and not self.has_reference:
             raise ValueError(
                 "reference_every refreshes nothing while kl_coefficient is 0; raise it, set kl_metric, or leave it out"
+            )
+        if self.reference.model != "policy" and not self.has_reference:
+            raise ValueError(
+                f"reference.model {self.reference.model} is asked nothing while kl_coefficient is 0; raise it, set "
+                "kl_metric, or leave reference out"
+            )
+        if self.reference.model != "policy" and self.reference_every:
+            raise ValueError(
+                f"reference_every {self.reference_every} would put the policy's weights in the place of "
+                f"reference.model {self.reference.model}; leave one of them out"
             )
         if self.kl_in == "reward" and self.kl_unbiased:
             raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
@@ -216,13 +231,19 @@ class OptimizerSection(StageSection):
     """How the trainer steps, and in what it computes."""
 
     learning_rate: float = Field(1e-6, gt=0)
-    """AdamW's learning rate."""
+    """AdamW's learning rate, the peak of its schedule."""
+    learning_rate_decay: Literal["none", "linear", "cosine"] = "none"
+    """How the rate falls from the warm-up's end to the last step. The critic's rate stays."""
+    learning_rate_minimum: float = Field(0.0, ge=0)
+    """The rate that a decay ends at, one step after the last."""
     betas: tuple[Share, Share] = (0.9, 0.98)
     """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's term against division by zero."""
     weight_decay: float = Field(0.1, ge=0)
     """AdamW's decoupled weight decay."""
     warmup_steps: int = Field(0, ge=0)
-    """Updates over which the learning rate rises from 0."""
+    """Steps over which the learning rate rises from 0."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 for no clipping."""
     gradient_limit: float = Field(0.0, ge=0)
@@ -256,6 +277,13 @@ class OptimizerSection(StageSection):
     def _fits(self) -> "OptimizerSection":
         if not self.lora_rank:
             refuse_unused(self, ["lora_alpha"], "lora_rank 0")
+        if self.learning_rate_decay == "none":
+            refuse_unused(self, ["learning_rate_minimum"], "learning_rate_decay none")
+        if self.learning_rate_minimum > self.learning_rate:
+            raise ValueError(
+                f"learning_rate_minimum {self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}; "
+                "lower it"
+            )
         return self
 
 
@@ -275,6 +303,11 @@ class WeightsSection(StageSection):
     sync_check_every: Natural | Auto = operational("auto")
     """The first sync and every one of that number is verified tensor by tensor; 0 for none. `auto`: 20, and 0 where
     weights cannot be verified yet: with SGLang on a GPU, or split over GPUs."""
+    mismatch_limit: Rate | Auto = operational("auto")
+    """Mean size of old less sampler log-probability, in nats a token, above which a step on fresh rollouts ends the
+    stage: the sampler then does not have the weights that it says. `auto`: 0.01 in fp32, 0.3 in bf16."""
+    stale_mismatch_limit: float = operational(2.0, gt=0)
+    """The same for a step with stale rollouts, in which is also what the policy learned since."""
 
     @model_validator(mode="after")
     def _fits(self) -> "WeightsSection":
@@ -307,6 +340,9 @@ class EvaluationSection(StageSection):
     """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
     eval_samples: int = Field(1, ge=1)
     """Answers to each held-out prompt."""
+    patience: int = Field(0, ge=0)
+    """Evaluations in a row without a better score, by the metric of `keep: best:METRIC`, after which the stage ends and
+    leaves the best weights; 0 for never."""
     eval_at_start: bool = True
     """Whether the weights that the stage begins with are evaluated, too."""
     benchmarks: tuple[PolicyBenchmarkConfig, ...] = ()

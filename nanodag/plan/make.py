@@ -21,7 +21,7 @@ from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
 from nanodag.plan.memory import device_room, host_room
 from nanodag.plan.models import habit_of, model_of
 from nanodag.plan.others import faults_of_other, plan_other
-from nanodag.plan.rl import faults_of_rl, plan_rl
+from nanodag.plan.rl import faults_of_rl, plan_rl, planned_steps
 from nanodag.plan.stage_plan import Fault, StagePlan
 from nanodag.plan.supervised import faults_of_supervised, plan_supervised
 
@@ -137,6 +137,11 @@ def _by_kind(
         plan = plan_supervised(name, stage, model, machine, mirror)
         return plan, faults_of_supervised(plan, stage, model, machine, mirror)
     if isinstance(stage, RLStage):
+        steps = planned_steps(stage, mirror)
+        if steps is None:
+            notes = ("how many prompts it has is not known yet",)
+            return StagePlan(name=name, kind=stage.kind, device=str(stage.resources.device), notes=notes), ()
+        stage = stage.model_copy(update={"num_steps": steps})
         plan = plan_rl(name, stage, model, machine, habit)
         return plan, faults_of_rl(plan, stage, model, machine)
     if isinstance(stage, EvalStage):

@@ -1,7 +1,9 @@
 """Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanodag.config.footprint import (
     CUDA_BYTES,
@@ -29,12 +31,14 @@ from nanodag.plan.models import Habit
 from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     downloaded,
+    held_out_share,
     in_memory,
     kept_groups,
     longest_prompt,
     mean_answer,
     mean_prompt,
     pass_chance,
+    size_of,
 )
 from nanodag.plan.speeds import GPU_SHARES, RL_STEP_S, START_S, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -117,6 +121,19 @@ def _mean_prompt(stage: RLStage, model: ModelSize) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
+
+
+def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
+    """Steps of the stage: num_steps, or num_epochs over its prompts; None where nobody knows how many these are."""
+    if not stage.num_epochs:
+        return stage.num_steps
+    prompts = 0.0
+    for source in stage.data:
+        found = size_of(source.url, mirror)
+        if found is None or found.rows is None:
+            return None
+        prompts += found.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
+    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.prompts_per_step))
 
 
 def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:

@@ -126,9 +126,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         if files := form_files(benchmark):
             sources[benchmark.form] = {"kind": "form", "sha256": [file_sha256(file) for file in files]}
     if isinstance(stage, RLStage):
-        folders = [
-            model for model in (stage.algorithm.teacher.model, stage.algorithm.critic.model) if model.startswith("/")
-        ]
+        beside = (stage.algorithm.teacher, stage.algorithm.critic, stage.algorithm.reference)
+        folders = [part.model for part in beside if part.model.startswith("/")]
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
         if (url := stage.algorithm.teacher.url) != "none":
             sources[url] = server_identity(url)

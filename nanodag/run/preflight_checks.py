@@ -230,6 +230,7 @@ class Checks:
         algorithm = stage.algorithm
         models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
         models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
+        models += [(f"{name}.algorithm.reference.model", algorithm.reference.model)]
         folders = [entry.name.removeprefix("model:") for entry in stage.reward if entry.name.startswith("model:")]
         models += [(f"{name}.reward", folder) for folder in folders]
         for where, model in models:

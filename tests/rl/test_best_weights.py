@@ -7,7 +7,9 @@ import signal
 import time
 
 import pytest
+from safetensors.torch import load_file
 
+from nanodag.data.mixture import Mixture
 from nanodag.rl.control.best_weights import BestWeights, best_step
 from tests.rl.fakes import config
 from tests.rl.stages import (
@@ -110,3 +112,17 @@ def test_killed_and_stopped_a_stage_leaves_the_same_best_weights(finished, tmp_p
     run(job)
     same_in_the_end(job, finished)
     assert digest(job.records / "weights") == digest(finished.records / "weights")
+
+
+def test_a_stage_of_epochs_that_finds_nothing_better_ends_early_and_leaves_the_best_weights(tmp_path):
+    settings = {"keep": "best:eval_reward", "patience": 2, "num_epochs": 4.0, "num_steps": 100, "learning_rate": 1e-9}
+    job = make_job(tmp_path, **settings)
+    run(job)
+    evals, steps = metrics(job, "eval"), metrics(job)
+    assert [line["step"] for line in evals] == [0, 1, 2] and [line["step"] for line in steps] == [1, 2]
+    num_prompts = sum(1 for _ in Mixture(job.config.data, kind="prompt", seed=7))
+    assert {line["total"] for line in steps} == {4 * num_prompts // 2}
+    found = json.loads((job.workspace / "result.json").read_text())["metrics"]
+    assert (found["steps"], found["stopped_early"], found["kept_step"]) == (2, True, 0)
+    left, begun = (load_file(folder / "model.safetensors") for folder in (job.output, job.inputs["model"]))
+    assert left.keys() == begun.keys() and all(left[name].equal(begun[name]) for name in left)

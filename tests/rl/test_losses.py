@@ -12,7 +12,14 @@ from nanodag.rl.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from nanodag.rl.advantages.rloo import rloo
 from nanodag.rl.losses.aggregation import Totals, by_constant, by_sequence, by_token
 from nanodag.rl.losses.cispo import cispo
-from nanodag.rl.losses.corrections import sequence_masked, sequence_truncated, token_masked, truncated
+from nanodag.rl.losses.corrections import (
+    geometric_masked,
+    not_vetoed,
+    sequence_masked,
+    sequence_truncated,
+    token_masked,
+    truncated,
+)
 from nanodag.rl.losses.gspo import gspo
 from nanodag.rl.losses.kl import k1, k2, k3, low_var, unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
@@ -204,17 +211,26 @@ CORRECTED_MASK, CORRECTED_IDS = torch.tensor([True, True, False, True, True]), t
 @pytest.mark.parametrize(
     ("correction", "bounds", "weights"),
     [
-        (truncated, {"cap": 2.0}, [1.5, 2.0, 0.0, 0.5, 0.8]),
-        (sequence_truncated, {"cap": 2.0}, [2.0, 2.0, 0.0, 0.4, 0.4]),  # products 4.5 and 0.4
+        (truncated, {"floor": 0.0, "cap": 2.0}, [1.5, 2.0, 0.0, 0.5, 0.8]),
+        (truncated, {"floor": 0.6, "cap": 2.0}, [1.5, 2.0, 0.0, 0.6, 0.8]),
+        (sequence_truncated, {"floor": 0.0, "cap": 2.0}, [2.0, 2.0, 0.0, 0.4, 0.4]),  # products 4.5 and 0.4
+        (sequence_truncated, {"floor": 0.5, "cap": 9.0}, [4.5, 4.5, 0.0, 0.5, 0.5]),
         (token_masked, {"floor": 0.6, "cap": 2.0}, [1.5, 0.0, 0.0, 0.0, 0.8]),
         (token_masked, {"floor": 0.0, "cap": 5.0}, [1.5, 3.0, 0.0, 0.5, 0.8]),
         (sequence_masked, {"floor": 0.0, "cap": 2.0}, [0.0, 0.0, 0.0, 0.4, 0.4]),
         (sequence_masked, {"floor": 0.5, "cap": 5.0}, [4.5, 4.5, 0.0, 0.0, 0.0]),
+        (geometric_masked, {"floor": 0.7, "cap": 2.2}, [4.5**0.5, 4.5**0.5, 0.0, 0.0, 0.0]),
+        (geometric_masked, {"floor": 0.6, "cap": 2.1}, [0.0, 0.0, 0.0, 0.4**0.5, 0.4**0.5]),
     ],
 )
 def test_importance_weights_of_tokens_and_responses(correction, bounds, weights):
     found = correction(CORRECTED_OLD, SAMPLER, CORRECTED_MASK, CORRECTED_IDS, **bounds)
     assert found.tolist() == pytest.approx(weights, rel=1e-6)
+
+
+@pytest.mark.parametrize(("veto", "kept"), [(0.5, [1.0] * 5), (0.6, [1, 1, 1, 0, 0]), (2.0, [0.0] * 5)])
+def test_one_token_below_the_veto_leaves_its_whole_response_out_and_a_masked_one_does_not(veto, kept):
+    assert not_vetoed(CORRECTED_OLD, SAMPLER, CORRECTED_MASK, CORRECTED_IDS, veto=veto).tolist() == kept
 
 
 def test_opsm_leaves_out_bad_responses_that_the_policy_has_left():

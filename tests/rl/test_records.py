@@ -126,7 +126,7 @@ def test_a_stopwatch_gives_sums_and_spans_once():
 def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     job = job_in(tmp_path)
     records = Records(job, resume_step=-1)
-        asked = [{"role": "user", "content": "sort"}]
+    asked = [{"role": "user", "content": "sort"}]
     prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2", "messages": asked}, token_ids=(1,))]
     for step in (1, 2):
         records.rollouts(step, RolloutBatch(kept=[(prompts[0], [rollout([0])])]))

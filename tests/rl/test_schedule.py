@@ -153,6 +153,23 @@ def test_without_a_lag_nothing_is_generated_while_a_step_trains():
     assert not any({"generate", "train"} <= busy for busy in work.beside)
 
 
+@pytest.mark.parametrize(
+    ("lag", "saves", "trained"), [(0, (), [1, 2]), (0, (2,), [1, 2]), (2, (3,), [1, 2, 3]), (2, (), [1, 2, 3, 4])]
+)
+def test_an_evaluation_may_end_the_stage_before_anything_is_sampled_by_its_weights(lag, saves, trained):
+    work = FakeWork(evals=(0, 2, 4), saves=saves, slow={"evaluate": 60})
+    run_schedule(work, lag, is_over=lambda: 2 not in work.evals)
+    assert of(work, "evaluate") == [0, 2] and of(work, "train") == of(work, "note") == trained
+    assert max(work.sampled_by.values()) < 2 and not work.busy
+
+
+def test_a_stage_that_was_over_when_it_was_stopped_ends_at_once():
+    work = FakeWork()
+    work.kept = (1,)
+    run_schedule(work, 1, position=Position(2, 1, (RolloutBatch(seconds=3),)), is_over=lambda: True)
+    assert of(work, "train") == of(work, "generate") == of(work, "load") == []
+
+
 def test_no_more_batches_than_the_lag_wait_behind_the_one_that_trains():
     class Counting(FakeWork):
         most = 0

@@ -115,6 +115,11 @@ def test_responses_left_out_by_opsm_have_no_gradient_and_stay_in_the_denominator
     assert metrics["left_out_share"] == pytest.approx(1 / 3)
 
 
+def test_a_vetoed_response_has_no_gradient_whatever_the_correction():
+    _, gradient, metrics = loss_of(correction_veto=0.95)  # ratios exp(-0.1), exp(0.5) and 1
+    assert gradient.tolist() == pytest.approx([0, 0, 0, 2 / 3]) and metrics["left_out_share"] == pytest.approx(2 / 3)
+
+
 def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has_no_largest():
     total = DeviceSums()
     for values, largest in (([1.0, 2.0], [3.0]), ([0.5, 0.25], []), ([0.0, 0.0], [-torch.inf])):
@@ -130,7 +135,7 @@ def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has
         ({"kl_in": "reward"}, "kl_coefficient is 0"),
         ({"reference_every": 2}, "refreshes nothing"),
         ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_unbiased": True}, "needs no mending"),
-        ({"correction": "tis", "correction_floor": 0.5}, "correction_floor 0.5 means nothing with correction tis"),
+        ({"correction_floor": 0.5}, "correction_floor 0.5 means nothing with correction none"),
         ({"correction": "mis", "correction_floor": 2.0}, "not below correction_cap"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip 3.0 means nothing with policy_loss cispo"),
         ({"policy_loss": "reinforce", "clip_high": 0.3}, "clip_high 0.3 means nothing with policy_loss reinforce"),

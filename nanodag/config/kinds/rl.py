@@ -18,7 +18,7 @@ from nanodag.config.rl_sections import (
 )
 from nanodag.config.section import operational
 from nanodag.config.stage_base import StageBase
-from nanodag.data.config import SourceConfig
+from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
 
 
@@ -34,6 +34,9 @@ class RLStage(StageBase):
     """The servers that rollouts come from."""
     num_steps: int = Field(100, ge=1)
     """Rounds of rollouts (slime's num_rollout)."""
+    num_epochs: float = Field(0.0, ge=0)
+    """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill with prompts_per_step
+    each. 0 for num_steps."""
     rollout: RolloutSection = RolloutSection()
     """Which responses are generated and kept."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -84,6 +87,7 @@ class RLStage(StageBase):
         self._check_models()
         self._check_advantage()
         self._check_keep()
+        self._check_epochs()
         return self
 
     @property
@@ -91,10 +95,27 @@ class RLStage(StageBase):
         """HELD_OUT or the name of the benchmark that says which weights are left; empty for the last ones."""
         return self.keep.partition(":")[2]
 
+    def _check_epochs(self) -> None:
+        if self.num_epochs and self.num_steps != type(self).model_fields["num_steps"].default:
+            raise ValueError(
+                f"num_epochs {self.num_epochs:g} and num_steps {self.num_steps} both say how long the stage is; leave "
+                "one of them out"
+            )
+        if self.num_epochs and not mixes_by_epochs(self.data):
+            raise ValueError(
+                f"num_epochs {self.num_epochs:g}: passes over a mixture by weights have no meaning, as it has no end; "
+                "set num_steps, or leave out the weights"
+            )
+
     def _check_keep(self) -> None:
         names = [benchmark.name for benchmark in self.evaluation.benchmarks]
         if self.evaluation.eval_prompts and (self.evaluation.validation or any(s.held_out for s in self.data)):
             names.append(HELD_OUT)
+        if self.evaluation.patience and not self.best_metric:
+            raise ValueError(
+                f"evaluation.patience {self.evaluation.patience} waits for a better score, and keep is {self.keep}; "
+                f"set keep to best:{HELD_OUT} or to best:NAME of a benchmark"
+            )
         if self.best_metric and self.best_metric not in names:
             known = f"what is evaluated is {listed(names)}" if names else "nothing is evaluated"
             raise ValueError(
@@ -177,7 +198,11 @@ class RLStage(StageBase):
 
     def _check_models(self) -> None:
         algorithm = self.algorithm
-        for label, model in (("critic", algorithm.critic.model), ("teacher", algorithm.teacher.model)):
+        for label, model in (
+            ("critic", algorithm.critic.model),
+            ("reference", algorithm.reference.model),
+            ("teacher", algorithm.teacher.model),
+        ):
             if (model == "input") != (label in self.inputs):
                 way = f"name a stage as inputs.{label}" if model == "input" else f"set {label}.model to input"
                 labels = listed(self.inputs)
@@ -191,7 +216,7 @@ class RLStage(StageBase):
     def _check_advantage(self) -> None:
         algorithm, rollout, critic = self.algorithm, self.rollout, self.algorithm.critic
         if algorithm.has_critic:
-            if critic.warmup_steps >= self.num_steps:
+            if critic.warmup_steps >= self.num_steps and not self.num_epochs:
                 raise ValueError(
                     f"algorithm.critic.warmup_steps {critic.warmup_steps} leaves the policy untrained in all num_steps "
                     f"{self.num_steps}; lower it"
@@ -271,7 +296,7 @@ KIND = Kind(
     module="nanodag.rl",
     makes=MODEL,
     needs={"model": MODEL},
-    may_take={"critic": MODEL, "teacher": MODEL},
+    may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},
     trains=True,
     label="RL",
     order=60,

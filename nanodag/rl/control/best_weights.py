@@ -18,7 +18,7 @@ class BestWeights:
     before left there is removed."""
 
     def __init__(self, folder: Path, *, is_highest: bool) -> None:
-        self._folder, self._is_highest = folder, is_highest
+        self._folder, self.is_highest = folder, is_highest
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
@@ -28,7 +28,7 @@ class BestWeights:
 
     def prune(self, values: Mapping[int, float | None]) -> None:
         """Remove weights whose score is known and is not the best. values: scores by step."""
-        best = best_step(values, is_highest=self._is_highest)
+        best = best_step(values, is_highest=self.is_highest)
         for step in values:
             if step != best:
                 shutil.rmtree(self.of(step), ignore_errors=True)
@@ -44,7 +44,7 @@ class BestWeights:
 
     def leave(self, values: Mapping[int, float | None], output: Path) -> int | None:
         """Make the best weights the stage's product; returns their step, None where no evaluation has a score."""
-        best = best_step(values, is_highest=self._is_highest)
+        best = best_step(values, is_highest=self.is_highest)
         if best is not None:
             shutil.rmtree(output, ignore_errors=True)  # of a process that was killed here
             shutil.copytree(self.of(best), output, copy_function=os.link)
@@ -56,3 +56,9 @@ def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | 
     known = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
     sign = 1 if is_highest else -1
     return min(known, key=lambda step: (-sign * known[step], step), default=None)
+
+
+def is_patience_over(values: Mapping[int, float | None], *, patience: int, is_highest: bool) -> bool:
+    """Whether the last `patience` evaluations, or more, came after the best one; never before there is a score."""
+    best = best_step(values, is_highest=is_highest)
+    return best is not None and sum(step > best for step in values) >= patience

@@ -4,14 +4,10 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanodag.config.rl_sections import WeightsSection
 from nanodag.errors import CorruptArtifact, StageFailed
 from nanodag.rl.control.schedule import StopRequested
 from nanodag.worker.job import stop_requested
-
-# Mean size of old minus sampler logprob, in nats a token, above which the sampler does not have the weights it says. In
-# that of stale rollouts is also what the policy learned since, so only what no step can do is refused.
-LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
-LARGEST_STALE_MISMATCH = 2.0
 
 T = TypeVar("T")
 
@@ -30,17 +26,14 @@ async def unless_stopped(work: Awaitable[T]) -> T:
     return result
 
 
-def check_mismatch(found: float, *, precisions: Collection[str], is_stale: bool) -> None:
-    """Raise StageFailed for a sampler that cannot have the trainer's weights. found: nats a token. precisions: of
-    trainer and sampler."""
-    precision = "bf16" if "bf16" in precisions else "fp32"
-    limit = LARGEST_STALE_MISMATCH if is_stale else LARGEST_MISMATCH[precision]
-    if found > limit:
+def check_mismatch(found: float, weights: WeightsSection, *, is_stale: bool) -> None:
+    """Raise StageFailed for a sampler that cannot have the trainer's weights. found: nats a token."""
+    name = "stale_mismatch_limit" if is_stale else "mismatch_limit"
+    if found > (limit := getattr(weights, name)):
         raise StageFailed(
-            f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; {limit} "
-            f"is the limit for {'stale rollouts' if is_stale else precision}. The sampler does not have the "
-            "trainer's weights, or computes something else"
-            + (", or learning_rate is far too high." * is_stale or ".")
+            f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; "
+            f"weights.{name} is {limit:g}. The sampler does not have the trainer's weights, or computes something "
+            "else" + (", or learning_rate is far too high." * is_stale or ".")
         )
 
 

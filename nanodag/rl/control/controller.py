@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.rollouts.learning import learning_of
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.rollouts.prompts import PromptCursor
@@ -117,12 +119,13 @@ class Controller:
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
             loads_in_flight=self._config.weights.sync_mode != "finish",
+            is_over=self._evaluations.is_over if self._config.evaluation.patience else None,
         )
         try:
             self._runner.run(schedule.run())
         except StopRequested:
             self._leave(schedule.position)
-        self._finish()
+        self._finish(schedule.position.step)
 
     def check(self) -> None:
         """Raise StageFailed when a child has ended."""
@@ -172,11 +175,8 @@ class Controller:
         if batch.kept:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
-            check_mismatch(
-                values["mismatch_absolute"],
-                precisions=(self._config.optimizer.precision, self._config.sampler.precision),
-                is_stale=values["staleness_largest"] > 0,
-            )
+            is_stale = values["staleness_largest"] > 0
+            check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
@@ -205,7 +205,9 @@ class Controller:
                 await self._services.link.exchange("export", folder=str(kept))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
-        replies = await self._services.link.exchange("train", step=step, rollouts=path)
+        replies = await self._services.link.exchange(
+            "train", step=step, rollouts=path, num_steps=self._config.num_steps
+        )
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]
         if first["num_updates"]:
@@ -306,14 +308,16 @@ class Controller:
         self._services.end()
         leave_stopped()
 
-    def _finish(self) -> None:
+    def _finish(self, steps: int) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         kept = self._evaluations.leave_best(self._job.output)
         if kept is None:
             self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
-        metrics: dict[str, Any] = {"steps": self._config.num_steps, "version": self._state["version"]}
+        metrics: dict[str, Any] = {"steps": steps, "version": self._state["version"]}
+        if self._config.evaluation.patience:
+            metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if kept is not None else {}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         metrics |= self._evaluations.metrics()
@@ -337,6 +341,7 @@ class Controller:
 def main() -> None:
     """Run the job named on the command line."""
     job = load_job()
+    job = replace(job, config=with_num_steps(job.config, job.mirror))
     services = Services(job)
     leave_when_stopped(services.abandon)
     try:

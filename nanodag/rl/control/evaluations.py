@@ -12,7 +12,7 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.best_weights import BestWeights
+from nanodag.rl.control.best_weights import BestWeights, is_patience_over
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.step_records import Records
@@ -76,6 +76,12 @@ class Evaluations:
         self.scores = scores
         if self._best is not None:
             self._best.load(checkpoint)
+
+    def is_over(self) -> bool:
+        """Whether `patience` evaluations have brought nothing better."""
+        assert self._best is not None, "the config asks for the best weights where it has patience"
+        scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
+        return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
 
     def leave_best(self, output: Path) -> int | None:
         """Make the weights of the best policy the stage's product, and return its number; None where the last ones are

@@ -17,6 +17,8 @@ samplers take the newest weights before each batch, so a batch is at most L step
 `loads_in_flight` they also take weights in the middle of a batch, which then has tokens of several versions.
 
 An evaluation of policy j runs while the samplers have its weights, beside their next rollout batch and beside training.
+Where an evaluation may end the stage (`is_over`), the samplers wait for it before their next rollout batch; a step that
+is under way then is the last.
 """
 
 import asyncio
@@ -97,7 +99,8 @@ class Position:
 class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact."""
+    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
+    what was evaluated says that the stage ends here."""
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Schedule:
         timed: Callable[[str], AbstractContextManager[None]],
         keeps_trainer: bool = False,
         loads_in_flight: bool = False,
+        is_over: Callable[[], bool] | None = None,
     ) -> None:
         assert not (is_exact and loads_in_flight)
         self._work = work
@@ -123,6 +127,8 @@ class Schedule:
         self._published = position.step - 1
         self._keeps_trainer = keeps_trainer
         self._loads_in_flight = loads_in_flight
+        self._is_over = is_over
+        self._has_ended_early = False
         self._under_way: asyncio.Task[None] | None = None
         self._taken = position.policy - 1  # the last policy whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
@@ -135,6 +141,7 @@ class Schedule:
     async def run(self) -> None:
         """To the end. Raises what a loop raised, or Stopped; then nothing of it runs any more."""
         await self._publish()
+        self._ends_early()  # as it was when the checkpoint was written
         training = asyncio.create_task(self._training())
         sampling = asyncio.create_task(self._until_stopped(self._sampling()))
         watching = asyncio.create_task(self._watch())
@@ -147,7 +154,7 @@ class Schedule:
             await loops
         finally:
             await _end(loops, training, sampling, watching)
-        if self._policy <= self._num_steps:
+        if self._policy <= self._num_steps and not self._has_ended_early:
             raise StopRequested
 
     # The trainer's side
@@ -155,7 +162,9 @@ class Schedule:
     async def _training(self) -> None:
         while self._step < self._num_steps:
             with self._timed("trainer_waits"):
-                await self._until(lambda: bool(self._waiting) and self._may_change_weights)
+                await self._until(lambda: self._has_ended_early or (bool(self._waiting) and self._may_change_weights))
+            if self._has_ended_early:
+                break
             await self._work.train(self._step + 1, self._waiting[0])
             self._waiting.popleft()
             self._step += 1
@@ -175,8 +184,9 @@ class Schedule:
         """A checkpoint has no weights but the trainer's, so the samplers must be done with older ones."""
         if self._work.is_checkpoint_due(self._step):
             with self._timed("trainer_waits"):
-                await self._until(lambda: self._policy >= self._step)
-            await self._work.save(self.position)
+                await self._until(lambda: self._policy >= self._step or self._has_ended_early)
+            if not self._has_ended_early:
+                await self._work.save(self.position)
 
     # The samplers' side
 
@@ -188,7 +198,7 @@ class Schedule:
                 await _end(self._under_way)
 
     async def _policies(self) -> None:
-        while self._policy <= self._num_steps:
+        while self._policy <= self._num_steps and not self._ends_early():
             policy = self._policy
             if self._is_wanted(policy):
                 with self._timed("samplers_wait"):
@@ -196,9 +206,20 @@ class Schedule:
                 if not self._is_outdated(policy) or self._work.is_evaluation_due(policy):
                     await self._work.load(policy)
                     self._now_taken(policy)
+                    if self._is_over is not None:
+                        await self._evaluation(policy)
+                        if self._ends_early():
+                            return
                     await asyncio.gather(self._batches(policy), self._evaluation(policy))
             self._policy += 1
             self._now_taken(policy)
+
+    def _ends_early(self) -> bool:
+        """Whether the stage is over; the trainer's side is told."""
+        if self._is_over is not None and self._is_over():
+            self._has_ended_early = True
+            self._changed.set()
+        return self._has_ended_early
 
     def _now_taken(self, policy: int) -> None:
         self._taken = policy

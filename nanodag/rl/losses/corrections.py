@@ -4,12 +4,14 @@ Contract: `fn(old_logprobs, sampler_logprobs, mask, sequence_ids, **options) -> 
 by which the policy loss of a token is multiplied; 0 where the mask is False. With w = exp(old - sampler) of a
 token and W = the product of w over the trained tokens of its response:
 
-    tis             min(w, cap)                             bounded, a little biased
-    tis_sequence    min(W, cap)                             the same for the whole response
+    tis             w within [floor, cap]                   bounded, a little biased
+    tis_sequence    W within [floor, cap]                   the same for the whole response
     icepop          w where floor <= w <= cap, else 0       tokens that are far off are left out
     mis             W where floor <= W <= cap, else 0       responses that are far off are left out
+    mis_geometric   G where floor <= G <= cap, else 0       the same by the geometric mean of w, G
 
-Tokens left out stay in the denominators. Exponents are clamped to [-20, 20]. Sources: TIS, F. Yao et al., "Your
+`not_vetoed` leaves out responses with one token that is far off, on top of any of them. Tokens left out stay in the
+denominators. Exponents are clamped to [-20, 20]. Sources: TIS, F. Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025; IcePop, "Every step evolves",
 arXiv:2510.18855, whose bounds are 0.5 and 5; MIS, J. Liu et al., "When speed kills stability", 2025.
 """
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanodag.registry import entry
-from nanodag.rl.losses.sequences import sequence_sums
+from nanodag.rl.losses.sequences import sequence_means, sequence_sums
 
 
 @entry("correction", "none")
@@ -30,21 +32,22 @@ def none(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_
 @entry("correction", "tis")
 @torch.no_grad()
 def truncated(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`min(w, cap)` of a token. As verl's rollout_is=token and TRL's token_truncate."""
+    """`max(min(w, cap), floor)` of a token. At floor 0 as verl's rollout_is=token and TRL's token_truncate; slime's
+    tis_clip_low is the floor."""
     weights = _token_weights(old_logprobs, sampler_logprobs)
-    return torch.where(mask, weights.clamp(max=cap), 0.0)
+    return torch.where(mask, weights.clamp(floor, cap), 0.0)
 
 
 @entry("correction", "tis_sequence")
 @torch.no_grad()
 def sequence_truncated(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """`min(W, cap)` of a response. As verl's rollout_is=sequence and TRL's sequence_truncate."""
+    """`max(min(W, cap), floor)` of a response. At floor 0 as verl's rollout_is=sequence, TRL's sequence_truncate."""
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
-    return torch.where(mask, weights.clamp(max=cap), 0.0)
+    return torch.where(mask, weights.clamp(floor, cap), 0.0)
 
 
 @entry("correction", "icepop")
@@ -65,12 +68,37 @@ def token_masked(
 def sequence_masked(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
 ) -> Tensor:
-    """W of a response within the bounds, 0 beyond them.
-
-    As TRL's sequence_mask; OpenRLHF judges by the geometric mean of w, and keeps each token's w.
-    """
+    """W of a response within the bounds, 0 beyond them. As TRL's sequence_mask."""
     weights = _sequence_weights(old_logprobs, sampler_logprobs, mask, sequence_ids)
     return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
+
+
+@entry("correction", "mis_geometric")
+@torch.no_grad()
+def geometric_masked(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, floor: float, cap: float
+) -> Tensor:
+    """The geometric mean of w over a response within the bounds, 0 beyond them.
+
+    Unlike the product it does not grow with the response's length, so the bounds are close to 1. As slime's and verl's
+    geometric level; OpenRLHF's mask judges by it too, and keeps each token's w.
+    """
+    means = sequence_means(old_logprobs - sampler_logprobs, mask, sequence_ids)
+    weights = means.clamp(-20.0, 20.0).exp()[sequence_ids]
+    return torch.where(mask & (weights >= floor) & (weights <= cap), weights, 0.0)
+
+
+@torch.no_grad()
+def not_vetoed(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, *, veto: float
+) -> Tensor:
+    """(T,) float32: 0 for a response with a trained token whose w is below `veto`, else 1.
+
+    Such a token is one that the trainer would hardly ever sample: what came after it has no place in an update. As the
+    veto of slime's MIS and verl's rollout_token_veto_threshold.
+    """
+    is_far = (_token_weights(old_logprobs, sampler_logprobs) < veto).float()
+    return (sequence_sums(is_far, mask, sequence_ids)[sequence_ids] == 0).float()
 
 
 def _token_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device
             name="adamw",
             learning_rate=learning_rate,
             betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
         ),
         zero_stage=config.optimizer.zero_stage,

@@ -37,8 +37,9 @@ from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.credit import Credit, num_trained
 from nanodag.rl.trainer.device_sums import DeviceSums
+from nanodag.rl.trainer.learning_rate import rate_at
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.trainer.policy import DeviceRow, engine_of, load_policy, to_row
+from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
@@ -80,7 +81,10 @@ class Trainer:
         self._reference: Reference | None = None
         if config.algorithm.has_reference:
             self._reference = Reference(
-                model_path, temperature=config.rollout.temperature, engine=self.engine, group=self._group
+                self._reference_path(beside or {}),
+                temperature=config.rollout.temperature,
+                engine=self.engine,
+                group=self._group,
             )
         self._credit = Credit(
             config,
@@ -101,8 +105,18 @@ class Trainer:
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
         self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
 
-    def train(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    def _reference_path(self, inputs: Mapping[str, Path]) -> Path:
+        model = self.config.algorithm.reference.model
+        if model == "policy":
+            return self.model_path
+        folder = inputs["reference"] if model == "input" else Path(model)
+        check_beside("reference.model", folder, self.model_path, context=int(self.config.sampler.context))
+        return folder
+
+    def train(self, step: int, rollouts: Sequence[Rollout], *, num_steps: int | None = None) -> dict[str, Any]:
         """One step: as many updates as the config says over these rollouts. Returns sums for metrics.trainer_metrics.
+
+        num_steps: of the stage, where the config leaves them to the data.
 
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
@@ -118,9 +132,9 @@ class Trainer:
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.is_policy_trained(step)
-        total, norms, skipped_before = DeviceSums(), [], self.engine.num_skipped
+        total, norms, skipped_before, rate = DeviceSums(), [], self.engine.num_skipped, 0.0
         self.last_scores = [(part, []) for part in parts]
-        for number in passes:
+        for turn, number in enumerate(passes):
             part, sums, totals = rows[number], DeviceSums(), self._totals(parts[number])
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
@@ -142,8 +156,11 @@ class Trainer:
                 sums.add(share)
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
-            if is_trained and (norm := self._update(step, sums.summed["loss"])) is not None:
-                norms.append(norm)
+            if is_trained:
+                done, steps = step - 1 + turn / len(passes), num_steps or self.config.num_steps
+                rate = self._learning_rate(steps_done=done, num_steps=steps)
+                if (norm := self._update(step, sums.summed["loss"], rate)) is not None:
+                    norms.append(norm)
             total.add(sums)
         self._refresh_reference(self.num_updates - len(norms))
         if not self._group.is_first:  # another rank counts the same rows
@@ -155,7 +172,7 @@ class Trainer:
             "num_updates": len(norms),
             "skipped_updates": self.engine.num_skipped - skipped_before,
             "gradient_norm": max(norms, default=0.0),
-            "learning_rate": self._learning_rate() if is_trained else 0.0,
+            "learning_rate": rate,
             "peak_flops": self._peak_flops,
             "computed_tokens": self.config.optimizer.epochs_per_step
             * sum(row.token_ids.numel() for part in rows for row in part),
@@ -220,12 +237,12 @@ class Trainer:
             return self.engine.weights()
         return merged(self.engine.weights(), scale=self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank)
 
-    def _update(self, step: int, loss: Tensor) -> float | None:
+    def _update(self, step: int, loss: Tensor, rate: float) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
         self._last_losses.append(loss)
         skipped = self.engine.num_skipped
         try:
-            norm = self.engine.step(learning_rate=self._learning_rate())
+            norm = self.engine.step(learning_rate=rate)
         except TrainingDiverged as error:
             losses = [float(one) for one in self._last_losses]
             raise TrainingDiverged(
@@ -243,10 +260,15 @@ class Trainer:
         if self._reference is not None and every and self.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())
 
-    def _learning_rate(self) -> float:
-        chosen = self.config.optimizer
-        warmup = chosen.warmup_steps * chosen.updates_per_step * chosen.epochs_per_step
-        return chosen.learning_rate * min(1.0, (self.num_updates + 1) / (warmup + 1))
+    def _learning_rate(self, *, steps_done: float, num_steps: int) -> float:
+        algorithm = self.config.algorithm
+        return rate_at(
+            self.config.optimizer,
+            steps_done=steps_done,
+            num_updates=self.num_updates,
+            num_steps=num_steps,
+            first_step=algorithm.critic.warmup_steps if algorithm.has_critic else 0,
+        )
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group = self._group
@@ -281,7 +303,7 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
             reply = {"num_updates": trainer.num_updates}
         case "train":
             path = Path(message["rollouts"])
-            reply = trainer.train(message["step"], list(read_rollouts(path)))
+            reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}

@@ -2,8 +2,8 @@
 
     loss = sum over tokens of w * (c * policy loss + kl_coefficient * KL - entropy_coefficient * entropy)
 
-w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old)
-and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead.
+w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old),
+its veto and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses.corrections import not_vetoed
 from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
 from nanodag.rl.losses.sequences import sequence_sums
@@ -64,7 +65,10 @@ class PolicyObjective:
 
     def _weights(self, scored: "Scored") -> Tensor:
         algorithm, row = self._algorithm, scored.row
-        weights = self._correction(scored.old_logprobs, row.sampler_logprobs, row.mask, row.sequence_ids)
+        compared = (scored.old_logprobs, row.sampler_logprobs, row.mask, row.sequence_ids)
+        weights = self._correction(*compared)
+        if algorithm.correction_veto:
+            weights = weights * not_vetoed(*compared, veto=algorithm.correction_veto)
         if algorithm.opsm_limit:
             weights = weights * off_policy_kept(
                 scored.trainer_logprobs,

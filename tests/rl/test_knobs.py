@@ -1,0 +1,162 @@
+"""Settings that users of other trainers know: schedules, a horizon in epochs, bounds, limits, an early end."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanodag.config.derive_sampler import derive_sampler
+from nanodag.config.kinds.rl import RLStage
+from nanodag.data.mixture import Mixture
+from nanodag.errors import ConfigError, StageFailed
+from nanodag.plan.rl import planned_steps
+from nanodag.rl.control.best_weights import is_patience_over
+from nanodag.rl.control.controller import Controller
+from nanodag.rl.rollouts.horizon import with_num_steps
+from nanodag.rl.trainer.learning_rate import rate_at
+from tests.forks import run_script
+from tests.rl.stages import MACHINE
+
+
+def stage(**config) -> RLStage:
+    return RLStage.of(**{"kind": "rl", "data": ["file:x"], **config})
+
+
+def rates(num_steps: int, **optimizer) -> list[float]:
+    section = stage(**optimizer).optimizer
+    return [rate_at(section, steps_done=n, num_updates=n, num_steps=num_steps) for n in range(num_steps)]
+
+
+def torch_rates(scheduler, num_steps: int, **options) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
+    made, found = scheduler(optimizer, **options), []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return found
+
+
+def test_decays_are_torchs_schedulers_from_the_end_of_the_warm_up_on():
+    peak = {"learning_rate": 2e-3, "learning_rate_minimum": 5e-4}
+    wanted = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 9, T_max=9, eta_min=5e-4)
+    assert rates(9, learning_rate_decay="cosine", **peak) == pytest.approx(wanted)
+    linear = {"start_factor": 1.0, "end_factor": 0.25, "total_iters": 9}
+    wanted = torch_rates(torch.optim.lr_scheduler.LinearLR, 9, **linear)
+    assert rates(9, learning_rate_decay="linear", **peak) == pytest.approx(wanted)
+    warm = rates(12, learning_rate_decay="linear", warmup_steps=3, **peak)
+    assert warm[3:] == pytest.approx(wanted) and warm[:3] == pytest.approx([2e-3 / 4, 2e-3 / 2, 2e-3 * 3 / 4])
+    assert rates(3, learning_rate=2e-3) == [2e-3] * 3
+
+
+def test_a_decay_goes_by_steps_in_which_some_updates_may_be_left_out():
+    section = stage(learning_rate=1.0, learning_rate_decay="linear", updates_per_step=2).optimizer
+    # step 3 of 4, its second half, after two updates only; with a critic that warms up in step 1, three are left
+    assert rate_at(section, steps_done=2.5, num_updates=2, num_steps=4) == 1 - 2.5 / 4
+    assert rate_at(section, steps_done=2.5, num_updates=2, num_steps=4, first_step=1) == 1 - 1.5 / 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rate_minimum": 1e-7}, "learning_rate_minimum 1e-07 means nothing with learning_rate_decay none"),
+        ({"learning_rate_decay": "cosine", "learning_rate_minimum": 1e-3}, "0.001 is above learning_rate 1e-06"),
+        ({"reference": {"model": "/m"}}, "reference.model /m is asked nothing"),
+        ({"reference": {"model": "/m"}, "kl_metric": True, "reference_every": 3}, "leave one of them out"),
+        ({"reference": {"model": "m"}, "kl_metric": True}, "neither policy, input nor the absolute path"),
+        ({"reference": {"model": "input"}, "kl_metric": True}, "name a stage as inputs.reference"),
+        ({"num_epochs": 1.0, "num_steps": 50}, "num_epochs 1 and num_steps 50 both say"),
+        ({"num_epochs": 1.0, "data": [{"url": "file:x", "weight": 1.0}]}, "mixture by weights"),
+        ({"patience": 3}, "patience 3 waits for a better score, and keep is last"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        stage(**values)
+
+
+def test_epochs_are_as_many_steps_as_their_training_prompts_fill(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "x"}) + "\n" for n in range(21)))
+    data = [{"url": f"file:{path}[:20]", "held_out": 0.25}]
+    config = stage(data=data, num_epochs=1.5, prompts_per_step=4, seed=1)
+    found = with_num_steps(config)
+    num_held_out = sum(1 for _ in Mixture(config.data, kind="prompt", seed=1, part="held_out", once=True))
+    assert found.num_epochs == 0 and num_held_out > 0 and found.num_steps == math.ceil(1.5 * (20 - num_held_out) / 4)
+    whole = stage(data=[f"file:{path}"], num_epochs=1.5, prompts_per_step=4, seed=1)
+    assert with_num_steps(whole).num_steps == 8  # 31.5 prompts, 4 a step
+    assert with_num_steps(stage(seed=1)) == stage(seed=1)
+    gae = stage(data=[f"file:{path}"], num_epochs=0.1, seed=1, advantage="gae", critic={"warmup_steps": 5})
+    with pytest.raises(ConfigError, match=r"(?s)num_epochs 0\.1 of 21 prompts.*warmup_steps 5"):
+        with_num_steps(gae)
+
+
+def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
+    gsm8k = stage(data=["hub:openai/gsm8k/main:train"], num_epochs=2, prompts_per_step=32)
+    assert planned_steps(gsm8k) == math.ceil(2 * 7473 / 32)
+    assert planned_steps(stage(data=["hub:some/body:train"], num_epochs=2)) is None
+    assert planned_steps(stage(num_steps=7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "is_stale", "limit"),
+    [
+        ({"precision": "fp32"}, 0.02, False, "weights.mismatch_limit is 0.01"),
+        ({"precision": "bf16"}, 0.02, False, ""),
+        ({"precision": "fp32", "mismatch_limit": 0.05}, 0.02, False, ""),
+        ({"precision": "fp32"}, 0.02, True, ""),
+        ({"precision": "fp32", "stale_mismatch_limit": 0.015}, 0.02, True, "weights.stale_mismatch_limit is 0.015"),
+    ],
+)
+def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, found, is_stale, limit):
+    resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
+    config = derive_sampler("rl", stage(resources=resources, seed=1, **settings), MACHINE, None, {})
+    controller = SimpleNamespace(_config=config)
+    if not limit:
+        Controller._check_mismatch(controller, found, is_stale=is_stale)
+        return
+    with pytest.raises(StageFailed, match=limit):
+        Controller._check_mismatch(controller, found, is_stale=is_stale)
+
+
+def test_patience_ends_after_so_many_evaluations_behind_the_best():
+    values = {0: 0.1, 2: 0.5, 4: 0.5, 6: None}
+    assert is_patience_over(values, patience=2, is_highest=True)
+    assert not is_patience_over(values, patience=3, is_highest=True)
+    assert not is_patience_over({0: None, 2: None}, patience=1, is_highest=True)
+    assert is_patience_over({0: 0.1, 2: 0.5}, patience=1, is_highest=False)
+
+
+STEPS = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from nanodag.config.kinds.rl import RLStage
+from nanodag.rl.trainer.trainer import Trainer
+from tests.rl.models import rollout, save_tiny_model
+
+folder = Path(sys.argv[1])
+model, other = save_tiny_model(folder / "model"), save_tiny_model(folder / "other", seed=3)
+groups = [rollout(f"g{g}", i, [1 + g], [4 + i, 5], reward=float(i)) for g in range(2) for i in range(2)]
+config = RLStage.of(
+    kind="rl", data=["file:x"], precision="fp32", max_new_tokens=8, sampler={"context": 16}, micro_batch_tokens=64,
+    learning_rate=1e-3, learning_rate_decay="linear", eps=100.0, weight_decay=0.0, gradient_clipping=0.0,
+    updates_per_step=2, kl_metric=True, kl_kind="k1", reference={"model": str(other)},
+)
+trainer = Trainer(config, model, device="cpu")
+before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
+reply = trainer.train(3, groups, num_steps=4)
+moved = max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.engine.weights())
+print(reply["learning_rate"], moved, reply["sums"]["summed"]["kl"])
+"""
+
+
+def test_the_trainer_takes_the_decayed_rate_adamws_eps_and_the_reference_of_ones_own(tmp_path):
+    done = run_script(STEPS, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rate, moved, kl = map(float, done.stdout.splitlines()[-1].split())
+    assert rate == pytest.approx(1e-3 * (1 - 2.5 / 4))  # the second update of step 3 of 4
+    assert 0 < moved < 1e-4  # at an eps of 1e-8 a first update moves each weight by the rate, whatever its gradient
+    assert abs(kl) > 0.1  # the first update is of the reference's own weights where it is the policy's
