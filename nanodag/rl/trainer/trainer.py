@@ -7,6 +7,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     export  write the weights as a Hugging Face directory, or those that were broadcast last
     layout, open_group, broadcast  the distributed weight sync (nanodag.rl.trainer.broadcast)
     save    write this rank's share of a checkpoint
+    lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
 
 It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
+from nanodag.host import resident
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
@@ -46,6 +48,7 @@ from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.deepspeed_engine import DTYPES, leave
+from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
@@ -203,6 +206,41 @@ class Trainer:
         if self._reference is not None and self.config.algorithm.reference_every:
             self._reference.load(folder)
 
+    def lend(self, what: str, *, keeps_states: bool) -> None:
+        """Give memory of the device to the samplers. what: `states` of optimizers and gradients, or `weights`, of frozen
+        models too. keeps_states: only what torch holds and does not use. Until `take_back` this rank can save, and after
+        its states also export, and nothing else."""
+        for memory in () if keeps_states else self._lent[what]:
+            memory.lend()
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take_back(self) -> None:
+        """Have the memory again, with what was in it."""
+        for memories in self._lent.values():
+            for memory in memories:
+                memory.take_back()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: now, and the most since this was asked last. Of its GPU what torch has, of a CPU's
+        memory all of the process."""
+        if self.engine.device.type != "cuda":
+            return {"peak_bytes": resident.peak_bytes(), "bytes": resident.resident_bytes()}
+        device = self.engine.device
+        peak, now = torch.cuda.max_memory_reserved(device), torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return {"peak_bytes": peak, "bytes": now}
+
+    @property
+    def _lent(self) -> dict[str, list[LentMemory]]:
+        critic = self._credit.critic
+        engines = [self.engine] if critic is None else [self.engine, critic.engine]
+        frozen = [model for model in (self._reference, self._credit.teacher) if isinstance(model, Reference)]
+        return {
+            "states": [engine.lent_states for engine in engines],
+            "weights": [engine.lent_weights for engine in engines] + [model.lent for model in frozen],
+        }
+
     def _fingerprints(self) -> Fingerprints:
         """For the tensors that the sampler must then hold, as it will fingerprint them."""
         sampler = self.config.sampler
@@ -295,6 +333,12 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}
+        case "lend":
+            peak = trainer.memory()["peak_bytes"]
+            trainer.lend(message["what"], keeps_states=message["keeps_states"])
+            reply = {"peak_bytes": peak, "bytes": trainer.memory()["bytes"]}
+        case "take_back":
+            trainer.take_back()
     return {**reply, "seconds": time.monotonic() - began}
 
 
