@@ -290,7 +290,7 @@ class TrainEngine:
 
     def _weight_tensors(self) -> list[Tensor]:
         """What this rank holds of the weights between two steps, in the training precision."""
-        parameters = list(self.model.parameters())
+        parameters: list[Any] = list(self.model.parameters())  # ZeRO-3 gives them attributes
         return [p.ds_tensor for p in parameters] if self.zero_stage == 3 else [p.data for p in parameters]
 
     def _gradient_buffers(self) -> list[Tensor]:

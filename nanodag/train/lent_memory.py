@@ -48,19 +48,17 @@ class LentMemory:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory. torch keeps it for itself until its cache is emptied."""
         if self.is_lent:
             return
-        is_cuda = self._device.type == "cuda"
         for lent in self._storages.values():
             if lent.is_kept:
                 if lent.host is None:
-                    lent.host = torch.empty(lent.num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+                    is_pinned = self._device.type == "cuda"
+                    lent.host = torch.empty(lent.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
                 lent.host.copy_(_bytes_of(lent.storage))
             lent.storage.resize_(0)
         self.is_lent = True
-        if is_cuda:
-            torch.cuda.empty_cache()  # torch would keep what was freed, and another process could not have it
 
     @torch.no_grad()
     def take_back(self) -> None:

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.host import resident
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
@@ -47,6 +46,7 @@ from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.train.deepspeed_engine import DTYPES, leave
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
@@ -207,13 +207,12 @@ class Trainer:
             self._reference.load(folder)
 
     def lend(self, what: str, *, keeps_states: bool) -> None:
-        """Give memory of the device to the samplers. what: `states` of optimizers and gradients, or `weights`, of frozen
-        models too. keeps_states: only what torch holds and does not use. Until `take_back` this rank can save, and after
-        its states also export, and nothing else."""
+        """Give memory of the device to the samplers. what: `states` of optimizers and gradients; or `weights`, those of
+        frozen models too. keeps_states: give only what torch holds and does not use. Until `take_back` this rank can
+        save, and without its states alone also export and broadcast, and nothing else."""
         for memory in () if keeps_states else self._lent[what]:
             memory.lend()
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.engine.device)
 
     def take_back(self) -> None:
         """Have the memory again, with what was in it."""
@@ -222,14 +221,8 @@ class Trainer:
                 memory.take_back()
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: now, and the most since this was asked last. Of its GPU what torch has, of a CPU's
-        memory all of the process."""
-        if self.engine.device.type != "cuda":
-            return {"peak_bytes": resident.peak_bytes(), "bytes": resident.resident_bytes()}
-        device = self.engine.device
-        peak, now = torch.cuda.max_memory_reserved(device), torch.cuda.memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {"peak_bytes": peak, "bytes": now}
+        """Bytes that this rank holds of its device: `bytes` now, `peak_bytes` the most since this was asked last."""
+        return held_memory(self.engine.device)
 
     @property
     def _lent(self) -> dict[str, list[LentMemory]]:
