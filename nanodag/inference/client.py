@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.protocol import (
     Completion,
+    MemoryTag,
     PauseMode,
     Request,
     SamplingParams,
@@ -176,13 +177,35 @@ class SamplerClient:
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {})
 
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give back the memory of what the tags name. Nothing may be in flight: SGLang would end. Until `resume_memory`
+        nothing can be sampled, and no weights be taken without memory for them."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take the memory again; what was in it is lost. SGLang ends at tags that were not released."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    async def memory(self) -> dict[str, int]:
+        """Bytes of its device that it holds: `bytes` now, and the most since this was asked last, `peak_bytes`. SGLang
+        says what it holds while nothing is released, and that alone."""
+        info = from_json(await self._call("GET", "/server_info"))
+        if "memory" in info:
+            return dict(info["memory"])
+        usages = [state.get("memory_usage", {}) for state in info.get("internal_states") or ()]
+        parts = [
+            [usage.get("weight", 0.0), usage.get("kvcache", 0.0), *_numbers(usage.get("graph"))] for usage in usages
+        ]
+        return {"peak_bytes": int(sum(map(sum, parts)) * (1 << 30))} if parts else {}
+
     async def abort(self, rid: str | None = None) -> None:
         """End the request of that name with what it has; all of them without a name."""
         await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
-    async def health(self) -> bool:
-        """True: it generates. False: it lives but is paused or starting. Raises SamplerLost if it does not answer."""
-        return await self._is_well("/health_generate")
+    async def health(self, *, generates: bool = True) -> bool:
+        """True: it generates. False: it lives but is paused or starting. Raises SamplerLost if it does not answer.
+        generates: False to ask whether it lives alone; SGLang answers the other question by generating."""
+        return await self._is_well("/health_generate" if generates else "/health")
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""
@@ -223,6 +246,10 @@ class SamplerClient:
 
     def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+
+
+def _numbers(value: Any) -> list[float]:
+    return list(value.values()) if isinstance(value, dict) else [float(value or 0.0)]
 
 
 def _body_of(requests: Sequence[Request]) -> dict[str, Any]:

@@ -261,6 +261,16 @@ class ContinueBody(Wire):
     torch_empty_cache: bool = True
 
 
+MemoryTag = Literal["weights", "kv_cache"]
+"""What a sampler can give the device's memory back for: its weights, or the cache of keys and values."""
+
+
+class MemoryBody(Wire):
+    """POST /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: Annotated[list[MemoryTag], Field(min_length=1)] = ["weights", "kv_cache"]
+
+
 class AbortBody(Wire):
     """POST /abort_request."""
 

@@ -74,7 +74,7 @@ class RouterProcess(ServerProcess):
 class RouterClient(SamplerClient):
     """Of a sampler's requests only ``generate`` is for a router, one prompt at once; the others go to the servers."""
 
-    async def health(self) -> bool:
+    async def health(self, *, generates: bool = True) -> bool:
         """True: it answers, whatever the servers behind it do. Raises SamplerLost if it does not."""
         return await self._is_well("/liveness")
 

@@ -14,7 +14,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.cache_size import slot_tokens
-from nanodag.inference.protocol import Completion, FinishReason, Request, check_request
+from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.drawing import sample_key
+from nanodag.sampler.held_memory import give_back
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
@@ -43,7 +44,10 @@ BATCH_PREFILL_TOKENS = 1024
 
 
 class Engine:
-    """A model with its running and waiting samples."""
+    """A model with its running and waiting samples. steps: None while the model lacks weights or cache."""
+
+    steps: TorchSteps | CompiledSteps | None
+    row_sizes: tuple[int, ...]
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class Engine:
         self.num_slots = self.row_sizes[-1]
         self.text = Text.of_checkpoint(Path(model_path))
         self.table = SlotTable(self.num_slots, self.context_length)
-        kernel = self.model.kernel
-        self.steps = TorchSteps(self.model, self.table) if kernel is None else CompiledSteps(kernel, self.table)
+        self._make_steps()
+        self.released: set[MemoryTag] = set()
         self.waiting: deque[ActiveSample] = deque()
         self.weight_version = weight_version
         self.num_generated_tokens = 0
@@ -127,6 +131,8 @@ class Engine:
         Raises BadRequest as ``validate`` does.
         """
         self.validate(request)
+        if not self.model.is_whole:
+            raise BadRequest(f"nothing can be sampled: {self._what_is_missing()}")
         number, params = next(self._request_numbers), request.params
         room = self.context_length - len(request.input_ids)
         stop_ids = () if params.ignore_eos else {*params.stop_token_ids, *self.checkpoint.eos_token_ids}
@@ -214,10 +220,55 @@ class Engine:
         dtype = DTYPES[self.dtype_name]
         return build_weights(tensors, self.checkpoint.architecture, dtype, self.device, source=source)
 
+    def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Free the memory of the weights, of the cache, or of both; what was in them is lost. Raises BadRequest while
+        samples run or wait, or for what was released before."""
+        if self.has_work:
+            raise BadRequest(f"memory cannot be released: {len(self.waiting) + self.table.num_rows} samples need it")
+        if twice := self.released & set(tags):
+            raise BadRequest(f"{' and '.join(sorted(twice))}: released already; POST /resume_memory_occupation first")
+        self.forget_prompts()
+        self.steps = None
+        for tag in tags:
+            self.model.drop_weights() if tag == "weights" else self.model.drop_cache()
+        self.released |= set(tags)
+        give_back(self.device)
+
+    def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Take it again: an empty cache, and room for weights, which are to come. Raises BadRequest for what was not
+        released."""
+        if held := set(tags) - self.released:
+            raise BadRequest(f"{' and '.join(sorted(held))}: not released, so it cannot be resumed")
+        self.released -= set(tags)
+        if "kv_cache" in tags:
+            self.model.make_cache()
+        self._make_steps()
+
+    def _make_steps(self) -> None:
+        kernel = self.model.kernel
+        if not self.model.is_whole:
+            self.steps = None
+        else:
+            self.steps = TorchSteps(self.model, self.table) if kernel is None else CompiledSteps(kernel, self.table)
+
+    def _what_is_missing(self) -> str:
+        if self.released:
+            names = " and ".join(sorted(self.released))
+            return f"the memory of {names} is released; POST /resume_memory_occupation first"
+        return "the weights were released and others have not come yet"
+
+    def check_room_for_weights(self) -> None:
+        """Raise BadRequest where new weights have no memory."""
+        if "weights" in self.released:
+            raise BadRequest(f"weights cannot be taken: {self._what_is_missing()}")
+
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:
         """Sample every token from here on with ``weights``. Running samples continue with the cache they have."""
+        self.check_room_for_weights()
         self.model.use(weights)
+        if self.steps is None:
+            self._make_steps()
         self.checkpoint = replace(self.checkpoint, path=path)
         self.forget_prompts()
         if version is not None:
@@ -233,6 +284,7 @@ class Engine:
     def step(self) -> None:
         """Decode, admit, draw one token for every sample that then runs, and report to the listeners."""
         table = self.table
+        assert self.steps is not None  # no work begins without
         if table.num_rows:
             self.steps.decode(self._num_rows())
         if self.waiting:

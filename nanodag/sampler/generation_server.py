@@ -28,12 +28,14 @@ from nanodag.inference.protocol import (
     ContinueBody,
     FinishReason,
     GenerateBody,
+    MemoryBody,
     PauseBody,
     Request,
     completion_to_wire,
 )
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
+from nanodag.sampler.held_memory import held_memory
 from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_endpoints import WeightEndpoints
@@ -68,6 +70,8 @@ class SamplerServer:
                 Route("/pause_generation", self.pause_generation, methods=post),
                 Route("/continue_generation", self.continue_generation, methods=post),
                 Route("/abort_request", self.abort_request, methods=post),
+                Route("/release_memory_occupation", self.release_memory, methods=post),
+                Route("/resume_memory_occupation", self.resume_memory, methods=post),
                 Route("/health", self.health, methods=get),
                 Route("/health_generate", self.health_generate, methods=get),
                 Route("/model_info", self.model_info, methods=get),
@@ -245,13 +249,26 @@ class SamplerServer:
         await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
         return Response()
 
+    async def release_memory(self, http: HttpRequest) -> Response:
+        """Free the memory of weights, cache or both. Refused while samples run or wait, where SGLang ends."""
+        body = await body_of(http, MemoryBody)
+        await self.traffic.in_loop(lambda: self.engine.release_memory(body.tags))
+        return Response()
+
+    async def resume_memory(self, http: HttpRequest) -> Response:
+        """Take it again; weights are to come after."""
+        body = await body_of(http, MemoryBody)
+        await self.traffic.in_loop(lambda: self.engine.resume_memory(body.tags))
+        return Response()
+
     async def health(self, http: HttpRequest) -> Response:
         """200 as long as the loop lives, also while it is paused: a router must not drop a paused server."""
         return Response(status_code=200 if self.loop.is_alive else 503)
 
     async def health_generate(self, http: HttpRequest) -> Response:
         """200 where a request would be answered now."""
-        return Response(status_code=200 if self.loop.is_alive and not self.loop.is_paused else 503)
+        is_able = self.loop.is_alive and not self.loop.is_paused and self.engine.model.is_whole
+        return Response(status_code=200 if is_able else 503)
 
     async def model_info(self, http: HttpRequest) -> Response:
         checkpoint = self.engine.checkpoint
@@ -284,6 +301,8 @@ class SamplerServer:
                 "num_waiting_samples": len(engine.waiting),
                 "num_generated_tokens": engine.num_generated_tokens,
                 "is_paused": self.loop.is_paused,
+                "released": sorted(engine.released),
+                "memory": held_memory(engine.device),
                 "weight_version": engine.weight_version,
             }
         )

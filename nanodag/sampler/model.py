@@ -29,7 +29,7 @@ from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.rope import rope_frequencies
 from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
-from nanodag.sampler.kernel import bind
+from nanodag.sampler.kernel import Kernel, bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
 
@@ -44,6 +44,10 @@ class SamplerModel:
     query per head that is faster than bfloat16, and nearer to the exact softmax. On a GPU, where memory bounds both,
     the cache is in the precision of the weights, and attention's kernel adds up in float32.
     """
+
+    weights: Weights
+    buffers: Buffers
+    kernel: Kernel | None
 
     def __init__(
         self,
@@ -63,18 +67,48 @@ class SamplerModel:
         self.capacity = capacity
         self.deterministic = deterministic
         self.device = weights.head.device
-        self.buffers = Buffers(architecture, num_slots, capacity, weights.head.shape[1], self.device, cache_dtype)
+        self._vocab_width, self._cache_dtype = weights.head.shape[1], cache_dtype
         self.rotations = _rotations(architecture.rope, architecture.head_dim, capacity).to(self.device)
-        self.kernel = bind(architecture, weights, self.buffers, self.rotations)
         self._views: dict[tuple[int, int], DecodeViews] = {}
         self._score_scale = architecture.head_dim**-0.5
+        self.make_cache()
 
     def use(self, weights: Weights) -> None:
         """Compute with these from now on; they belong to the model then."""
-        if self.kernel is None:
-            self.weights = weights
-        else:  # it knows addresses
+        if self.kernel is not None:  # it knows addresses
             self.weights.copy_from(weights)
+            return
+        was_here = hasattr(self, "weights")
+        self.weights = weights
+        if not was_here:
+            self._bind()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has weights and a cache; without it computes nothing."""
+        return hasattr(self, "weights") and hasattr(self, "buffers")
+
+    def drop_weights(self) -> None:
+        """Free their memory; `use` brings others."""
+        self.kernel = None
+        del self.weights
+
+    def drop_cache(self) -> None:
+        """Free the memory of the cache and of what decoding works in."""
+        self.kernel = None
+        self._views.clear()
+        del self.buffers
+
+    def make_cache(self) -> None:
+        """An empty one."""
+        self.buffers = Buffers(
+            self.architecture, self.num_slots, self.capacity, self._vocab_width, self.device, self._cache_dtype
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        is_whole = self.is_whole
+        self.kernel = bind(self.architecture, self.weights, self.buffers, self.rotations) if is_whole else None
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:

@@ -78,6 +78,7 @@ class WeightEndpoints:
         try:
             body = await body_of(http, UpdateWeightsBody)
             path = Path(body.model_path)
+            self.engine.check_room_for_weights()
             weights = await asyncio.to_thread(self.engine.load, path)
         except BadRequest as error:
             return _answer(False, str(error), num_paused_requests=0)

@@ -33,6 +33,7 @@ from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.bound_store import BoundStore
+from nanodag.train.lent_memory import LentMemory
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
 from nanodag.train.state import Common, SavedState, key, write_state
@@ -142,6 +143,8 @@ class TrainEngine:
         self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
         self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
+        self.lent_weights = LentMemory(self._weight_tensors(), device=self.device)
+        self.lent_states = LentMemory(self._updates.tensors(), self._gradient_buffers(), device=self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -261,7 +264,8 @@ class TrainEngine:
         """
         if not self._sharded and self.rank != 0:
             return
-        tensors = {key(plane, segment): view.cpu() for plane, segment, view in self._updates.planes()}
+        planes = self._updates.planes(self.lent_states.readable)
+        tensors = {key(plane, segment): view.cpu() for plane, segment, view in planes}
         for segment in self._updates.segments if snapshot is not None else ():
             assert snapshot is not None
             tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
@@ -283,6 +287,18 @@ class TrainEngine:
                     saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
+
+    def _weight_tensors(self) -> list[Tensor]:
+        """What this rank holds of the weights between two steps, in the training precision."""
+        parameters: list[Any] = list(self.model.parameters())  # ZeRO-3 gives them attributes
+        return [p.ds_tensor for p in parameters] if self.zero_stage == 3 else [p.data for p in parameters]
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        """What DeepSpeed keeps between two steps for gradients that are yet to come."""
+        buckets = getattr(self._zero, "ipg_buckets", {}).values()
+        held = [getattr(bucket, "buffer", None) for bucket in buckets]
+        held.append(getattr(self._zero, "grad_partitions_flat_buffer", None))
+        return [buffer for buffer in held if isinstance(buffer, Tensor)]
 
     def _layout(self) -> tuple[list[Tensor], list[Segment]]:
         """This rank's float32 master tensors, and where each parameter lies in them.

@@ -10,7 +10,7 @@ say which piece of which parameter lies where, so that one optimizer serves ever
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -206,17 +206,23 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         if runs:
             torch._foreach_add_(weights, slices, alpha=-rate)
 
-    def planes(self) -> Iterator[tuple[str, Segment, Tensor]]:
+    def planes(self, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Segment, Tensor]]:
         """Every tensor that a checkpoint needs: (`weights`, `first` or `second`, segment, a view that may be written
-        to)."""
+        to). of: where a whole tensor is to be read in place of itself."""
+        masters = [of(master.detach()).view(-1) for master in self.masters]
+        firsts = [of(first) for first in self._first]
         for segment in self.segments:
-            yield "weights", segment, self.masters[segment.flat].detach().view(-1)[segment.where]
-            yield "first", segment, self._first[segment.flat][segment.where]
+            yield "weights", segment, masters[segment.flat][segment.where]
+            yield "first", segment, firsts[segment.flat][segment.where]
             here = segment.start
             run = next(r for r in self._runs if r.flat == segment.flat and r.where.start <= here < r.where.stop)
             if run.kind != "matrix":
                 begin = segment.start - run.where.start
-                yield "second", segment, run.second[begin : begin + segment.length]
+                yield "second", segment, of(run.second)[begin : begin + segment.length]
+
+    def tensors(self) -> list[Tensor]:
+        """Master weights and moments, whole."""
+        return [*self.masters, *self._first, *(run.second for run in self._runs)]
 
     @property
     def num_updates(self) -> int:

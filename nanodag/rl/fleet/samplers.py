@@ -20,11 +20,14 @@ from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.threads import in_thread
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.protocol import Completion, PauseMode, Request
+from nanodag.inference.protocol import Completion, MemoryTag, PauseMode, Request
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
 
 log = logging.getLogger(__name__)
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+NO_WEIGHTS = Path()
+"""The folder of weights that a sampler lost with its memory."""
 MOMENT_S = 0.25  # for a server that ended to be seen to have ended; doubled at each attempt
 T = TypeVar("T")
 
@@ -46,7 +49,7 @@ class Replica:
     """One sampler: its server, and what is under way there.
 
     folder: of the weights that it has. lost_in_a_row: times that it was lost without having answered anything in
-    between.
+    between. released: memory that its server has given back; one that takes its place has all of it.
     """
 
     server: ChildServer
@@ -58,6 +61,7 @@ class Replica:
         self.number = number
         self.load = 0
         self.lost_in_a_row = 0
+        self.released: set[MemoryTag] = set()
         self.restart: asyncio.Future[None] | None = None
 
     @property
@@ -258,6 +262,35 @@ class Samplers:
 
         await asyncio.gather(*(self._on(replica, partial(take, replica)) for replica in self._replicas))
 
+    async def release_memory(self) -> None:
+        """Have every sampler give its memory back; nothing may be in flight. What was in it is lost."""
+        await asyncio.gather(*(self._on(replica, partial(self._release, replica)) for replica in self._replicas))
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Have every sampler take memory again that it gave back; one that was started meanwhile has it."""
+        await asyncio.gather(
+            *(self._on(replica, partial(self._take_memory, replica, tags)) for replica in self._replicas)
+        )
+
+    async def _release(self, replica: Replica, client: SamplerClient) -> None:
+        tags = [tag for tag in MEMORY_TAGS if tag not in replica.released]
+        replica.watch.may_generate = False
+        if tags:
+            await client.release_memory(tags)
+        replica.released.update(tags)
+
+    async def _take_memory(self, replica: Replica, tags: Sequence[MemoryTag], client: SamplerClient) -> None:
+        if given := [tag for tag in tags if tag in replica.released]:
+            await client.resume_memory(given)
+        if "weights" in given:
+            replica.folder = NO_WEIGHTS
+        replica.released.difference_update(given)
+        replica.watch.may_generate = not replica.released
+
+    async def memory(self) -> list[dict[str, int]]:
+        """What each sampler says that it holds: `SamplerClient.memory`."""
+        return await asyncio.gather(*(self._on(r, lambda client: client.memory()) for r in self._replicas))
+
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
         infos = await asyncio.gather(*(self._on(r, lambda client: client.model_info()) for r in self._replicas))
@@ -389,6 +422,7 @@ class Samplers:
     def _take_up(self, replica: Replica, server: ChildServer, folder: Path) -> None:
         """Note that a server, which has a folder's weights, is this sampler's."""
         replica.server, replica.client, replica.folder = server, self._connect(server.url), folder
+        replica.released = set()
         replica.watch = ServerWatch(
             server,
             replica.client,

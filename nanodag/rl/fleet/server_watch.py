@@ -62,6 +62,7 @@ class ServerWatch:
         self._looking: asyncio.Task[None] | None = None
         self._ended: set[asyncio.Task[None]] = set()
         self.is_excused = False
+        self.may_generate = True  # False while it has no memory to: SGLang looks at its health by generating
 
     async def over(self, work: Awaitable[T]) -> T:
         """The result of a call; the server is watched meanwhile."""
@@ -95,7 +96,8 @@ class ServerWatch:
             await asyncio.sleep(self._every_s)
             try:
                 async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
-                    is_well = await self._client.health()
+                    asked = self._client.health() if self.may_generate else self._client.health(generates=False)
+                    is_well = await asked
             except SamplerLost:  # of this health request alone: other requests may continue
                 is_well = False
             except TimeoutError:

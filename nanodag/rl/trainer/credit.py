@@ -50,13 +50,13 @@ class Credit:
             self.critic = Critic(config, folder, device=device, group=group)
         else:
             self._advantage = config.algorithm.load(config.algorithm.advantage)
-        self._teacher: Reference | TeacherServer | None = None
+        self.teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
-            self._teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
+            self.teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
             folder = inputs["teacher"] if teacher.model == "input" else Path(teacher.model)
             check_beside("teacher.model", folder, inputs["model"], context=int(config.sampler.context))
-            self._teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
+            self.teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:
         """False while a critic warms up."""
@@ -84,13 +84,13 @@ class Credit:
     @torch.no_grad()
     def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
         """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
-        if isinstance(self._teacher, Reference):
-            policy = self._teacher.policy
+        if isinstance(self.teacher, Reference):
+            policy = self.teacher.policy
             return [[policy(row)[0] for row in part] for part in rows]
-        if self._teacher is None:
+        if self.teacher is None:
             return None
         asked = rows if self._group.is_first else [[] for _ in rows]
-        logprobs = self._teacher.logprobs(parts, asked)
+        logprobs = self.teacher.logprobs(parts, asked)
         if self._group.is_first:
             return [[self._group.of_first(row_logprobs) for row_logprobs in part] for part in logprobs]
         return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanodag.rl.trainer.policy import load_policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.lent_memory import LentMemory
 
 FILE_NAME = "reference.safetensors"
 
@@ -21,6 +22,7 @@ class Reference:
         policy = load_policy(model_path, temperature=temperature, group=group).requires_grad_(False)
         self.policy = policy.to(engine.device, engine.dtype)
         self._engine = engine
+        self.lent = LentMemory(self.policy.parameters(), device=engine.device)
 
     @torch.no_grad()
     def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -32,7 +34,8 @@ class Reference:
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint, from rank 0."""
         if self._engine.rank == 0:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in self.policy.named_parameters()}
+            parameters = self.policy.named_parameters()
+            tensors = {name: self.lent.readable(tensor).cpu().contiguous() for name, tensor in parameters}
             save_file(tensors, folder / FILE_NAME)
 
     @torch.no_grad()

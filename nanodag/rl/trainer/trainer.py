@@ -7,6 +7,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     export  write the weights as a Hugging Face directory, or those that were broadcast last
     layout, open_group, broadcast  the distributed weight sync (nanodag.rl.trainer.broadcast)
     save    write this rank's share of a checkpoint
+    lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
 
 It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
@@ -46,7 +47,9 @@ from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.train.deepspeed_engine import DTYPES, leave
+from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
@@ -220,6 +223,34 @@ class Trainer:
         if self._reference is not None and self.config.algorithm.reference_every:
             self._reference.load(folder)
 
+    def lend(self, what: str, *, keeps_states: bool) -> None:
+        """Give memory of the device to the samplers. what: `states` of optimizers and gradients; or `weights`, those of
+        frozen models too. keeps_states: give only what torch holds and does not use. Until `take_back` this rank can
+        save, and without its states alone also export and broadcast, and nothing else."""
+        for memory in () if keeps_states else self._lent[what]:
+            memory.lend()
+        give_back(self.engine.device)
+
+    def take_back(self) -> None:
+        """Have the memory again, with what was in it."""
+        for memories in self._lent.values():
+            for memory in memories:
+                memory.take_back()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds of its device: `bytes` now, `peak_bytes` the most since this was asked last."""
+        return held_memory(self.engine.device)
+
+    @property
+    def _lent(self) -> dict[str, list[LentMemory]]:
+        critic = self._credit.critic
+        engines = [self.engine] if critic is None else [self.engine, critic.engine]
+        frozen = [model for model in (self._reference, self._credit.teacher) if isinstance(model, Reference)]
+        return {
+            "states": [engine.lent_states for engine in engines],
+            "weights": [engine.lent_weights for engine in engines] + [model.lent for model in frozen],
+        }
+
     def _fingerprints(self) -> Fingerprints:
         """For the tensors that the sampler must then hold, as it will fingerprint them."""
         sampler = self.config.sampler
@@ -317,6 +348,12 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}
+        case "lend":
+            peak = trainer.memory()["peak_bytes"]
+            trainer.lend(message["what"], keeps_states=message["keeps_states"])
+            reply = {"peak_bytes": peak, "bytes": trainer.memory()["bytes"]}
+        case "take_back":
+            trainer.take_back()
     return {**reply, "seconds": time.monotonic() - began}
 
 
