@@ -138,7 +138,19 @@ def derive_sampler(
         stage_updates["weights"] = stage.weights.model_copy(
             update={"sync_check_every": 0 if is_blind else VERIFY_EVERY}
         )
+    fill = _Filler(rollout, f"{name}.rollout", origins)
+    fill("order", *_order(stage))
+    stage_updates["rollout"] = rollout.model_copy(update=fill.updates)
     return stage.model_copy(update=stage_updates)
+
+
+def _order(stage: RLStage) -> tuple[str, str]:
+    """`arrival` needs requests that stay in flight while weights change."""
+    if stage.weights.sync_mode == "finish":
+        return "prompt", "sync_mode finish"
+    if name := stage.rollout.needs_prompt_order:
+        return "prompt", name
+    return "arrival", f"sync_mode {stage.weights.sync_mode}"
 
 
 def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
