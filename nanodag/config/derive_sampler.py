@@ -137,8 +137,24 @@ def derive_sampler(
     of_weights("sync_check_every", 0 if is_blind else VERIFY_EVERY, why)
     coarsest = "bf16" if "bf16" in (stage.optimizer.precision, precision) else "fp32"
     of_weights("mismatch_limit", LARGEST_MISMATCH[coarsest], f"{coarsest} on one of the two sides")
-    weights_section = stage.weights.model_copy(update=of_weights.updates)
-    return stage.model_copy(update={"sampler": config.model_copy(update=fill.updates), "weights": weights_section})
+    of_rollout = _Filler(rollout, f"{name}.rollout", origins)
+    of_rollout("order", *_order(stage))
+    return stage.model_copy(
+        update={
+            "sampler": config.model_copy(update=fill.updates),
+            "weights": stage.weights.model_copy(update=of_weights.updates),
+            "rollout": rollout.model_copy(update=of_rollout.updates),
+        }
+    )
+
+
+def _order(stage: RLStage) -> tuple[str, str]:
+    """`arrival` needs requests that stay in flight while weights change."""
+    if stage.weights.sync_mode == "finish":
+        return "prompt", "sync_mode finish"
+    if name := stage.rollout.needs_prompt_order:
+        return "prompt", name
+    return "arrival", f"sync_mode {stage.weights.sync_mode}"
 
 
 def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:

@@ -33,6 +33,11 @@ class RolloutSection(StageSection):
     """Groups that train one step."""
     samples_per_prompt: int = Field(8, ge=1)
     """Responses of a group."""
+    order: Literal["prompt", "arrival"] | Auto = "auto"
+    """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first that
+    are done and pass, while others stay in flight; none waits longer than max_staleness steps, and none is dropped for
+    being slow. `auto`: `arrival` where sync_mode leaves requests in flight, without over_sampling and
+    partial_rollout_tokens; else `prompt`."""
     over_sampling: int = Field(0, ge=0)
     """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
     trained. 0 generates just these."""
@@ -90,7 +95,17 @@ class RolloutSection(StageSection):
         self._check_partial()
         return self
 
+    @property
+    def needs_prompt_order(self) -> str:
+        """The setting, if any, that chooses groups in the order of their prompts."""
+        return next((name for name in ("over_sampling", "partial_rollout_tokens") if getattr(self, name)), "")
+
     def _check_partial(self) -> None:
+        if self.order == "arrival" and (name := self.needs_prompt_order):
+            raise ValueError(
+                f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, which "
+                "keeps groups in flight by itself; leave one of them out"
+            )
         if self.partial_rollout_tokens and not self.over_sampling:
             raise ValueError(
                 f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "

@@ -147,6 +147,11 @@ class RLStage(StageBase):
         """Of weights that come while rollouts are in flight."""
         rollout, mode = self.rollout, self.weights.sync_mode
         if mode == "finish":
+            if rollout.order == "arrival":
+                raise ValueError(
+                    "rollout.order: arrival keeps groups in flight while weights change, and weights.sync_mode: finish "
+                    "waits for them; set sync_mode to retract, in_place or abort, or leave order out"
+                )
             return
         if self.sampler.deterministic is True or not rollout.max_staleness:
             raise ValueError(

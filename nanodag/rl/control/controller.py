@@ -34,6 +34,7 @@ from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals, unless_stopped
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
@@ -86,6 +87,17 @@ class Controller:
         self._generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
+        rollout = self._config.rollout
+        self._pool: RolloutPool | None = None
+        if rollout.order == "arrival":
+            self._pool = RolloutPool(
+                self._generator,
+                self._cursor,
+                num_steps=self._config.num_steps,
+                prompts_per_step=rollout.prompts_per_step,
+                max_staleness=rollout.max_staleness,
+                is_stopping=stop_requested,
+            )
         benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
@@ -143,12 +155,16 @@ class Controller:
         with self._stopwatch.timed("sync"):
             async with self._services.samplers.paused():
                 await self._services.sync.load(folder, version)
+        if self._pool is not None:
+            self._pool.policy = policy
         for older in [number for number in self._published if number < policy]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
         with self._stopwatch.timed("generate"):
+            if self._pool is not None:
+                return await self._pool.take(step)
             batch = await unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return batch
@@ -184,6 +200,7 @@ class Controller:
         self._records.ledger(step, batch)
         sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
         values |= {"sampled_tokens": sampled, "seconds_generate": batch.seconds, "partial_groups": batch.num_partial}
+        values |= batch.pool
         self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
@@ -252,11 +269,13 @@ class Controller:
     async def save(self, position: Position) -> None:
         """One commit of everything that the rest of the stage depends on, as it is when this is called."""
         weights = {t: self._published[t] for t in range(position.policy, position.step) if t in self._published}
+        pool = None if self._pool is None else self._pool.state()
         saved = json.dumps(
             {
                 "state": self._state,
                 "evals": self._evaluations.scores,
-                "cursor": self._used_up,
+                "cursor": self._used_up if pool is None else pool.cursor,
+                "pool": {} if pool is None else pool.policies,
                 "step": position.step,
                 "policy": position.policy,
                 "weights": {policy: version for policy, (version, _) in weights.items()},
@@ -268,6 +287,8 @@ class Controller:
             check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 write_batch(folder / f"batch-{number}.json", batch)
+            if pool is not None:
+                write_batch(folder / "pool.json", pool.batch)
             for policy, (_, source) in weights.items():
                 await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"policy-{policy}")
@@ -294,7 +315,11 @@ class Controller:
         check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d rollout batches wait", step, len(waiting))
-        return Position(step, saved["policy"], self._judged_again(step, [read_batch(path) for path in waiting]))
+        position = Position(step, saved["policy"], self._judged_again(step, [read_batch(path) for path in waiting]))
+        if self._pool is not None:
+            last, kept = step + len(position.waiting), read_batch(folder / "pool.json")
+            self._runner.run(self._pool.restore(kept, saved["pool"], step=last, policy=position.policy))
+        return position
 
     def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
         """The rollout batches of this step's checkpoint. A reward that failed is no result: it is computed again."""

@@ -37,6 +37,7 @@ from nanodag.rl.rollouts.turns.runner import ANSWER, Turns
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
+NO_STEP = 0
 MAX_PARTS = 1000  # of one completion that is ended again and again
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
@@ -87,44 +88,52 @@ class RolloutGenerator:
             await self._rounds(cursor, step, batch)
         else:
             await self._waves(cursor, step, batch)
-        self._conclude(cursor, step, batch)
+        self.conclude(cursor, step, batch)
         batch.passed_over = cursor.passed_over()
         batch.seconds = time.monotonic() - began
         return batch
 
+    async def group(self, prompt: Prompt) -> RolloutBatch:
+        """One prompt's group with its rewards, judged: a rollout batch of it alone. Its seed depends on the stage's
+        seed and the prompt; who asks for it knows no step yet."""
+        batch = RolloutBatch()
+        self._judge(prompt, await self._rollouts(self._group(NO_STEP, prompt)), batch)
+        return batch
+
     async def judged_again(
-        self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch]
+        self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch], *, most: float | None = None
     ) -> tuple[RolloutBatch, ...]:
         """The rollout batches of a checkpoint of this step, the next one's first, with failed rewards computed again:
-        the function may have been mended.
+        the function may have been mended. most: groups that one may keep, `prompts_per_step` if not given.
 
         Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor,
         of all rollout batches together, so that the order stays.
         """
         spare: list[Prompt] = []
         numbered = enumerate(waiting, start=step + 1)
-        judged = [await self._judged_again(cursor, number, batch, spare) for number, batch in numbered]
+        limit = self._config.rollout.prompts_per_step if most is None else most
+        judged = [await self._judged_again(cursor, number, batch, spare, limit) for number, batch in numbered]
         cursor.give_back(spare)
         return tuple(judged)
 
     async def _judged_again(
-        self, cursor: PromptCursor, step: int, batch: RolloutBatch, spare: list[Prompt]
+        self, cursor: PromptCursor, step: int, batch: RolloutBatch, spare: list[Prompt], most: float
     ) -> RolloutBatch:
         """spare: gets the prompts that are not needed."""
         if not any(map(has_failed_reward, batch.all_rollouts)):
             return batch
-        again = RolloutBatch(passed_over=batch.passed_over, num_partial=batch.num_partial, seconds=batch.seconds)
+        again = replace(batch, kept=[], failed=[], dropped=[])
         judged = batch.in_order()
         groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
         for (prompt, _), group in zip(judged, groups, strict=True):
-            if len(again.kept) < self._config.rollout.prompts_per_step:
+            if len(again.kept) < most:
                 self._choose(prompt, group, again)
             else:
                 spare.append(prompt)
-        self._conclude(cursor, step, again)
+        self.conclude(cursor, step, again)
         return again
 
-    def _conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
+    def conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
         limit = self._config.rollout.max_failed_rewards
         check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanodag.rl.rollouts.prompts import OVERLONG, Prompt
+from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, to_json
 from nanodag.store.atomic import write_json
 
@@ -31,7 +31,7 @@ class RolloutBatch:
 
     kept: groups to train on, in prompt order, without members whose reward failed, which are in `failed`; dropped: the
     other groups that were judged; passed_over: prompts that were not tried, with the reason; num_partial: groups that
-    go on in the next step; seconds: it took.
+    go on in the next step; seconds: it took; pool: metrics of the pool that it was taken from, if any.
     """
 
     kept: list[tuple[Prompt, list[Rollout]]] = field(default_factory=list)
@@ -40,6 +40,7 @@ class RolloutBatch:
     passed_over: list[tuple[Prompt, str]] = field(default_factory=list)
     num_partial: int = 0
     seconds: float = 0.0
+    pool: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -90,6 +91,7 @@ def write_batch(path: Path, batch: RolloutBatch) -> None:
             "passed_over": [[_prompt_record(prompt), reason] for prompt, reason in batch.passed_over],
             "num_partial": batch.num_partial,
             "seconds": batch.seconds,
+            "pool": dict(batch.pool),
         },
     )
 
@@ -105,19 +107,15 @@ def read_batch(path: Path) -> RolloutBatch:
                 _prompt_from(drop["prompt"]),
                 _rollouts_from(drop["rollouts"]),
                 drop["reason"],
-                drop.get("num_kept_before", 0),  # older checkpoints have none
+                drop["num_kept_before"],
             )
             for drop in saved["dropped"]
         ],
-        passed_over=[(_prompt_from(prompt), reason) for prompt, reason in _passed_over(saved)],
+        passed_over=[(_prompt_from(prompt), reason) for prompt, reason in saved["passed_over"]],
         num_partial=saved["num_partial"],
         seconds=saved["seconds"],
+        pool=saved["pool"],
     )
-
-
-def _passed_over(saved: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """Checkpoints from before there was a curriculum have prompts that were too long only."""
-    return saved["passed_over"] if "passed_over" in saved else [(prompt, OVERLONG) for prompt in saved["overlong"]]
 
 
 def _prompt_record(prompt: Prompt) -> dict[str, Any]:

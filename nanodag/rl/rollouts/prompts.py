@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -126,11 +126,12 @@ class PromptCursor:
         prompts, self._passed_over = self._passed_over, []
         return prompts
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values: the position in the data, and the prompts given back, with what was begun of them."""
+    def state_dict(self, *, unused: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """JSON values: the position in the data, and the prompts given back, with what was begun of them. unused: that
+        are saved as if they had been given back, first."""
         waiting = [
             {"epoch": prompt.epoch, "record": dict(prompt.record), "begun": [to_json(r) for r in prompt.begun]}
-            for prompt in self._waiting
+            for prompt in (*unused, *self._waiting)
         ]
         return {
             "mixture": self._mixture.state_dict(),
@@ -145,7 +146,7 @@ class PromptCursor:
             replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
             for saved in state["waiting"]
         )
-        self._without_spread = set(state.get("without_spread", ()))  # older checkpoints have none
+        self._without_spread = set(state["without_spread"])
 
     def _draw(self) -> Prompt:
         num_overlong = 0

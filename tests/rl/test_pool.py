@@ -1,0 +1,228 @@
+"""Which groups a step takes from the pool, what it waits for, and that nothing is lost. Samplers are simulated."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.pool import run
+from nanodag.errors import SamplerError, StageFailed
+from nanodag.rl.control.pool import RolloutPool
+from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.prompts import PromptCursor
+from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
+from tests.rl.test_generation import EQUAL, SPREAD, FakeSampler, MendedPool, RolloutGenerator, config
+from tests.virtual_clock import run_without_waiting
+
+
+class HeldSampler(FakeSampler):
+    """Answers a prompt when it is let go; SPREAD where nothing else is said."""
+
+    def __init__(self, answers: dict[int, str] | None = None) -> None:
+        super().__init__({number: SPREAD for number in range(99)} | (answers or {}))
+        self.begun: list[int] = []
+        self.gates: dict[int, asyncio.Event] = {}
+
+    async def generate(self, requests):
+        number = requests[0].input_ids[0] - 1
+        self.begun.append(number)
+        await self.gates.setdefault(number, asyncio.Event()).wait()
+        return await super().generate(requests)
+
+    async def let_go(self, *numbers: int) -> None:
+        for number in numbers:
+            self.gates.setdefault(number, asyncio.Event()).set()
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def pool_of(sampler, cursor: PromptCursor, rewards=FakePool, *, num_steps=9, lag=1, **more) -> RolloutPool:
+    made = RolloutGenerator(config(prompts_per_step=2), sampler, rewards(), FakeEncoding(), (STOP,))
+    return RolloutPool(made, cursor, num_steps=num_steps, prompts_per_step=2, max_staleness=lag, **more)
+
+
+def kept(batch: RolloutBatch) -> list[str]:
+    return ids(prompt for prompt, _ in batch.kept)
+
+
+def test_a_slow_group_holds_up_nobody_until_it_is_due(tmp_path):
+    async def stage():
+        sampler = HeldSampler()
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 20))
+        first = asyncio.create_task(pool.take(1))
+        await settled()
+        assert sampler.begun == [0, 1, 2, 3]  # what steps 1 and 2 train
+        await sampler.let_go(1, 3)
+        assert kept(await first) == ["p1", "p3"]
+        pool.policy = 1
+        second = asyncio.create_task(pool.take(2))
+        await settled()
+        assert sampler.begun == [0, 1, 2, 3, 4, 5]
+        await sampler.let_go(2, 4, 5)
+        assert not second.done()  # p0 began with policy 0, which is fresh enough for step 2 and for no later one
+        await sampler.let_go(0)
+        found = await second
+        assert kept(found) == ["p0", "p2"] and found.pool["groups_done"] == 2.0
+        pool.policy = 2
+        assert kept(await pool.take(3)) == ["p4", "p5"]
+
+    asyncio.run(stage())
+
+
+def test_a_step_takes_old_groups_in_time_for_those_that_the_next_one_could_not_train(tmp_path):
+    async def stage():
+        sampler = HeldSampler()
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 20), lag=2)
+        first = asyncio.create_task(pool.take(1))
+        await sampler.let_go(4, 5)  # of 0 to 5, all of policy 0
+        await first
+        pool.policy = 1
+        second = asyncio.create_task(pool.take(2))
+        await sampler.let_go(6, 7)
+        assert not second.done()  # 0 to 3 are due in step 3, which trains two of them
+        await sampler.let_go(1)
+        assert not second.done()
+        await sampler.let_go(3)
+        assert kept(await second) == ["p1", "p3"]
+
+    asyncio.run(stage())
+
+
+def test_a_group_that_is_dropped_makes_room_for_the_next_prompt(tmp_path):
+    async def stage():
+        sampler = HeldSampler({0: EQUAL, 2: EQUAL})
+        pool = pool_of(sampler, cursor_over(tmp_path, [1, 1, 1, 1, 11, 1, 1, 1]))
+        first = asyncio.create_task(pool.take(1))
+        await settled()
+        await sampler.let_go(0, 2)
+        assert sampler.begun == [0, 1, 2, 3, 5, 6]
+        await sampler.let_go(3, 6)
+        found = await first
+        assert kept(found) == ["p3", "p6"] and ids(drop.prompt for drop in found.dropped) == ["p0", "p2"]
+        assert ids(prompt for prompt, _ in found.passed_over) == ["p4"]  # too long
+
+    asyncio.run(stage())
+
+
+def test_where_nothing_passes_a_step_ends_with_what_it_has(tmp_path):
+    async def stage():
+        sampler = FakeSampler(dict.fromkeys(range(40), EQUAL))
+        return await pool_of(sampler, cursor_over(tmp_path, [1] * 40)).take(1)
+
+    found = asyncio.run(stage())
+    assert found.kept == [] and len(found.dropped) >= 32
+
+
+def test_what_a_group_raises_ends_the_step(tmp_path):
+    class Broken(HeldSampler):
+        async def generate(self, requests):
+            await super().generate(requests)
+            raise SamplerError("gone")
+
+    async def stage():
+        sampler = Broken()
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9))
+        first = asyncio.create_task(pool.take(1))
+        await sampler.let_go(2)
+        await first
+
+    with pytest.raises(SamplerError, match="gone"):
+        asyncio.run(stage())
+
+
+def test_rewards_that_fail_too_often_end_the_stage(tmp_path):
+    sampler = FakeSampler(dict.fromkeys(range(9), "?1"))
+    with pytest.raises(StageFailed, match=r"of step 1 .* max_failed_rewards 0\.25"):
+        asyncio.run(pool_of(sampler, cursor_over(tmp_path, [1] * 9)).take(1))
+
+
+def test_a_checkpoint_keeps_what_is_done_and_begins_the_rest_again(tmp_path):
+    async def before():
+        sampler = HeldSampler({4: EQUAL})
+        cursor = cursor_over(tmp_path, [1] * 20)
+        pool = pool_of(sampler, cursor, lag=2)
+        first = asyncio.create_task(pool.take(1))
+        await sampler.let_go(0, 1)
+        await first
+        second = asyncio.create_task(pool.take(2))
+        await sampler.let_go(3, 4)
+        assert not second.done()
+        return pool.state()
+
+    async def after(state):
+        write_batch(tmp_path / "pool.json", state.batch)
+        cursor = cursor_over(tmp_path, [1] * 20)
+        cursor.load_state_dict(state.cursor)
+        sampler = HeldSampler()
+        pool = pool_of(sampler, cursor, lag=2)
+        await pool.restore(read_batch(tmp_path / "pool.json"), state.policies, step=1, policy=1)
+        second = asyncio.create_task(pool.take(2))
+        await settled()
+        assert sampler.begun == [2, 5, 6, 7, 8]  # in flight before, in their order; then new ones
+        await sampler.let_go(5)
+        return await second
+
+    state = asyncio.run(before())
+    found = asyncio.run(after(state))
+    assert kept(found) == ["p3", "p5"] and ids(drop.prompt for drop in found.dropped) == ["p4"]
+
+
+def test_rewards_that_failed_are_computed_again_when_a_pool_is_restored(tmp_path):
+    async def before():
+        sampler = HeldSampler({0: "??"})
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9))
+        first = asyncio.create_task(pool.take(1))
+        await sampler.let_go(0, 1)
+        assert not first.done()
+        return pool.state()
+
+    async def after(state):
+        cursor = cursor_over(tmp_path, [1] * 9)
+        cursor.load_state_dict(state.cursor)
+        pool = pool_of(HeldSampler(), cursor, MendedPool)
+        await pool.restore(state.batch, state.policies, step=0, policy=0)
+        return pool.state()
+
+    state = asyncio.run(before())
+    assert [drop.reason for drop in state.batch.dropped] == ["reward_failed"]
+    again = asyncio.run(after(state)).batch
+    assert kept(again) == ["p1"] and [drop.reason for drop in again.dropped] == ["zero_spread"]
+
+
+def test_what_ends_after_a_stop_was_asked_for_does_not_count(tmp_path):
+    async def stage():
+        stopping: list[bool] = []
+        sampler = HeldSampler()
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9), is_stopping=lambda: bool(stopping))
+        first = asyncio.create_task(pool.take(1))
+        await sampler.let_go(1)
+        stopping.append(True)  # what computes rewards may be gone
+        await sampler.let_go(0, 2)
+        assert not first.done()
+        state = pool.state()
+        assert kept(state.batch) == ["p1"] and [saved["record"]["prompt_id"] for saved in state.cursor["waiting"]] == [
+            "p0",
+            "p2",
+            "p3",
+        ]
+
+    asyncio.run(stage())
+
+
+def test_with_lengths_of_a_heavy_tail_samplers_stay_busy_and_short_answers_are_not_favoured():
+    sizes = {"steps": 12, "prompts": 32, "samples": 4, "seats": 32, "token_s": 0.01, "train": 0.5}
+    found = run_without_waiting(run("arrival", 2, **sizes))
+    waiting = run_without_waiting(run("prompt", 2, **sizes))
+    assert found["busy"] > 0.85 > 0.6 > waiting["busy"]  # the last answers are waited for, in twelve steps too
+    assert found["groups"] == 12 * 32 and found["trained"] == found["sampled"]
+    assert found["length"] == pytest.approx(1.0) and found["masked"] == 0.0
+    assert found["largest"] <= 2.0
+
+
+def test_every_prompt_is_trained_once_whatever_the_lengths():
+    for lag in (1, 4):
+        found = run_without_waiting(run("arrival", lag, steps=7, prompts=3, samples=2, seats=5, token_s=1.0, train=0.2))
+        assert found["groups"] == 21 and found["trained"] == found["sampled"] == 42 and found["largest"] <= lag
