@@ -39,6 +39,14 @@ def score(logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: 
     return selected, logsumexp, entropies
 
 
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of logits (N, V): its likeliest token, the first of several, (N,) int64; and logsumexp, (N,)
+    float32."""
+    places, logsumexp = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+    _run("likeliest", logits, places, 1.0, places=places, logsumexp=logsumexp)
+    return places, logsumexp
+
+
 def score_back(
     logits: Tensor,
     targets: Tensor,
@@ -71,7 +79,7 @@ class _Rows(Structure):
         *((name, c_void_p) for name in ("logits", "d_logits", "targets")),
         ("temperature", c_double),
         *((name, c_void_p) for name in ("losses", "selected", "logsumexp", "entropies")),
-        *((name, c_void_p) for name in ("d_logprobs", "d_entropies")),
+        *((name, c_void_p) for name in ("d_logprobs", "d_entropies", "places")),
     ]
 
 
@@ -105,7 +113,7 @@ def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **t
 @cache
 def _library() -> ctypes.CDLL:
     library = c_library(SOURCE, "the losses of training on a CPU")
-    for name in ("losses", "score", "score_back"):
+    for name in ("losses", "score", "score_back", "likeliest"):
         function = getattr(library, name)
         function.argtypes, function.restype = [c_void_p, c_int64, c_int64, c_void_p], None
     return library

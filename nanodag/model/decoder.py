@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nanodag.model import cpu_layer
+from nanodag.model import cpu_layer, cpu_linear
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
 from nanodag.model.rope import rope_frequencies
 
 IGNORED = -100
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""As torch.nn.functional.linear."""
 Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
 
@@ -63,12 +65,13 @@ def before_attention(
     qk_norms: tuple[Tensor, Tensor] | None,
     *,
     heads: Heads,
+    linear: Linear = functional.linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D)."""
     h = rms_norm(x, norm, heads.norm_eps)
     counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     query, key, value = (
-        functional.linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (count, heads.head_dim))
+        linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (count, heads.head_dim))
         for i, (weight, count) in enumerate(zip(projections, counts, strict=True))
     )
     if qk_norms is not None:
@@ -77,12 +80,25 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: Heads
+    x: Tensor,
+    attended: Tensor,
+    output: Tensor,
+    norm: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    heads: Heads,
+    linear: Linear = functional.linear,
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x = x + functional.linear(attended, output)
+    x = x + linear(attended, output, None)
     h = rms_norm(x, norm, heads.norm_eps)
-    return x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
+    return x + linear(functional.silu(linear(h, gate, None)) * linear(h, up, None), down, None)
+
+
+def _linear_of(x: Tensor) -> Linear:
+    return cpu_linear.linear if x.device.type == "cpu" else functional.linear
 
 
 class Functions:
@@ -100,7 +116,7 @@ class Functions:
             return cpu_layer.before_attention(x, cos, sin, *weights, heads=heads)
         if self.compiled:
             return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
-        return x, *before_attention(x, cos, sin, *weights, heads=heads)
+        return x, *before_attention(x, cos, sin, *weights, heads=heads, linear=_linear_of(x))
 
     def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
         """`after_attention`."""
@@ -108,7 +124,7 @@ class Functions:
             return cpu_layer.after_attention(x, attended, *weights, heads=heads)
         if self.compiled:
             return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
-        return after_attention(x, attended, *weights, heads=heads)
+        return after_attention(x, attended, *weights, heads=heads, linear=_linear_of(x))
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -14,6 +14,7 @@ typedef struct {
     double temperature;
     float *losses, *selected, *logsumexp, *entropies; /* (N,); entropies NULL where none are wanted */
     const float *d_logprobs, *d_entropies;   /* (N,); d_entropies NULL where they are all 0 */
+    int64_t *places;                         /* (N,) */
 } Rows;
 
 /* A row over the temperature. to: V floats and LANES more, which become -INFINITY. */
@@ -84,6 +85,21 @@ void score(const Rows *a, int64_t first, int64_t end, float *scratch) {
         a->selected[row] = scratch[a->targets[row]];
         a->logsumexp[row] = highest + log_sum;
         if (a->entropies) a->entropies[row] = log_sum - sum_of(weighted) / sum; /* -E[log p] */
+    }
+}
+
+/* The logsumexp of each row, and the first of its highest places. */
+void likeliest(const Rows *a, int64_t first, int64_t end, float *scratch) {
+    const int64_t V = a->vocabulary;
+    for (int64_t row = first; row < end; row++) {
+        take(a, row, scratch);
+        float highest = highest_of(scratch, V);
+        vec totals = {};
+        for (int64_t v = 0; v < V; v += LANES) totals += exp_of(load(scratch + v) - highest);
+        a->logsumexp[row] = highest + logf(sum_of(totals));
+        int64_t place = 0;
+        while (place < V - 1 && scratch[place] != highest) place++;
+        a->places[row] = place;
     }
 }
 

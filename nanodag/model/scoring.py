@@ -1,10 +1,11 @@
 """Log-probabilities of answers under a model, a question's context computed once for all its answers.
 
-Shapes: B rows of a batch, T tokens of its longest row, N scored tokens, D model width, V vocabulary.
+Letters: T tokens of a batch, N scored tokens, M places that predict them, D model width, V vocabulary.
 
-A question with the context c and the answers x and y becomes one row, c x y: answer tokens see the context and their
-own answer only, and their positions go on from the context's. Four choices of 5 tokens behind a context of 30 cost 46
-tokens instead of 136. One-token answers cost nothing beyond the context.
+A question with the context c and the answers x and y becomes c x y: answer tokens see the context and their own answer
+only, and their positions go on from the context's. Four choices of 5 tokens behind a context of 30 cost 46 tokens
+instead of 136. One-token answers cost nothing beyond the context. The questions of a batch lie one after the other in
+one row, without padding (nanodag.model.group_attention).
 """
 
 import math
@@ -14,16 +15,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.model.attention import Attend
+from nanodag.model import cpu_head
+from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.decoder import Decoder
+from nanodag.model.group_attention import group_attention
 from nanodag.store.kept_lines import KeptLines, content_key
 
-MAX_LOGITS = 1 << 25  # numbers of one slice of (N, V): 128 MB in fp32
+MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers of one slice of (M, V): on a CPU 16 MB, near its caches
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def score_questions(
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
-    micro_batch_tokens: at once, padding included; a question that is longer goes alone. max_positions: a context that
+    micro_batch_tokens: at once; a question that is longer goes alone. max_positions: a context that
     leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done.
     kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
     could be rounded otherwise.
@@ -99,17 +102,19 @@ def score_questions(
 
 
 def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[Numbered]:
-    """All questions with their numbers, in batches of at most micro_batch_tokens, padding included; a row that is
-    longer comes alone. Contexts are cut as in `score_questions`, which says what is raised."""
+    """All questions with their numbers, in batches of at most micro_batch_tokens; one that is longer comes
+    alone. Contexts are cut as in `score_questions`, which says what is raised."""
     fitted = [_fit(question, max_positions) for question in questions]
-    # Longest first: an out-of-memory comes at once, and rows of one batch are of about one length.
+    # Longest first: an out-of-memory comes at once, and questions of one batch are of about one length.
     order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
     batches: list[Numbered] = []
-    start = 0
-    while start < len(order):
-        num_rows = max(1, micro_batch_tokens // fitted[order[start]].num_tokens)
-        batches.append([(number, fitted[number]) for number in order[start : start + num_rows]])
-        start += num_rows
+    room = 0
+    for number in order:
+        if (size := fitted[number].num_tokens) > room:
+            batches.append([])
+            room = micro_batch_tokens
+        batches[-1].append((number, fitted[number]))
+        room -= size
     return batches
 
 
@@ -158,82 +163,76 @@ def score_batch(
 ) -> list[list[AnswerScore]]:
     """Scores of questions in one forward pass. forward: a Decoder on the device, or an engine around it. head: gives
     the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
-    rows = [_row(question) for question in questions]
-    width = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions = torch.zeros(len(rows), width, dtype=torch.long)
-    segments = torch.zeros(len(rows), width, dtype=torch.long)
-    for number, row in enumerate(rows):
-        size = len(row.ids)
-        ids[number, :size] = torch.tensor(row.ids)
-        positions[number, :size] = torch.tensor(row.positions)
-        segments[number, :size] = torch.tensor(row.segments)
-    hidden = forward(ids.to(device), positions.to(device), want="hidden", attend=_attention(segments.to(device)))
-    where = torch.tensor([(b, t) for b, row in enumerate(rows) for t in row.predict_at], device=device)  # (N, 2)
-    targets = torch.tensor([token for row in rows for token in row.targets], device=device)  # (N,)
+    row = _row(questions)
+    ids, positions = (torch.tensor([values], device=device) for values in (row.ids, row.positions))
+    hidden = forward(ids, positions, want="hidden", attend=group_attention(row))[0]  # (T, D)
+    # The first tokens of a question's answers are predicted from one place, so its logits are computed once.
+    places, rows = torch.tensor(row.predict_at).unique(return_inverse=True)  # (M,) and (N,)
     with head() as weight:
-        logprobs, greedy = _score_targets(weight, hidden[where[:, 0], where[:, 1]], targets)
+        logprobs, greedy = _score_targets(weight, hidden[places.to(device)], rows, torch.tensor(row.targets))
     return _collect(questions, logprobs, greedy)
 
 
-def _score_targets(weight: Tensor, hidden: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
-    """Logprob of each target, and whether it is the likeliest token. weight: (V, D). hidden: (N, D). targets: (N,)
-    int64."""
-    size = max(1, MAX_LOGITS // len(weight))
-    logprobs: list[float] = []
-    greedy: list[bool] = []
-    for start in range(0, len(targets), size):
-        wanted = targets[start : start + size]
-        logits = (hidden[start : start + size] @ weight.T).float()  # (n, V)
-        logprobs += (logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-        greedy += (logits.argmax(-1) == wanted).tolist()
-    return logprobs, greedy
+def _score_targets(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
+    """Logprob of each target, and whether it is the likeliest token. weight: (V, D). hidden: (M, D). rows: (N,) int64,
+    which hidden state predicts it. targets: (N,) int64. Both are on the host."""
+    size = max(1, MAX_LOGITS[weight.device.type] // len(weight))
+    logprobs, greedy = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
+    for start in range(0, len(hidden), size):
+        logits = times_transposed(hidden[start : start + size], weight)  # (n, V)
+        chosen = ((rows >= start) & (rows < start + size)).nonzero()[:, 0]
+        places, wanted = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
+        likeliest, logsumexp = _of_rows(logits)
+        logprobs[chosen] = (logits[places, wanted].float() - logsumexp[places]).cpu()
+        greedy[chosen] = (likeliest[places] == wanted).cpu()
+    return logprobs.tolist(), greedy.tolist()
+
+
+def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row of logits (n, V), (n,) int64, and its logsumexp, (n,) float32."""
+    if cpu_head.can_score(logits):
+        return cpu_head.likeliest(logits)
+    return logits.argmax(-1), logits.float().logsumexp(-1)
 
 
 @dataclass(frozen=True)
 class _Row:
+    """Questions one after the other, each a context and its answers: a GroupedRow (nanodag.model.group_attention).
+    predict_at: place that predicts each scored token. targets: these tokens."""
+
     ids: list[int]
     positions: list[int]
-    segments: list[int]  # 0: context, 1..: number of the answer
-    predict_at: list[int]  # place in the row that predicts each scored token
+    prompts: np.ndarray
+    responses: np.ndarray
+    predict_at: list[int]
     targets: list[int]
 
-
-def _row(question: Question) -> _Row:
-    start = len(question.context)
-    row = _Row(list(question.context), list(range(start)), [0] * start, [], [])
-    for number, answer in enumerate(question.answers, start=1):
-        row.predict_at.append(start - 1)
-        row.predict_at.extend(range(len(row.ids), len(row.ids) + len(answer) - 1))
-        row.targets.extend(answer)
-        row.ids.extend(answer[:-1])
-        row.positions.extend(range(start, start + len(answer) - 1))
-        row.segments.extend([number] * (len(answer) - 1))
-    return row
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
-def _attention(segments: Tensor) -> Attend:
-    """A token sees what stands before it in the context and in its own answer. segments: (B, T), 0 for the context.
-
-    Padding stands at the right, where causal rows never look, so only rows with several answers need a mask.
-    """
-    mask = None
-    if bool(segments.any()):
-        of_key, of_query = segments[:, None, :], segments[:, :, None]
-        mask = (((of_key == 0) | (of_key == of_query)).tril())[:, None]  # (B, 1, T, T)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return out.transpose(1, 2)
-
-    return attend
+def _row(questions: Sequence[Question]) -> _Row:
+    ids: list[int] = []
+    positions: list[int] = []
+    predict_at: list[int] = []
+    targets: list[int] = []
+    prompts: list[tuple[int, int]] = []
+    responses: list[tuple[int, int, int]] = []
+    for number, question in enumerate(questions):
+        before = len(question.context)
+        prompts.append((len(ids), before))
+        ids += question.context
+        positions += range(before)
+        last = len(ids) - 1
+        for answer in question.answers:
+            size = len(answer) - 1
+            responses.append((len(ids), size, number))
+            predict_at += [last, *range(len(ids), len(ids) + size)]
+            targets += answer
+            ids += answer[:-1]
+            positions += range(before, before + size)
+    return _Row(ids, positions, np.array(prompts), np.array(responses), predict_at, targets)
 
 
 def _collect(questions: Sequence[Question], logprobs: list[float], greedy: list[bool]) -> list[list[AnswerScore]]:

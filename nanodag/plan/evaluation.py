@@ -37,7 +37,7 @@ ITEM_S = 1e-3
 """CPU-seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
 HASHED_S = 1.2e-5
 """CPU-seconds of a row that a hash counts among the held-out ones or not."""
-SCORED_LOGITS = 1 << 25  # MAX_LOGITS of nanodag.model.scoring
+SCORED_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # MAX_LOGITS of nanodag.model.scoring
 UNKNOWN_ITEMS = 1000
 CORE_RECORD_BYTES = 150
 """Of an item of CORE, whose record holds no text."""
@@ -248,7 +248,7 @@ def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | N
     held = {
         "weights": wide * model.total,
         "activations": scored * wide * (6 * shape.width + 3 * shape.mlp_width) + scored * 512,
-        "logits": min(SCORED_LOGITS, scored * model.vocabulary // 4) * (wide + 4),
+        "logits": min(SCORED_LOGITS[device], scored * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     base = {"process": processes.EVALUATION, "data": int(processes.PARSED * in_memory(sources))}

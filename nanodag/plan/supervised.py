@@ -158,7 +158,7 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
     if stage.core_every:  # its passes hold less than a micro-batch's, but for the head's
-        largest = min(SCORED_LOGITS, model.vocabulary * max(micro, model.max_positions))
+        largest = min(SCORED_LOGITS[device], model.vocabulary * max(micro, model.max_positions))
         held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.errors import ConfigError
+from nanodag.model import group_attention
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
-from nanodag.rl.trainer import group_attention
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from tests.rl.ragged import RAGGED, rollout

@@ -16,8 +16,8 @@ from nanodag.model.architecture import read_checkpoint
 from nanodag.model.attention import on_device
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
+from nanodag.model.group_attention import group_attention
 from nanodag.model.headers import faults_of_config
-from nanodag.rl.trainer.group_attention import group_attention
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding

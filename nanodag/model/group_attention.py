@@ -1,4 +1,4 @@
-"""Attention for a row in which several responses share one prompt (nanodag.rl.trainer.rows).
+"""Attention for a row in which several responses share one prompt: RL's rollouts of a group, a question's answers.
 
 Every prompt attends causally to itself; every response to its prompt and causally to itself. Linear layers run over the
 packed row without padding. Which way, by what the device does well; none holds a mask of queries by keys:
@@ -11,24 +11,38 @@ Letters beyond those of packing: H query heads, K key-value heads, D head width.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanodag.model.attention import Attend, Boundaries, attend_within, flash_takes, on_device
 from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
-from nanodag.rl.trainer.rows import MicroBatch
 
 Way = Literal["own", "flash", "causal"]
 Flat = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
 
 
-def group_attention(row: MicroBatch) -> Attend:
+class GroupedRow(Protocol):
+    """prompts: (G, 2) int64, start and length in the row. responses: (R, 3) int64, start, length, number of the prompt;
+    each lies behind its prompt, and each prompt has one, which may be empty. num_tokens: of the row."""
+
+    @property
+    def prompts(self) -> NDArray[np.int64]: ...
+
+    @property
+    def responses(self) -> NDArray[np.int64]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def group_attention(row: GroupedRow) -> Attend:
     """The Attend of one row: query (1, T, H, D), key and value (1, T, K, D) -> (1, T, H, D). What it needs to know of
     the row is laid out on the query's device when it is first called."""
     made: list[Flat] = []
@@ -48,12 +62,12 @@ def way_of(query: Tensor) -> Way:
     return "own" if can_attend(query) else "causal"
 
 
-def _own(row: MicroBatch, device: torch.device) -> Flat:
+def _own(row: GroupedRow, device: torch.device) -> Flat:
     pieces = pieces_of(row)
     return lambda query, key, value: CpuAttention.apply(query, key, value, pieces)
 
 
-def pieces_of(row: MicroBatch) -> Pieces:
+def pieces_of(row: GroupedRow) -> Pieces:
     """The row's prompts, each with its responses after it, as they lie in the row."""
     order = np.argsort(np.concatenate([row.prompts[:, 0], row.responses[:, 0]]), kind="stable")
     pieces = np.concatenate([row.prompts, row.responses[:, :2]])[order]
@@ -62,7 +76,7 @@ def pieces_of(row: MicroBatch) -> Pieces:
     return Pieces(groups, pieces, int(max(row.prompts[:, 1].max(), seen.max(initial=0))))
 
 
-def _flash(row: MicroBatch, device: torch.device) -> Flat:
+def _flash(row: GroupedRow, device: torch.device) -> Flat:
     key_places, num_queries, num_keys = flash_layout(row)
     arrays = (key_places, *(np.cumsum([0, *lengths], dtype=np.int32) for lengths in (num_queries, num_keys)))
     places, query_starts, key_starts = (on_device(array, device) for array in arrays)
@@ -74,7 +88,7 @@ def _flash(row: MicroBatch, device: torch.device) -> Flat:
     return attend
 
 
-def flash_layout(row: MicroBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def flash_layout(row: GroupedRow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prompts and responses as sequences in the row's own order, so that its queries need not be moved: the places of
     their keys one after the other, (U,) int64; and the number of queries and of keys of each, (S,) int64."""
     prompts = [(start, length, start, 0) for start, length in row.prompts.tolist()]
@@ -90,7 +104,7 @@ def flash_layout(row: MicroBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(places), num_queries, np.array([len(own) for own in places])
 
 
-def _causal(row: MicroBatch, device: torch.device) -> Flat:
+def _causal(row: GroupedRow, device: torch.device) -> Flat:
     places, back = (on_device(array, device) for array in causal_layout(row))
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -104,7 +118,7 @@ def _causal(row: MicroBatch, device: torch.device) -> Flat:
     return attend
 
 
-def causal_layout(row: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
+def causal_layout(row: GroupedRow) -> tuple[np.ndarray, np.ndarray]:
     """Each response behind its prompt in a row of its own, (R, longest) int64, places in the row, padding points at
     place 0; and (T,) int64, the place of each token in them, flattened: a prompt's before its first response."""
     prompts, responses = row.prompts.tolist(), row.responses.tolist()
@@ -119,7 +133,7 @@ def causal_layout(row: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
     return places, back
 
 
-WAYS: dict[Way, Callable[[MicroBatch, torch.device], Flat]] = {
+WAYS: dict[Way, Callable[[GroupedRow, torch.device], Flat]] = {
     "own": _own,
     "flash": _flash,
     "causal": _causal,
