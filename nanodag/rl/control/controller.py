@@ -34,6 +34,7 @@ from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.best_weights import BestWeights, is_patience_over
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.one_side import SavedRollouts
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
@@ -86,9 +87,11 @@ class Controller:
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
-        self._generator = RolloutGenerator(
+        self._generator: RolloutGenerator | SavedRollouts = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
+        if not self._config.has_samplers:
+            self._generator = SavedRollouts(Path(self._config.saved_rollouts), num_steps=self._config.num_steps)
         self._benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
@@ -118,7 +121,7 @@ class Controller:
             is_exact=bool(self._config.sampler.deterministic),
             position=position or Position(),
             timed=self._stopwatch.timed,
-            keeps_trainer=self._services.sync.keeps_trainer,
+            keeps_trainer=self._services.sync.keeps_trainer and self._config.only == "both",
             loads_in_flight=self._config.weights.sync_mode != "finish",
             is_over=self._is_over if self._config.evaluation.patience else None,
         )
@@ -140,6 +143,8 @@ class Controller:
 
     async def load(self, policy: int) -> None:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
+        if self._config.only != "both":  # nobody has weights to give, or nobody is there to take them
+            return
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
             async with self._services.samplers.paused():
@@ -171,8 +176,11 @@ class Controller:
         return {int(step): value for step, value in self._state["evals"].get(name, {}).items()}
 
     def _due(self, policy: int) -> list[str]:
-        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks."""
+        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks. Weights that stay are
+        evaluated once."""
         config, done = self._config, self._state["evals"]
+        if not config.has_samplers or (policy and not config.has_trainer):
+            return []
         names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks.names]
         due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
         return [name for name in due if str(policy) not in done.get(name, {})]
@@ -194,16 +202,23 @@ class Controller:
 
     async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
-        batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
-        if self._config.rollout.partial_rollout_tokens and self._config.rollout.partial_rollouts == "mask":
+        if self._config.has_samplers:
+            batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
+        if (
+            self._config.has_samplers
+            and self._config.rollout.partial_rollout_tokens
+            and self._config.rollout.partial_rollouts == "mask"
+        ):
             batch = without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
-        values |= staleness_metrics(batch.trained, self._state["versions"])
+        if self._config.has_samplers:
+            values |= staleness_metrics(batch.trained, self._state["versions"])
         path = self._records.rollouts(step, batch)
-        if batch.kept:
+        if batch.kept and self._config.has_trainer:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
+        if "mismatch_absolute" in values and self._config.has_samplers:
             self._check_mismatch(values["mismatch_absolute"], is_stale=values["staleness_largest"] > 0)
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
@@ -225,6 +240,8 @@ class Controller:
 
     async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
+        if self._config.only != "both":
+            return
         with self._stopwatch.timed("sync"):
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
