@@ -111,15 +111,13 @@ class FilterConfig(EntryConfig):
 
     kind = "filter"
 
-    options: dict[str, float] = {}  # type: ignore[assignment]
-    """Keyword arguments of the filter, numbers only."""
-
     @model_validator(mode="after")
     def _lets_some_pass(self) -> "FilterConfig":
-        if self.options.get("lowest", -math.inf) > self.options.get("highest", math.inf):
+        lowest, highest = self.options.get("lowest", -math.inf), self.options.get("highest", math.inf)
+        if self.traits is not None and float(lowest) > float(highest):
             raise ValueError(
-                f"filter {self.name}: lowest {self.options['lowest']:g} is above highest "
-                f"{self.options['highest']:g}, so every group would be dropped; swap them"
+                f"filter {self.name}: lowest {lowest:g} is above highest {highest:g}, so every group would be dropped; "
+                "swap them"
             )
         return self
 

@@ -1,6 +1,6 @@
 """Reinforcement learning."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -37,6 +37,13 @@ class RLStage(StageBase):
     num_epochs: float = Field(0.0, ge=0)
     """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill with prompts_per_step
     each. 0 for num_steps."""
+    only: Literal["both", "rollouts", "training"] = "both"
+    """The sides that run, to look at one of them. `rollouts`: responses are generated and scored, and nothing is
+    trained; the stage leaves the model that it began with. `training`: saved_rollouts are trained, without samplers,
+    rewards or evaluations."""
+    saved_rollouts: str = Field("none", pattern="^(none|/.+)$")
+    """Where `only: training` finds its steps: the absolute path of the folder `rollouts` in the records of an RL
+    stage."""
     rollout: RolloutSection = RolloutSection()
     """Which responses are generated and kept."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -88,6 +95,7 @@ class RLStage(StageBase):
         self._check_advantage()
         self._check_keep()
         self._check_epochs()
+        self._check_only()
         return self
 
     @property
@@ -106,6 +114,16 @@ class RLStage(StageBase):
                 f"num_epochs {self.num_epochs:g}: passes over a mixture by weights have no meaning, as it has no end; "
                 "set num_steps, or leave out the weights"
             )
+
+    def _check_only(self) -> None:
+        if (self.only == "training") != (self.saved_rollouts != "none"):
+            raise ValueError(
+                f"only {self.only} and saved_rollouts {self.saved_rollouts} do not fit together: only: training, and "
+                "nothing else, trains saved rollouts"
+            )
+        if self.only != "both" and self.best_metric:
+            why = "nothing is evaluated" if self.only == "training" else "nothing changes the weights"
+            raise ValueError(f"keep {self.keep} with only: {self.only}, where {why}; use keep: last")
 
     def _check_keep(self) -> None:
         names = [benchmark.name for benchmark in self.evaluation.benchmarks]
@@ -239,6 +257,16 @@ class RLStage(StageBase):
                 f"rollout.samples_per_prompt 1 leaves advantage {algorithm.advantage} nothing to compare; raise it, or "
                 "use gae or reinforce_pp"
             )
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether anything is trained."""
+        return self.only != "rollouts"
+
+    @property
+    def has_samplers(self) -> bool:
+        """Whether anything is sampled."""
+        return self.only != "training"
 
     @property
     def has_process_reward(self) -> bool:

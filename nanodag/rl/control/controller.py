@@ -34,6 +34,7 @@ from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals, unless_stopped
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.one_side import SavedRollouts
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -84,14 +85,17 @@ class Controller:
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
-        self._generator = RolloutGenerator(
+        generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
+        self._generator: RolloutGenerator | SavedRollouts = generator
+        if not self._config.has_samplers:
+            self._generator = SavedRollouts(Path(self._config.saved_rollouts), num_steps=self._config.num_steps)
         rollout = self._config.rollout
         self._pool: RolloutPool | None = None
-        if rollout.order == "arrival":
+        if rollout.order == "arrival" and self._config.has_samplers:
             self._pool = RolloutPool(
-                self._generator,
+                generator,
                 self._cursor,
                 num_steps=self._config.num_steps,
                 prompts_per_step=rollout.prompts_per_step,
@@ -103,7 +107,7 @@ class Controller:
         )
         self._stopwatch = Stopwatch()
         self._evaluations = Evaluations(
-            job, self._generator, benchmarks, self._renderer, longest=longest, timed=self._stopwatch.timed
+            job, generator, benchmarks, self._renderer, longest=longest, timed=self._stopwatch.timed
         )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
@@ -129,7 +133,7 @@ class Controller:
             is_exact=bool(self._config.sampler.deterministic),
             position=position or Position(),
             timed=self._stopwatch.timed,
-            keeps_trainer=self._services.sync.keeps_trainer,
+            keeps_trainer=self._services.sync.keeps_trainer and self._config.only == "both",
             loads_in_flight=self._config.weights.sync_mode != "finish",
             is_over=self._evaluations.is_over if self._config.evaluation.patience else None,
         )
@@ -151,6 +155,8 @@ class Controller:
 
     async def load(self, policy: int) -> None:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
+        if self._config.only != "both":  # nobody has weights to give, or nobody is there to take them
+            return
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
             async with self._services.samplers.paused():
@@ -181,16 +187,23 @@ class Controller:
 
     async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
-        batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
-        if self._config.rollout.partial_rollout_tokens and self._config.rollout.partial_rollouts == "mask":
+        if self._config.has_samplers:
+            batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
+        if (
+            self._config.has_samplers
+            and self._config.rollout.partial_rollout_tokens
+            and self._config.rollout.partial_rollouts == "mask"
+        ):
             batch = without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
-        values |= staleness_metrics(batch.trained, self._state["versions"])
+        if self._config.has_samplers:
+            values |= staleness_metrics(batch.trained, self._state["versions"])
         path = self._records.rollouts(step, batch)
-        if batch.kept:
+        if batch.kept and self._config.has_trainer:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
+        if "mismatch_absolute" in values and self._config.has_samplers:
             is_stale = values["staleness_largest"] > 0
             check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
         if (every := self._config.keep_weights_every) and step % every == 0:
@@ -214,6 +227,8 @@ class Controller:
 
     async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
+        if self._config.only != "both":
+            return
         with self._stopwatch.timed("sync"):
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])

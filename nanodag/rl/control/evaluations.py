@@ -44,8 +44,11 @@ class Evaluations:
         self.scores: dict[str, dict[str, float | None]] = {}  # by HELD_OUT or benchmark, then policy, as JSON has it
 
     def due(self, policy: int) -> list[str]:
-        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks."""
+        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks. Weights that stay are
+        evaluated once."""
         config = self._config
+        if not config.has_samplers or (policy and not config.has_trainer):
+            return []
         names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks.names]
         due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
         return [name for name in due if str(policy) not in self.scores.get(name, {})]

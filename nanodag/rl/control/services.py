@@ -24,6 +24,7 @@ from nanodag.inference.sglang_process import CONTEXT_RESERVE, SGLangProcess
 from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
+from nanodag.rl.control.one_side import NoTrainer
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
@@ -72,7 +73,10 @@ class Services:
         self._router: Router | None = None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
-        self.link = RankLink(int(self._config.resources.num_ranks), host=host)
+        self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
+        self.link: RankLink | NoTrainer = NoTrainer(job.inputs["model"])
+        if self._has_trainer:
+            self.link = RankLink(int(self._config.resources.num_ranks), host=host)
 
     def __enter__(self) -> "Services":
         try:
@@ -89,9 +93,10 @@ class Services:
         """Start all at once: importing torch twice, one after the other, would be half of a short stage."""
         shutil.rmtree(self.sync_folder, ignore_errors=True)
         self.sync_folder.mkdir(parents=True)
-        self._start_trainer()
-        model = self._job.inputs["model"]
-        starting = [_Background(self._launch, number, model, BEFORE_THE_FIRST) for number in range(self.num_samplers)]
+        if self._has_trainer:
+            self._start_trainer()
+        model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
+        starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
@@ -106,7 +111,7 @@ class Services:
         self.samplers = Samplers(
             self._servers,
             model=self._job.inputs["model"],
-            version=BEFORE_THE_FIRST,
+            version=version,
             launch=self._launch,
             connect=self._connect,
             is_stopping=stop_requested,
@@ -177,7 +182,7 @@ class Services:
     @property
     def num_samplers(self) -> int:
         """Sampler processes of this stage."""
-        return int(self._config.sampler.replicas)
+        return int(self._config.sampler.replicas) if self._has_samplers else 0
 
     @property
     def _cache_tokens(self) -> int:
