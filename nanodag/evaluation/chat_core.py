@@ -62,6 +62,7 @@ def _records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
     return [
         {
             "id": f"{name}:{record['id']}",
+            "part": name,
             "weight": 1 / len(given),
             "scores": {NAME: _centred(record["scores"][metric], TASKS[name])},
             **{count: record[count] for count in ("too_long", "unparsed", "truncated") if count in record},

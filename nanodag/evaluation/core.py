@@ -34,6 +34,7 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
         records += [
             {
                 "id": f"{task.label}:{number}",
+                "part": task.label,
                 "weight": 1 / len(data),
                 "scores": {"core": centred(float(one.is_right), task.baseline), task.label: float(one.is_right)},
                 **({"too_long": True} if one.is_too_long else {}),

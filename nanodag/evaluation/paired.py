@@ -1,7 +1,8 @@
 """Which of two checkpoints is better, judged on the same items.
 
 Two checkpoints that answer the same 400 items differ by less noise than two that answer different ones: what counts is
-the difference item by item. Records are those of `samples/<benchmark>.jsonl` (nanodag.evaluation).
+the difference item by item. Records are those of `samples/<benchmark>.jsonl` (nanodag.evaluation). A benchmark made of
+several, such as CORE, is a mean over its parts: noise is that within each part, not how unlike the parts are.
 """
 
 import json
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,18 +64,17 @@ def paired(a: Records, b: Records, metric: str, *, seed: int = 0) -> PairedDiffe
     if len(first) < 2:
         raise SourceError(f"A paired comparison needs at least 2 items; found {len(first)}.")
     names = sorted(first)
-    scores_a, scores_b = (np.array([side[name][0] for name in names]) for side in (first, second))
-    weights = np.array([first[name][1] for name in names])
+    scores_a, scores_b = (np.array([side[name].score for name in names]) for side in (first, second))
+    weights = np.array([first[name].weight for name in names])
     differences = scores_b - scores_a
     mean = float((weights * differences).sum() / weights.sum())
-    num = len(names)
-    spread = float(((weights * (differences - mean)) ** 2).sum())
-    stderr = math.sqrt(num / (num - 1) * spread) / float(weights.sum())
-    low, high = _bootstrap(differences, weights, seed)
+    parts = _parts([first[name].part for name in names])
+    stderr = math.sqrt(sum(_spread(differences[of], weights[of]) for of in parts)) / float(weights.sum())
+    low, high = _bootstrap(differences, weights, parts, seed)
     higher, lower = int((differences > 0).sum()), int((differences < 0).sum())
     is_binary = bool(np.isin(scores_a, (0, 1)).all() and np.isin(scores_b, (0, 1)).all())
     return PairedDifference(
-        num_items=num,
+        num_items=len(names),
         value_a=float((weights * scores_a).sum() / weights.sum()),
         value_b=float((weights * scores_b).sum() / weights.sum()),
         difference=mean,
@@ -125,25 +125,49 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _by_id(records: Records, metric: str) -> dict[str, tuple[float, float]]:
-    items: dict[str, tuple[float, float]] = {}
+class _Item(NamedTuple):
+    score: float
+    weight: float
+    part: str
+
+
+def _by_id(records: Records, metric: str) -> dict[str, _Item]:
+    items: dict[str, _Item] = {}
     for record in read_records(records) if isinstance(records, Path) else records:
         if metric not in record["scores"]:
             raise SourceError(f"Item {record['id']} has no metric {metric!r}; it has {sorted(record['scores'])}.")
-        items[record["id"]] = (float(record["scores"][metric]), float(record.get("weight", 1.0)))
+        score, weight = float(record["scores"][metric]), float(record.get("weight", 1.0))
+        items[record["id"]] = _Item(score, weight, record.get("part", ""))
     return items
 
 
-def _bootstrap(differences: np.ndarray, weights: np.ndarray, seed: int) -> tuple[float, float]:
+def _parts(names: Sequence[str]) -> list[np.ndarray]:
+    """Numbers of the items of each part; all as one where a part of a single item would say nothing of its noise."""
+    _, part_of, counts = np.unique(names, return_inverse=True, return_counts=True)
+    return [np.arange(len(names))] if counts.min() < 2 else [np.flatnonzero(part_of == n) for n in range(len(counts))]
+
+
+def _spread(differences: np.ndarray, weights: np.ndarray) -> float:
+    """The variance of a part's weighted sum."""
+    num, mean = len(differences), (weights * differences).sum() / weights.sum()
+    return float(num / (num - 1) * ((weights * (differences - mean)) ** 2).sum())
+
+
+def _bootstrap(
+    differences: np.ndarray, weights: np.ndarray, parts: Sequence[np.ndarray], seed: int
+) -> tuple[float, float]:
+    """Items are drawn anew within each part."""
     generator = np.random.default_rng(seed)
-    num = len(differences)
     # Items that look alike are drawn together: right-or-wrong scores have at most three kinds, whatever their number.
-    kinds, counts = np.unique(np.stack([differences, weights]), axis=1, return_counts=True)
+    drawn_from = [np.unique(np.stack([differences[of], weights[of]]), axis=1, return_counts=True) for of in parts]
     means = []
     for start in range(0, NUM_RESAMPLES, _CHUNK):
         size = min(_CHUNK, NUM_RESAMPLES - start)
-        drawn = generator.multinomial(num, counts / num, size=size)
-        means.append(drawn @ (kinds[0] * kinds[1]) / (drawn @ kinds[1]))
+        total, weight = np.zeros(size), np.zeros(size)
+        for kinds, counts in drawn_from:
+            drawn = generator.multinomial(counts.sum(), counts / counts.sum(), size=size)
+            total, weight = total + drawn @ (kinds[0] * kinds[1]), weight + drawn @ kinds[1]
+        means.append(total / weight)
     low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
     return float(low), float(high)
 

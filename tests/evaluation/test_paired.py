@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -75,3 +76,19 @@ def test_a_broken_line_is_named(tmp_path):
     path.write_text('{"id": "x", "scores": {"acc": 1}}\n{"id": "y"}\n')
     with pytest.raises(SourceError, match=r"a\.jsonl, line 2"):
         paired(path, path, "acc")
+
+
+def test_what_two_parts_of_a_benchmark_differ_in_is_no_noise():
+    def side(first, second):
+        scores = [("easy", score, 1 / 4) for score in first] + [("hard", score, 1 / 2) for score in second]
+        return [
+            {"id": f"{number}", "part": part, "weight": weight, "scores": {"core": score}}
+            for number, (part, score, weight) in enumerate(scores)
+        ]
+
+    before = side([0.5] * 4, [0.5] * 2)
+    found = paired(before, side([1.5] * 4, [0.5] * 2), "core")
+    assert (found.difference, found.stderr, found.low, found.high) == (0.5, 0.0, 0.5, 0.5)
+    # Variances of the parts' means: 1/4 * (1/3) and 1/2 * 2, over the two parts squared.
+    found = paired(before, side([1.5, 0.5, 0.5, 1.5], [2.5, 0.5]), "core")
+    assert (found.difference, found.stderr) == (0.75, pytest.approx(math.sqrt((1 / 12 + 1) / 4)))
