@@ -122,6 +122,7 @@ class Controller:
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer,
             loads_in_flight=self._config.weights.sync_mode != "finish",
+            takes_turns=self._config.placement == "shared",
         )
         try:
             self._runner.run(schedule.run())
@@ -143,7 +144,7 @@ class Controller:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
-            async with self._services.samplers.paused():
+            async with self._services.lending.for_sync(), self._services.samplers.paused():
                 await self._services.sync.load(folder, version)
         for older in [number for number in self._published if number < policy]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
@@ -201,6 +202,8 @@ class Controller:
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
         values |= staleness_metrics(batch.trained, self._state["versions"])
+        values |= sampler_memory(await self._services.samplers.memory())
+        await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept:
             with self._stopwatch.timed("train"):
@@ -221,11 +224,12 @@ class Controller:
         model = self._services.model
         body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
         rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
-        self._records.step(step, seconds, self._values | rates)
+        self._records.step(step, seconds, self._values | rates | self._services.lending.taken())
         self._records.timeline(step, spans)
 
     async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
+        await self._services.lending.to_trainer()
         with self._stopwatch.timed("sync"):
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
@@ -257,6 +261,7 @@ class Controller:
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
             "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),
+            "trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies),
         }
 
     def _check_mismatch(self, found: float, *, is_stale: bool) -> None:
@@ -334,6 +339,7 @@ class Controller:
             copy = self._services.sync_folder / f"policy-{policy}"
             shutil.copytree(folder / f"policy-{policy}", copy)
             self._published[int(policy)] = (version, copy)
+        self._runner.run(self._services.lending.to_trainer())
         replies = self._runner.run(self._services.link.exchange("load", folder=str(folder)))
         check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
@@ -388,6 +394,7 @@ class Controller:
     def _leave_weights(self) -> int:
         """Write the stage's product; returns the step whose weights it has."""
         if self._best is None:
+            self._runner.run(self._services.lending.to_trainer())
             self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
             return self._config.num_steps
         kept = self._best.leave(self._scores(self._config.best_metric), self._job.output)
@@ -427,6 +434,12 @@ class Controller:
             mirror=job.mirror,
         )
         return first_prompts(mixture, self._renderer, count=config.evaluation.eval_prompts, longest=longest)
+
+
+def sampler_memory(held: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """The most bytes that one has held, of those that say it."""
+    peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]
+    return {"sampler_peak_bytes": max(peaks)} if peaks else {}
 
 
 def by_number(values: Mapping[str, float | None]) -> dict[int, float]:
