@@ -7,6 +7,8 @@ from nanodag.config.derive_hardware import (
     device_of,
     fit_rl,
     fit_supervised,
+    own_gpus,
+    placed,
     precision_of,
     spread,
 )
@@ -50,6 +52,8 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if isinstance(stage, SupervisedStage):
             stage = _scheduled(name, stage, pipeline, origins)
         model = model_of(pipeline, name)
+        if isinstance(stage, RLStage):
+            stage = own_gpus(stage, found)
         stage = spread(stage, model, found)
         if isinstance(stage, SupervisedStage):
             stage = fit_supervised(stage, model, found)
@@ -57,6 +61,7 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         if isinstance(stage, EvalStage):
             stage = derive_evaluation(name, stage, machine, model, origins)
         if isinstance(stage, RLStage):
+            stage = placed(stage, model, found)
             stage = derive_sampler(name, stage, machine, model, origins)
             stage = fit_rl(stage, model, found)
             _check_rl(name, stage, pipeline)

@@ -7,6 +7,7 @@ memory counts in steps of half an octave, and micro-batches divide a step.
 
 from typing import Any, TypeVar
 
+from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER
 from nanodag.config.dial import Shape
 from nanodag.config.footprint import (
     CUDA_BYTES,
@@ -28,6 +29,7 @@ from nanodag.config.hardware_rules import (
     RL_CORES_A_RANK,
     RL_TOKENS,
     RL_TOKENS_UNKNOWN,
+    ROOM_IN_TURNS,
     RULES,
     TRITON_CAPABILITY,
 )
@@ -99,6 +101,54 @@ def precision_of(stage: _S, model: ModelSize | None, found: Derived) -> _S:
     return stage.model_copy(update=updates)
 
 
+def own_gpus(stage: RLStage, found: Derived) -> RLStage:
+    """The stage with the GPUs that samplers have to themselves, by number. Raises ConfigError where that leaves the
+    trainer none, or one is not there."""
+    given, total = stage.sampler.gpus, found.machine.num_gpus
+    is_separate = stage.placement == "separate" and stage.resources.device == "cuda" and not stage.sampler.nodes
+    if given == "auto":
+        found.note("sampler.gpus", "sampler_gpus")
+        given = max(1, total // 2) if is_separate else ()
+    numbers = tuple(range(total - given, total)) if isinstance(given, int) else given
+    if is_separate and (not numbers or len(set(numbers)) != len(numbers) or not set(numbers) < set(range(total))):
+        raise ConfigError(
+            f"{found.name}.sampler.gpus: {stage.sampler.gpus} of this machine's {total} leaves samplers or trainer "
+            f"without a GPU of its own; name some of {', '.join(map(str, range(total))) or 'none'}, not all."
+        )
+    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"gpus": numbers})})
+
+
+def placed(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
+    """The stage with its placement, once its ranks are known."""
+    updates: dict[str, Any] = {}
+    if stage.placement == "auto":
+        updates["placement"] = placement = "shared" if _gains_by_turns(stage, model, found.machine) else "beside"
+        found.note("placement", f"placement_{placement}")
+    if stage.lends_states == "auto":
+        is_lent = updates.get("placement", stage.placement) == "shared" and stage.resources.device == "cuda"
+        updates["lends_states"] = is_lent
+        found.note("lends_states", "lends_states")
+    return stage.model_copy(update=updates)
+
+
+def _gains_by_turns(stage: RLStage, model: ModelSize | None, machine: Machine) -> bool:
+    """Whether the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
+    is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
+    if model is None or machine.gpu is None or stage.resources.device != "cuda":
+        return False
+    if stage.rollout.max_staleness or stage.lends_states is False or not is_alone:
+        return False
+    states = 2 * _states(stage, model, int(stage.resources.num_ranks))
+    share = stage.sampler.memory_fraction
+    beside, shared = (
+        stage.model_copy(update={"placement": placement, "sampler": stage.sampler.model_copy(update={
+            "memory_fraction": SHARE_BESIDE_TRAINER if share == "auto" else share
+        })})
+        for placement in ("beside", "shared")
+    )  # fmt: skip
+    return _room(beside, machine, 1) < states <= _room(shared, machine, 1)
+
+
 def spread(stage: _S, model: ModelSize | None, found: Derived) -> _S:
     """The stage with nodes, ranks and threads, once its device, precision and batch are known."""
     machine, resources = found.machine, stage.resources
@@ -158,7 +208,8 @@ def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) 
     machine, setting = found.machine, "resources.num_ranks"
     if stage.resources.device == "cuda":
         found.note(setting, "ranks_cuda")
-        return list(range(1, max(1, machine.num_gpus) + 1))
+        own = stage.sampler.gpus if isinstance(stage, RLStage) else ()
+        return list(range(1, max(1, machine.num_gpus - (len(own) if isinstance(own, tuple) else 0)) + 1))
     if isinstance(stage, RLStage):
         found.note(setting, "ranks_rl_cpu")
         return list(range(1, max(1, min(MAX_CPU_RANKS, machine.cores // RL_CORES_A_RANK)) + 1))
@@ -262,7 +313,11 @@ def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
         room = budget(machine.gpu.memory) - CUDA_BYTES
     else:
         room = budget(machine.memory) // ranks_here - PROCESS_BYTES
-    return int((1 - float(stage.sampler.memory_fraction)) * room) if isinstance(stage, RLStage) else room
+    if not isinstance(stage, RLStage) or stage.placement == "separate":
+        return room
+    if stage.placement == "shared" and stage.lends_states is not False:
+        return int(ROOM_IN_TURNS * room)
+    return int((1 - float(stage.sampler.memory_fraction)) * room)
 
 
 def _states(stage: StageBase, model: ModelSize, ranks: int) -> int:

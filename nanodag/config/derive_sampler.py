@@ -14,6 +14,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
+from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
@@ -23,6 +24,8 @@ MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more 
 SCORED_TOKENS = {"cpu": 1024, "cuda": 16_384}  # that an evaluation scores at once; on a CPU more leave its caches
 PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
 SHARE_BESIDE_TRAINER = 0.4  # of a GPU: weights twice while they change, and the cache; the rest is the trainer's
+SHARE_IN_TURNS = 0.8  # of a GPU: the trainer's context and, during a sync, its weights stay
+SHARE_ALONE = 0.9
 SHARE_IN_EVALUATION = 0.7  # of a GPU: the rest is for the model that scores likelihoods
 BESIDE_IN_EVALUATION = 9 * GIB // 2  # two CUDA contexts, activations and logits
 SHARE_OF_HOST = 0.25  # of a CPU's memory, for all replicas; pages that no sample touches are never taken
@@ -96,22 +99,23 @@ def derive_sampler(
     tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
-    gpus = int(stage.resources.num_ranks) // stage.resources.num_nodes
     threads = int(stage.resources.threads)
     replicas, why = replicas_of(
-        device=device, gpus=gpus, tensor_parallel=tensor_parallel, is_exact=is_exact, threads=threads
-    )
+        device=device, gpus=_gpus_of_samplers(stage, machine), tensor_parallel=tensor_parallel, is_exact=is_exact,
+        threads=threads,
+    )  # fmt: skip
+    if config.nodes:
+        replicas, why = config.nodes * replicas, f"{why}, on {counted(config.nodes, 'node')} of their own"
     replicas = fill("replicas", replicas, why)
     context = fill("context", *_context(stage, model))
-    share, why = (SHARE_BESIDE_TRAINER, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
-    share = fill("memory_fraction", share, f"{share} {why}, the rest is the trainer's")
+    share = fill("memory_fraction", *_share(stage))
     element_bytes = ELEMENT_BYTES[cache_precision(precision, device)]
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
         weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
     room = room_for_cache(
-        machine, device=device, share=share, replicas=replicas, tensor_parallel=tensor_parallel, engine=engine,
-        weights=weights,
+        machine, device=device, share=share, replicas=replicas // max(1, config.nodes), tensor_parallel=tensor_parallel,
+        engine=engine, weights=weights,
     )  # fmt: skip
     rollout = stage.rollout
     samples = max(rollout.over_sampling, rollout.prompts_per_step) * rollout.samples_per_prompt
@@ -155,6 +159,27 @@ def _order(stage: RLStage) -> tuple[str, str]:
     if name := stage.rollout.needs_prompt_order:
         return "prompt", name
     return "arrival", f"sync_mode {stage.weights.sync_mode}"
+
+
+def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
+    """Of a node that has samplers."""
+    own = stage.sampler.gpus
+    if stage.sampler.nodes:
+        return machine.num_gpus
+    if stage.placement == "separate" and isinstance(own, tuple):
+        return len(own)
+    return int(stage.resources.num_ranks) // stage.resources.num_nodes
+
+
+def _share(stage: RLStage) -> tuple[float, str]:
+    """Of a GPU, or of a CPU's memory for all samplers of a node; and why."""
+    if stage.resources.device == "cpu":
+        return SHARE_OF_HOST, f"{SHARE_OF_HOST} of the host's memory, the rest is the trainer's"
+    if stage.placement == "shared":
+        return SHARE_IN_TURNS, f"{SHARE_IN_TURNS} of a GPU, which the trainer has in its turn"
+    if stage.placement == "separate":
+        return SHARE_ALONE, f"{SHARE_ALONE} of a GPU of their own"
+    return SHARE_BESIDE_TRAINER, f"{SHARE_BESIDE_TRAINER} of a GPU, the rest is the trainer's"
 
 
 def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:

@@ -8,8 +8,11 @@ from nanodag.config.stage_base import StageBase
 def num_gpus_of(stage: StageBase, available: int) -> int:
     """How many GPUs of a node a stage on GPUs takes: one for each rank there, and for RL as many as all its samplers
     have, where that is more; embedded samplers do with the `available` ones where these are fewer. Ranks and samplers
-    share them. An evaluation takes one at least."""
+    share them, but where samplers have GPUs of their own. An evaluation takes one at least."""
     num_ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
+    if isinstance(stage, RLStage) and stage.placement == "separate":
+        assert isinstance(stage.sampler.gpus, tuple)  # derived
+        return num_ranks + len(stage.sampler.gpus)
     if isinstance(stage, RLStage):
         gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel
         return max(num_ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, available))

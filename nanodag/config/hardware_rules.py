@@ -11,6 +11,7 @@ LEAST_TOKENS = 8192  # of a micro-batch on a GPU
 RL_TOKENS = {"cpu": 4096, "cuda": 16384}
 RL_TOKENS_UNKNOWN = 9216
 RL_CORES_A_RANK = 4
+ROOM_IN_TURNS = 0.9  # of a GPU's room, for a trainer that samplers lend theirs: contexts and SGLang's graphs stay
 LEAST_BF16_WIDTH = 256
 PROCESS_BYTES = GIB
 TRITON_CAPABILITY = 7.0
@@ -149,6 +150,29 @@ RULES = {
         rule="the most that fits beside the samplers, at most {limit}, and a whole rollout",
         limit=RL_TOKENS["cuda"],
         reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
+    ),
+    "placement_beside": Rule(
+        setting="placement",
+        rule="beside the trainer, each with its share of the memory",
+        reason=(
+            "Nobody waits for memory. GPUs of their own are never chosen: on half of the GPUs a rank holds twice the "
+            "states. Reasoned, not measured."
+        ),
+    ),
+    "placement_shared": Rule(
+        setting="placement",
+        rule="in turns, as beside the samplers the optimizer's states would have to stay in host memory",
+        reason="Twice a step over PCIe for weights and states costs less than updating them on a CPU. Not measured.",
+    ),
+    "lends_states": Rule(
+        setting="lends_states",
+        rule="on GPUs in turns with the samplers",
+        reason="On a CPU the states would move from memory to memory.",
+    ),
+    "sampler_gpus": Rule(
+        setting="sampler.gpus",
+        rule="the last half of the node's GPUs with placement: separate, else none of their own",
+        reason="Which share pays depends on the lengths of prompts and answers; `seconds_trainer_waits` tells.",
     ),
     "micro_rl_unknown": Rule(
         setting="optimizer.micro_batch_tokens",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Fraction, Positive, Precision, Rate, Section, operational
+from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Rate, Section, operational
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 SGLANG_ONLY = ("python", "tensor_parallel", "options", "router", "router_options")
@@ -29,9 +29,14 @@ class SamplerConfig(Section):
     replicas: Positive | Auto = operational("auto")
     """Sampler processes. `auto`: one a GPU; on a CPU one, or a process a thread (4 at most) where they are
     deterministic."""
+    gpus: Positive | tuple[Natural, ...] | Auto = operational("auto")
+    """With `placement: separate`, GPUs of this node that samplers have to themselves: how many, the last ones, or their
+    numbers from 0. `auto`: half of them, none with sampler.nodes."""
+    nodes: Natural = operational(0)
+    """With `placement: separate`, nodes of cluster.hostfile that samplers have to themselves, after the trainer's."""
     memory_fraction: Fraction | Auto = operational("auto")
-    """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`:
-    0.4 of a GPU, whose rest is the trainer's; 0.25 of the host's memory for all replicas on a CPU."""
+    """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`, of a
+    GPU: 0.4 beside the trainer, 0.8 in turns with it, 0.9 alone; 0.25 of a CPU's memory for all replicas."""
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one replica's keys and values. `auto`: what max_batch samples of `context` tokens take, as far as
     memory_fraction allows."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag.config.footprint import (
@@ -149,7 +149,7 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
         step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length)
     )
     seconds, cpu_seconds = _seconds(stage, model, machine, samplers, step)
-    trainer = _trainer(stage, model)
+    trainer, sampler = _by_placement(stage, _trainer(stage, model), samplers.process)
     beside = [Process(name="controller", host={"process": processes.CONTROLLER})]
     beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
     read = int(stage.num_steps * _sampled_a_step(stage) * step.prompt * 4)
@@ -164,7 +164,7 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
         flops=flops,
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
-        processes=(trainer, samplers.process, *beside),
+        processes=(trainer, sampler, *beside),
         num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
@@ -271,6 +271,29 @@ def _trainer(stage: RLStage, model: ModelSize) -> Process:
         host = {"process": processes.CUDA, "model": 4 * model.total, "offloaded": state.host}
         return Process(name="trainer", count=count, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
     return Process(name="trainer", count=count, host={**held, "offloaded": state.host, **base})
+
+
+def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[Process, Process]:
+    """What either keeps while the other works, and which GPUs it has to itself. Samplers on nodes of their own are
+    planned as one node of them: their GPUs count beside, their host memory on a machine like this one."""
+    if stage.resources.device == "cpu" or stage.placement == "beside":
+        return trainer, sampler
+    if stage.placement == "separate":
+        own = len(stage.sampler.gpus) if isinstance(stage.sampler.gpus, tuple) else 0
+        count = sampler.count // max(1, stage.sampler.nodes)
+        own = own or count * sampler.gpus
+        return replace(trainer, own_gpus=trainer.count), replace(sampler, count=count, own_gpus=own)
+    # The sampler's graphs are not released, and CUDA's contexts stay.
+    left = ("cuda", "graphs and activations")
+    sampler = replace(sampler, resting=sum(sampler.device.get(name, 0) for name in left))
+    names = ("weights", "gradients", "optimizer", "buffers", "reference", "critic", "teacher")
+    states = {name: trainer.device[name] for name in names if name in trainer.device}
+    if stage.lends_states is not True:
+        return replace(trainer, resting=trainer.device["cuda"] + sum(states.values())), sampler
+    # During a sync, before the sampler's cache is there, the trainer has its weights.
+    host = {**trainer.host, "lent": sum(states.values()) - states["buffers"]}
+    resting = trainer.device["cuda"] + max(0, states["weights"] - sampler.device["cache"])
+    return replace(trainer, resting=resting, host=host), sampler
 
 
 def _disk(stage: RLStage, model: ModelSize) -> int:

@@ -36,7 +36,8 @@ class Process:
 
     count: how many. device: bytes that each takes of its GPU, by what holds them; empty where it has none. host: the
     same of host memory. reserve: bytes of host memory that only longer prompts than most would make it take. gpus: how
-    many a process has.
+    many a process has. resting: bytes that it keeps of its GPU while processes of another kind have their turn; None
+    where all work at once. own_gpus: that these processes share with no others; 0 for those of the stage.
     """
 
     name: str
@@ -45,11 +46,18 @@ class Process:
     host: Mapping[str, int] = field(default_factory=dict)
     reserve: int = 0
     gpus: int = 0
+    resting: int | None = None
+    own_gpus: int = 0
 
     @property
     def on_device(self) -> int:
         """Bytes of one process on its GPU."""
         return sum(self.device.values())
+
+    def on_gpu(self, num_gpus: int, *, is_working: bool = True) -> int:
+        """Bytes of the fullest of so many GPUs that all of these processes share."""
+        each = self.on_device if is_working or self.resting is None else self.resting
+        return each * math.ceil(self.count * max(1, self.gpus) / max(1, num_gpus))
 
     @property
     def on_host(self) -> int:
@@ -95,9 +103,15 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        """On the fullest GPU: processes that share one add up. 0 without a GPU."""
-        gpus = max(1, self.num_gpus)
-        return sum(p.on_device * math.ceil(p.count * max(1, p.gpus) / gpus) for p in self.processes if p.device)
+        """On the fullest GPU, at the fullest moment: processes that share one add up, but those that have it in turns
+        keep only what rests. 0 without a GPU."""
+        held = [process for process in self.processes if process.device]
+        together = [p for p in held if not p.own_gpus]
+        turns: list[Process | None] = [p for p in together if p.resting is not None]
+        shared = max(
+            sum(p.on_gpu(self.num_gpus, is_working=turn in (None, p)) for p in together) for turn in turns or [None]
+        )
+        return max([shared, *(p.on_gpu(p.own_gpus) for p in held if p.own_gpus)])
 
     @property
     def host_bytes(self) -> int:
@@ -117,6 +131,7 @@ class StagePlan:
                 {
                     **{"name": p.name, "count": p.count, "gpus": p.gpus},
                     **{"device": dict(p.device), "host": dict(p.host), "reserve": p.reserve},
+                    **{"resting": p.resting, "own_gpus": p.own_gpus},
                 }
                 for p in self.processes
             ],

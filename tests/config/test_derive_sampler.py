@@ -61,7 +61,7 @@ def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text,
     assert sampler.start_timeout_s == (900 if engine == "sglang" else 120)
     stage.check_resources()
     left = {name for name, value in sampler.model_dump().items() if value == "auto"}
-    assert left == {"python"} and all(why.startswith("derived: ") for why in origins.values())
+    assert left == {"python", "gpus"} and all(why.startswith("derived: ") for why in origins.values())
 
 
 def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_installs_the_other():

@@ -74,9 +74,11 @@ class FakeSampler(FakeServer):
         self.world, self.number = world, number
         self.weights, self.version = weights, version
         self.received: list[str] | None = None
+        self.released: set[str] = set()
 
     async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         if name in ("health", "health_generate"):
+            assert name == "health" or not self.released, "SGLang would generate"
             return web.json_response({})
         self.world.at(self.number, name, "asked")
         try:
@@ -92,7 +94,23 @@ class FakeSampler(FakeServer):
     async def weights_checker(self, body: dict[str, Any]) -> Any:
         return {"ranks": [{"checksums": {"w": self.weights}}]}
 
+    async def server_info(self, body: dict[str, Any]) -> Any:
+        return {"memory": {"bytes": 2 - len(self.released), "peak_bytes": 2}}
+
+    async def release_memory_occupation(self, body: dict[str, Any]) -> Any:
+        assert not self.released.intersection(body["tags"])
+        self.released.update(body["tags"])
+        self.weights = "lost" if "weights" in body["tags"] else self.weights
+        return {}
+
+    async def resume_memory_occupation(self, body: dict[str, Any]) -> Any:
+        """As SGLang, which ends at tags that were not released."""
+        for tag in body["tags"]:
+            self.released.remove(tag)
+        return {}
+
     async def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        assert "weights" not in self.released
         if self.received is not None:
             raise ValueError("a session is open")
         self.weights = read_weights(Path(body["model_path"]))
@@ -131,6 +149,8 @@ class FakeSampler(FakeServer):
     continue_generation = pause_generation
 
     async def generate(self, body: dict[str, Any]) -> Any:
+        if self.released:
+            raise ValueError(f"{' and '.join(sorted(self.released))} released")
         await self.world.may_answer.wait()
         meta = {"id": "x", "weight_version": self.version, "finish_reason": {"type": "length"}}
         return {"output_ids": [1], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 1, None]]}}
@@ -226,6 +246,12 @@ class FakeTrainer:
                 break
         self._has_met = not failure
         return {"failure": failure, "fingerprints": {"w": self.kept} if fingerprint else {}}
+
+    async def lend(self, what: str) -> dict[str, Any]:
+        return {"bytes": 1}
+
+    async def take_back(self) -> dict[str, Any]:
+        return {}
 
     async def export(self, folder: str, fingerprint: bool = False, kept: bool = False) -> dict[str, Any]:
         await asyncio.sleep(0.001)

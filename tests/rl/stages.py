@@ -157,7 +157,7 @@ def wait_for_step(job, process, step: int) -> None:
 
 def without_time(lines: list[dict]) -> list[dict]:
     return [
-        {k: v for k, v in line.items() if "second" not in k and k not in ("time", "mfu", "peak_flops")}
+        {k: v for k, v in line.items() if not any(part in k for part in ("second", "_bytes", "time", "mfu", "peak"))}
         for line in lines
     ]
 

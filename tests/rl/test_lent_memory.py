@@ -55,7 +55,7 @@ for stage, precision, advantage in ((3, "bf16", "gae"), (2, "fp32", "grpo"), (1,
     for is_lent in (False, True):
         config = RLStage.of(kind="rl", data=["file:x"], precision=precision, learning_rate=1e-3, advantage=advantage,
                             max_new_tokens=8, sampler={"context": 64}, micro_batch_tokens=4096, zero_stage=stage,
-                            kl_coefficient=0.1, reference_every=1)
+                            kl_coefficient=0.1, reference_every=1, placement="shared", lends_states=True)
         trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
         sums = []
         for step in (1, 2, 3):
@@ -63,7 +63,7 @@ for stage, precision, advantage in ((3, "bf16", "gae"), (2, "fp32", "grpo"), (1,
             if is_lent:
                 before = trainer.memory()["peak_bytes"]
                 for what in ("states", "weights"):
-                    trainer.lend(what, keeps_states=False)
+                    trainer.lend(what)
                     assert all(memory.is_lent and memory.num_bytes > 10**4 for memory in trainer._lent[what])
                 assert all(m.untyped_storage().nbytes() == 0 for m in trainer.engine._updates.masters)
                 assert all(p.untyped_storage().nbytes() == 0 for p in trainer._reference.policy.parameters())

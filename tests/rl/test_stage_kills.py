@@ -36,6 +36,7 @@ def make_stage(folder, **values):
     "values",
     [
         {"max_staleness": 0},
+        {"max_staleness": 0, "placement": "shared", "lends_states": True},
         {"max_staleness": 1},
         {"max_staleness": 3, "updates_per_step": 2},
         {"max_staleness": 1, "partial_rollout_tokens": 3},

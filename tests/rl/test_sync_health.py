@@ -196,8 +196,9 @@ def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log
 
 
 @pytest.mark.slow
-def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path):
-    config = {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
+@pytest.mark.parametrize("turns", [{}, {"placement": "shared", "lends_states": True}])
+def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path, turns):
+    config = turns | {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     quiet = make_job(tmp_path / "a", **config)

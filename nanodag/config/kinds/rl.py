@@ -16,7 +16,7 @@ from nanodag.config.rl_sections import (
     RolloutSection,
     WeightsSection,
 )
-from nanodag.config.section import operational
+from nanodag.config.section import Auto, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
@@ -32,6 +32,14 @@ class RLStage(StageBase):
     what each prompt names; `process:package.module:function` scores single steps."""
     sampler: SamplerConfig = SamplerConfig()
     """The servers that rollouts come from."""
+    placement: Literal["beside", "shared", "separate"] | Auto = operational("auto")
+    """Where samplers lie. `beside`: on the trainer's GPUs, at the same time, each with a share of the memory. `shared`:
+    on them in turns, and who does not work lends its memory; max_staleness must be 0. `separate`: on GPUs or nodes of
+    their own (sampler.gpus, sampler.nodes). `auto`: `beside`, but `shared` where only that keeps the optimizer on a
+    GPU."""
+    lends_states: bool | Auto = operational("auto")
+    """With `shared`: whether the trainer's weights, optimizer states and gradients wait in host memory while samplers
+    work. `auto`: on GPUs."""
     num_steps: int = Field(100, ge=1)
     """Rounds of rollouts (slime's num_rollout)."""
     num_epochs: float = Field(0.0, ge=0)
@@ -185,11 +193,35 @@ class RLStage(StageBase):
                 "finish"
             )
 
+    def _check_placement(self) -> None:
+        sampler, placement = self.sampler, self.placement
+        if placement == "shared" and self.rollout.max_staleness:
+            raise ValueError(
+                f"placement: shared with rollout.max_staleness {self.rollout.max_staleness}: samplers that generate "
+                "ahead of the trainer need memory while it works; use beside or separate, or set max_staleness to 0"
+            )
+        if placement not in ("shared", "auto") and self.lends_states is True:
+            raise ValueError(f"lends_states: true with placement: {placement}, where nobody takes turns; leave it out")
+        for name in ("gpus", "nodes") if placement not in ("separate", "auto") else ():
+            if (value := getattr(sampler, name)) not in ("auto", 0, ()):
+                raise ValueError(f"sampler.{name} {value} with placement: {placement}; set placement to separate")
+        if sampler.nodes and sampler.gpus not in ("auto", ()):
+            raise ValueError(
+                f"sampler.nodes {sampler.nodes} and sampler.gpus {sampler.gpus}: samplers have whole nodes, or GPUs of "
+                "the trainer's; leave one of them out"
+            )
+        if placement == "separate" and self.resources.device == "cpu" and not sampler.nodes:
+            raise ValueError(
+                "placement: separate on CPUs without sampler.nodes: processes of one machine share its cores; use "
+                "beside, or give samplers nodes"
+            )
+
     def check_resources(self) -> None:
         """Raise ValueError for what resources and samplers cannot do; asked again when nothing is `auto`."""
         weights, sampler, ranks = self.weights, self.sampler, self.resources.num_ranks
         self._check_context()
         self._check_in_flight()
+        self._check_placement()
         if ranks != "auto" and ranks % self.optimizer.sequence_parallel:
             raise ValueError(
                 f"optimizer.sequence_parallel {self.optimizer.sequence_parallel} ranks share each row, and "

@@ -42,7 +42,15 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.rollouts.learning import learning_of
-from nanodag.rl.rollouts.metrics import Sums, critic_metrics, drop_counts, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.rollouts.metrics import (
+    Sums,
+    critic_metrics,
+    drop_counts,
+    rollout_metrics,
+    sampler_memory,
+    speeds,
+    trainer_metrics,
+)
 from nanodag.rl.rollouts.prompts import PromptCursor
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
@@ -136,6 +144,7 @@ class Controller:
             keeps_trainer=self._services.sync.keeps_trainer and self._config.only == "both",
             loads_in_flight=self._config.weights.sync_mode != "finish",
             is_over=self._evaluations.is_over if self._config.evaluation.patience else None,
+            takes_turns=self._config.placement == "shared",
         )
         try:
             self._runner.run(schedule.run())
@@ -159,7 +168,7 @@ class Controller:
             return
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
-            async with self._services.samplers.paused():
+            async with self._services.lending.for_sync(), self._services.samplers.paused():
                 await self._services.sync.load(folder, version)
         if self._pool is not None:
             self._pool.policy = policy
@@ -199,6 +208,8 @@ class Controller:
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
         if self._config.has_samplers:
             values |= staleness_metrics(batch.trained, self._state["versions"])
+            values |= sampler_memory(await self._services.samplers.memory())
+        await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept and self._config.has_trainer:
             with self._stopwatch.timed("train"):
@@ -222,13 +233,14 @@ class Controller:
         model = self._services.model
         body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
         rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
-        self._records.step(step, seconds, self._values | rates)
+        self._records.step(step, seconds, self._values | rates | self._services.lending.taken())
         self._records.timeline(step, spans)
 
     async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
         if self._config.only != "both":
             return
+        await self._services.lending.to_trainer()
         with self._stopwatch.timed("sync"):
             folder = self._services.sync_folder / f"policy-{policy}"
             await self._services.sync.publish(folder, self._state["version"])
@@ -257,6 +269,7 @@ class Controller:
             "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
             "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
             "peak_flops": sum(reply["peak_flops"] for reply in replies),
+            "trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies),
         }
 
     def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
@@ -326,6 +339,7 @@ class Controller:
             copy = self._services.sync_folder / f"policy-{policy}"
             shutil.copytree(folder / f"policy-{policy}", copy)
             self._published[int(policy)] = (version, copy)
+        self._runner.run(self._services.lending.to_trainer())
         replies = self._runner.run(self._services.link.exchange("load", folder=str(folder)))
         check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
@@ -352,6 +366,7 @@ class Controller:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
         kept = self._evaluations.leave_best(self._job.output)
         if kept is None:
+            self._runner.run(self._services.lending.to_trainer())
             self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model

@@ -1,17 +1,18 @@
 """Memory of a device that trainer and samplers have in turns (`placement: shared`). No torch here.
 
-    samplers' turn    weights, cache                                  trainer: states and weights in host memory
+    samplers' turn    weights and cache                              trainer: all in host memory
     to_trainer        samplers release weights and cache, then the trainer takes its memory back
-    trainer's turn    weights, states, activations                    samplers: nothing
+    trainer's turn    weights, states, activations                   samplers: nothing
     before_sync       the trainer's states go to the host, then the samplers take memory for weights
     (the weight sync: both sides have weights)
     after_sync        the trainer's weights go to the host, then the samplers take memory for their cache
 
-Who gives does so before the other takes. A sampler that dies is started again with all of its memory; it gives that up
-when the trainer's turn comes, and one that dies in the trainer's turn is started when that has ended.
+Who gives does so before the other takes. A sampler that dies is started again with all of its memory. It gives that up
+when the trainer's turn comes; one that dies in the trainer's turn is started when that has ended.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from nanodag.rl.fleet.samplers import Samplers
@@ -19,53 +20,54 @@ from nanodag.rl.fleet.weight_sync import Ask
 
 
 class Lending:
-    """Of one stage. ask: of the trainer's ranks. lends_states: the trainer's states and weights go to host memory; else
-    only what it does not use is given."""
+    """Of one stage; the samplers begin. ask: of the trainer's ranks."""
 
-    def __init__(self, samplers: Samplers, ask: Ask, *, lends_states: bool) -> None:
-        self._samplers, self._ask, self._lends_states = samplers, ask, lends_states
+    def __init__(self, samplers: Samplers, ask: Ask) -> None:
+        self._samplers, self._ask = samplers, ask
         self._is_trainers = False
-        self._values: dict[str, float] = {}
-
-    async def begin(self) -> None:
-        """Have the trainer, which has just started, lend all, before the samplers start."""
-        await self._lend("states")
-        await self._lend("weights")
+        self._values: dict[str, int] = {}
 
     async def to_trainer(self) -> None:
         """Give the memory to the trainer, unless it has it."""
         if self._is_trainers:
             return
-        self._note("sampler", await self._samplers.memory())
+        self._is_trainers = True  # whatever follows fails: the samplers may lack theirs
         await self._samplers.release_memory()
-        self._is_trainers = True
+        self._note("sampler", await self._samplers.memory())
         await self._ask("take_back")
 
-    async def before_sync(self) -> None:
-        """Give the samplers memory for weights."""
+    @asynccontextmanager
+    async def for_sync(self) -> AsyncIterator[None]:
+        """Inside, both sides have weights; after it the samplers have all."""
         if not self._is_trainers:
+            yield
             return
-        self._note("trainer", await self._lend("states"))
+        await self._ask("lend", what="states")
         await self._samplers.resume_memory(["weights"])
-
-    async def after_sync(self) -> None:
-        """Give the samplers the rest."""
-        if not self._is_trainers:
-            return
-        await self._lend("weights")
+        yield
+        self._note("trainer", await self._ask("lend", what="weights"))
         await self._samplers.resume_memory(["kv_cache"])
         self._is_trainers = False
 
-    def taken(self) -> dict[str, float]:
-        """Metrics since this was called last: the most that a rank and a sampler have held."""
+    def taken(self) -> dict[str, int]:
+        """Metrics since this was called last: the most bytes that a rank, and a sampler, held in the other's turn."""
         values, self._values = self._values, {}
         return values
 
-    async def _lend(self, what: str) -> list[dict[str, Any]]:
-        return await self._ask("lend", what=what, keeps_states=not self._lends_states)
-
     def _note(self, side: str, held: Sequence[Mapping[str, Any]]) -> None:
-        peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]
-        if peaks:
-            name = f"{side}_peak_bytes"
-            self._values[name] = max(self._values.get(name, 0), *peaks)
+        if numbers := [int(each["bytes"]) for each in held if "bytes" in each]:
+            self._values[f"{side}_resting_bytes"] = max(numbers)
+
+
+class NotLent:
+    """Both sides keep what they have."""
+
+    async def to_trainer(self) -> None:
+        """It has it."""
+
+    @asynccontextmanager
+    async def for_sync(self) -> AsyncIterator[None]:
+        yield
+
+    def taken(self) -> dict[str, int]:
+        return {}

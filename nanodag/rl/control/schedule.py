@@ -19,12 +19,13 @@ samplers take the newest weights before each batch, so a batch is at most L step
 An evaluation of policy j runs while the samplers have its weights, beside their next rollout batch and beside training.
 Where an evaluation may end the stage (`is_over`), the samplers wait for it before their next rollout batch; a step that
 is under way then is the last.
+With `takes_turns` nothing of the samplers runs beside a step: who works has the memory of the device.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,7 +101,8 @@ class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
     over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
-    what was evaluated says that the stage ends here."""
+    what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
+    with a policy never overlap; only with lag 0."""
 
     def __init__(
         self,
@@ -114,8 +116,10 @@ class Schedule:
         keeps_trainer: bool = False,
         loads_in_flight: bool = False,
         is_over: Callable[[], bool] | None = None,
+        takes_turns: bool = False,
     ) -> None:
         assert not (is_exact and loads_in_flight)
+        assert not (takes_turns and lag)
         self._work = work
         self._num_steps = num_steps
         self._lag = lag
@@ -129,6 +133,7 @@ class Schedule:
         self._loads_in_flight = loads_in_flight
         self._is_over = is_over
         self._has_ended_early = False
+        self._turn: AbstractAsyncContextManager[Any] = asyncio.Lock() if takes_turns else nullcontext()
         self._under_way: asyncio.Task[None] | None = None
         self._taken = position.policy - 1  # the last policy whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
@@ -165,11 +170,12 @@ class Schedule:
                 await self._until(lambda: self._has_ended_early or (bool(self._waiting) and self._may_change_weights))
             if self._has_ended_early:
                 break
-            await self._work.train(self._step + 1, self._waiting[0])
-            self._waiting.popleft()
-            self._step += 1
-            if not self._stop.is_set():
-                await self._publish()
+            async with self._turn:
+                await self._work.train(self._step + 1, self._waiting[0])
+                self._waiting.popleft()
+                self._step += 1
+                if not self._stop.is_set():
+                    await self._publish()
             self._work.note(self._step)
             if self._step < self._num_steps:
                 await self._save_if_due()
@@ -204,13 +210,14 @@ class Schedule:
                 with self._timed("samplers_wait"):
                     await self._until(lambda: self._published >= policy)  # noqa: B023 - awaited in this very round
                 if not self._is_outdated(policy) or self._work.is_evaluation_due(policy):
-                    await self._work.load(policy)
-                    self._now_taken(policy)
-                    if self._is_over is not None:
-                        await self._evaluation(policy)
-                        if self._ends_early():
-                            return
-                    await asyncio.gather(self._batches(policy), self._evaluation(policy))
+                    async with self._turn:
+                        await self._work.load(policy)
+                        self._now_taken(policy)
+                        if self._is_over is not None:
+                            await self._evaluation(policy)
+                            if self._ends_early():
+                                return
+                        await asyncio.gather(self._batches(policy), self._evaluation(policy))
             self._policy += 1
             self._now_taken(policy)
 

@@ -24,6 +24,7 @@ from nanodag.inference.sglang_process import CONTEXT_RESERVE, SGLangProcess
 from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
+from nanodag.rl.control.lending import Lending, NotLent
 from nanodag.rl.control.one_side import NoTrainer
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -95,6 +96,9 @@ class Services:
         self.sync_folder.mkdir(parents=True)
         if self._has_trainer:
             self._start_trainer()
+        is_lent = self._config.placement == "shared" and self._config.only == "both"
+        if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
+            self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
         starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
@@ -104,7 +108,8 @@ class Services:
             num_processes=self._config.rollout.reward_processes,
             timeout_s=self._config.rollout.reward_timeout_s,
         )
-        self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
+        if not is_lent:
+            self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         for entry in starting:
             self._servers.append(entry.result())
         self._router = None if router is None else self._make_router(router.result())
@@ -121,6 +126,7 @@ class Services:
             pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
         )
         self.sync = self._make_sync()
+        self.lending = Lending(self.samplers, self.link.exchange) if is_lent else NotLent()
         log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
 
     def _make_sync(self) -> WeightSync:
@@ -271,6 +277,8 @@ class Services:
         config, resources = self._config.sampler, self._config.resources
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
         defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
+        if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
+            defaults["enable_memory_saver"] = True
         return SGLangProcess.start(
             self._sglang_python,
             model,

@@ -288,8 +288,13 @@ class Samplers:
         replica.watch.may_generate = not replica.released
 
     async def memory(self) -> list[dict[str, int]]:
-        """What each sampler says that it holds: `SamplerClient.memory`."""
-        return await asyncio.gather(*(self._on(r, lambda client: client.memory()) for r in self._replicas))
+        """What those that are up say that they hold (`SamplerClient.memory`). Who does not answer is met by others."""
+        asked = [replica.client.memory() for replica in self._replicas if replica.is_up]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, SamplerError):
+                raise error
+        return [each for each in found if isinstance(each, dict)]
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""

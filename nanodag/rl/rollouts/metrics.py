@@ -150,6 +150,12 @@ def speeds(
     return metrics
 
 
+def sampler_memory(held: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """The most bytes that one has held, of those that say it."""
+    peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]
+    return {"sampler_peak_bytes": max(peaks)} if peaks else {}
+
+
 def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
     """How many groups were dropped for which reason."""
     return {f"dropped_{reason}": float(count) for reason, count in sorted(Counter(reasons).items())}

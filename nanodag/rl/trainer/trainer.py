@@ -223,11 +223,11 @@ class Trainer:
         if self._reference is not None and self.config.algorithm.reference_every:
             self._reference.load(folder)
 
-    def lend(self, what: str, *, keeps_states: bool) -> None:
+    def lend(self, what: str) -> None:
         """Give memory of the device to the samplers. what: `states` of optimizers and gradients; or `weights`, those of
-        frozen models too. keeps_states: give only what torch holds and does not use. Until `take_back` this rank can
-        save, and without its states alone also export and broadcast, and nothing else."""
-        for memory in () if keeps_states else self._lent[what]:
+        frozen models too. Until `take_back` this rank can save, and without its states alone also export and broadcast,
+        and nothing else. Without `lends_states` only what torch holds and does not use is given."""
+        for memory in self._lent[what] if self.config.lends_states is True else ():
             memory.lend()
         give_back(self.engine.device)
 
@@ -336,6 +336,7 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
             path = Path(message["rollouts"])
             reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
+            reply["peak_bytes"] = trainer.memory()["peak_bytes"]
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
@@ -349,9 +350,8 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}
         case "lend":
-            peak = trainer.memory()["peak_bytes"]
-            trainer.lend(message["what"], keeps_states=message["keeps_states"])
-            reply = {"peak_bytes": peak, "bytes": trainer.memory()["bytes"]}
+            trainer.lend(message["what"])
+            reply = {"bytes": trainer.memory()["bytes"]}
         case "take_back":
             trainer.take_back()
     return {**reply, "seconds": time.monotonic() - began}
@@ -360,6 +360,9 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
 def _serve(job: Job, link: ControllerLink) -> None:
     device = job.config.resources.device
     trainer = Trainer(job.config, job.inputs["model"], device=device, beside=job.inputs)
+    if job.config.placement == "shared":
+        for what in ("states", "weights"):
+            trainer.lend(what)
     link.reply({"ready": True})
     while (message := link.next())["do"] != "end":
         link.reply(_execute(trainer, message))
