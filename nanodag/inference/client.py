@@ -10,6 +10,7 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -201,6 +202,15 @@ class SamplerClient:
     async def abort(self, rid: str | None = None) -> None:
         """End the request of that name with what it has; all of them without a name."""
         await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    async def start_profile(self, folder: Path) -> None:
+        """Begin a torch trace that goes into a folder of the sampler's machine. Raises BadRequest for one that is not
+        there, or where a trace is under way."""
+        await self._call("POST", "/start_profile", {"output_dir": str(folder)})
+
+    async def stop_profile(self) -> None:
+        """End it; its file is written, by SGLang some time later."""
+        await self._call("POST", "/stop_profile", {})
 
     async def health(self, *, generates: bool = True) -> bool:
         """True: it generates. False: it lives but is paused or starting. Raises SamplerLost if it does not answer.

@@ -249,6 +249,16 @@ def _check_ids(value: Any) -> None:
             raise ValueError("input_ids holds something that is no integer")
 
 
+class StartProfileBody(Wire):
+    """POST /start_profile: torch's trace goes into this folder."""
+
+    output_dir: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class StopProfileBody(Wire):
+    """POST /stop_profile."""
+
+
 class PauseBody(Wire):
     """POST /pause_generation. ``in_place`` keeps what runs, ``retract`` recomputes its cache, ``abort`` ends it."""
 

@@ -37,6 +37,7 @@ from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
 from nanodag.sampler.held_memory import held_memory
 from nanodag.sampler.slots import ActiveRequest, Listener
+from nanodag.sampler.trace_endpoints import TraceEndpoints
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 
@@ -66,6 +67,7 @@ class SamplerServer:
             routes=[
                 Route("/generate", self.generate, methods=post),
                 *self.weights.routes(),
+                *TraceEndpoints(self.traffic).routes(),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
                 Route("/pause_generation", self.pause_generation, methods=post),
                 Route("/continue_generation", self.continue_generation, methods=post),

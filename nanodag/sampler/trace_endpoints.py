@@ -9,10 +9,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from nanodag.errors import BadRequest
-from nanodag.inference.doors import body_of
 from nanodag.inference.protocol import StartProfileBody, StopProfileBody
 from nanodag.sampler.torch_trace import traced
-from nanodag.sampler.traffic import Traffic
+from nanodag.sampler.traffic import Traffic, body_of
 
 
 class TraceEndpoints:

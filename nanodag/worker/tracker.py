@@ -1,12 +1,13 @@
 """Trackers, such as Weights & Biases: each has a process of its own, which follows metrics.jsonl.
 
 `python -m nanodag.worker.tracker NAME WORKSPACE` opens the tracker's run of the stage, passes on each line's numbers
-with its step, and finishes the run when its stdin says so. A tracker that raises, hangs or ends therefore costs a stage
-one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json: its id, under
-which a stage that is started again continues it, its URL, and the last step that was passed on.
+and tables with its step, and finishes the run when its stdin says so. A tracker that raises, hangs or ends therefore
+costs a stage one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json:
+its id, under which a stage that is started again continues it, its URL, and the last step that was passed on.
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -75,6 +76,12 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
+def tables_in(values: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """Those of a line's values that are lists of objects, as columns and rows. The first object names the columns."""
+    found = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+    return {k: (list(v[0]), [[one.get(column) for column in v[0]] for one in v]) for k, v in found.items()}
+
+
 def urls_in(folder: Path) -> dict[str, str]:
     """Name of each tracker -> where its run can be seen, as a workspace or an artifact's records know it."""
     known = {path.stem: json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.json"))}
@@ -101,7 +108,7 @@ class RunRequest:
 class TrackerRun(Protocol):
     """An open run of a tracker."""
 
-    def log(self, metrics: dict[str, float], step: int) -> object: ...
+    def log(self, metrics: dict[str, Any], step: int) -> object: ...
 
     def finish(self) -> object: ...
 
@@ -141,6 +148,15 @@ OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
     "wandb": _open_wandb,
     "trackio": _open_trackio,
 }
+
+
+def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tracker gets of a line: numbers, and tables as its own Table, which wandb and trackio both have."""
+    tables = {
+        key: importlib.import_module(name).Table(columns=columns, data=rows)
+        for key, (columns, rows) in tables_in(line).items()
+    }
+    return {**numbers_in(line), **tables}
 
 
 def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
@@ -184,8 +200,8 @@ def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
         lines = [json.loads(line) for line in tail.lines()]
         for line in lines:
             about = {key: line.pop(key, None) for key in ("step", "event", "total", "time")}
-            if about["step"] > begin and (numbers := numbers_in(line)):
-                run.log({f"{job['name']}/{metric}": value for metric, value in numbers.items()}, about["step"])
+            if about["step"] > begin and (values := _logged(name, line)):
+                run.log({f"{job['name']}/{metric}": value for metric, value in values.items()}, about["step"])
                 state["step"] = max(state["step"], about["step"])
         if lines:
             write_json(path, state)

@@ -62,6 +62,16 @@ def warnings_in(text):
     return [said.partition("WARNING ")[2] for said in text.splitlines() if "WARNING " in said]
 
 
+def test_what_is_a_list_of_objects_is_a_table_of_the_trackers_own(wandb):
+    rows = [{"prompt": "1 + 1?", "reward": 1.0}, {"prompt": "2?", "reward": None}]
+    metrics = [line(1, event="sample", responses=rows, ids=[1, 2]), line(1, loss=1.0)]
+    tracker.follow("wandb", workspace_of(run_with(), metrics), lambda: True)
+    table, number = wandb("log")
+    content = {"columns": ["prompt", "reward"], "data": [["1 + 1?", 1.0], ["2?", None]]}
+    assert table == {"call": "log", "step": 1, "data": {"tokenizer/responses": content}}
+    assert number["data"] == {"tokenizer/loss": 1.0}
+
+
 def test_a_stage_is_one_run_of_wandb_with_its_config_and_steps(wandb):
     run = run_with("tracking.project=chat", "tracking.tags=[cpu, tiny]", "tokenizer.seed=5", "tracking.entity=team")
     metrics = [line(1, loss=1.0, text="no number"), line(2, loss=0.5, is_done=True), line(2, event="eval", score=7)]

@@ -3,6 +3,7 @@
 import json
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job, MetricsLog
+from tests.rl.models import rollout as of_model
 from tests.rl.versions import rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
@@ -138,3 +140,21 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
         assert lines(folder / f"{name}.answers.jsonl") == [{"prompt_id": "p", "answer": "1 2", "messages": asked}]
     Records(job, resume_step=1).close()
     assert {path.name.split(".")[0][-1] for path in folder.iterdir()} == {"1"}
+
+
+def test_responses_are_shown_group_by_group_in_turn(tmp_path):
+    job = job_in(tmp_path)
+    job = replace(job, config=job.config.model_copy(update={"log_responses": 3}))
+    records = Records(job, resume_step=-1)
+    shown = [two_of(group, sample) for group in ("a", "b") for sample in (0, 1)]
+    records.responses(4, shown, lambda ids: "".join(map(str, ids)))
+    records.close()
+    (line,) = lines(job.metrics_path)
+    assert (line["event"], line["step"]) == ("sample", 4)
+    assert [(row["prompt_id"], row["prompt"], row["response"], row["reward"]) for row in line["responses"]] == [
+        ("a", "12", "30", 0.5), ("b", "12", "30", 0.5), ("a", "12", "31", 0.5)
+    ]  # fmt: skip
+
+
+def two_of(group, sample):
+    return of_model(group, sample, [1, 2], [3, sample], reward=0.5)

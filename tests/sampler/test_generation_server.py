@@ -1,6 +1,7 @@
 """The embedded sampler as a process: SGLang's protocol, every kind of bad request, pause, abort, weights, death."""
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -249,6 +250,19 @@ def test_a_bad_request_is_answered_with_400_and_a_reason(post, body, reason):
 def test_the_server_keeps_serving_after_all_of_them(post):
     assert post("/generate", GOOD).status_code == 200
     assert post("/health", method="GET").status_code == 200
+
+
+def test_a_trace_goes_into_a_folder_that_is_there_one_at_a_time(post, tmp_path):
+    for folder, why in ((tmp_path / "nowhere", "not the absolute path of a folder"), ("here", "not the absolute path")):
+        answer = post("/start_profile", {"output_dir": str(folder)})
+        assert answer.status_code == 400 and why in answer.text
+    assert "no trace is under way" in post("/stop_profile", {}).text
+    assert post("/start_profile", {"output_dir": str(tmp_path)}).status_code == 200
+    assert "a trace is under way" in post("/start_profile", {"output_dir": str(tmp_path)}).text
+    post("/generate", GOOD)
+    assert post("/stop_profile", {}).status_code == 200
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith(".trace.json.gz") and b"aten::" in gzip.decompress(path.read_bytes())
 
 
 def test_a_paused_server_lives_but_does_not_generate(post):

@@ -16,7 +16,7 @@ from nanodag.config.rl_sections import (
     RolloutSection,
     WeightsSection,
 )
-from nanodag.config.section import Auto, operational
+from nanodag.config.section import Auto, Positive, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
@@ -66,6 +66,12 @@ class RLStage(StageBase):
     """The weights that the stage leaves: the `last` ones, or those of the evaluation that was `best` by a metric, the
     earliest of equal ones. `best:eval_reward` is the reward on held-out prompts. `best:NAME` is the main metric of that
     benchmark of `evaluation`."""
+    log_responses: int = operational(0, ge=0)
+    """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
+    one of each group in turn, then the second. 0 for none."""
+    profile_steps: tuple[Positive, ...] = operational(())
+    """Steps whose traces are written into records/profile: torch's of each trainer rank and of each sampler, and the
+    step's timeline."""
     checkpoint_every: int = operational(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)

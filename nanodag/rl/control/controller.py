@@ -21,7 +21,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from nanodag.rl.rollouts.metrics import (
     trainer_metrics,
 )
 from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns
@@ -85,7 +87,7 @@ class Controller:
             seed=int(self._config.seed),
         )
         self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
-        encoding = Encoding(job.inputs["model"])
+        encoding = self._encoding = Encoding(job.inputs["model"])
         turns = None
         generate = self._config.rollout.generate
         if generate.traits is not None and generate.traits.needs_sandbox:
@@ -122,6 +124,7 @@ class Controller:
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
         self._values: dict[str, float] = {}
+        self._rollouts: list[Rollout] = []  # of the step, where some are shown
 
     def run(self) -> None:
         """Run the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
@@ -177,12 +180,29 @@ class Controller:
 
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
-        with self._stopwatch.timed("generate"):
-            if self._pool is not None:
-                return await self._pool.take(step)
-            batch = await unless_stopped(self._generator.step(self._cursor, step))
+        async with self._profiled_samplers(step):
+            with self._stopwatch.timed("generate"):
+                if self._pool is not None:
+                    return await self._pool.take(step)
+                batch = await unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return batch
+
+    @asynccontextmanager
+    async def _profiled_samplers(self, step: int) -> AsyncIterator[None]:
+        """A trace of each sampler, where one of the step is wanted. A trace that fails costs a warning."""
+        if step not in self._config.profile_steps:
+            yield
+            return
+        try:
+            await self._services.samplers.start_profile(self._records.profile(step))
+        except NanodagError as error:
+            log.warning("step %d: samplers are not traced: %s", step, error)
+        yield
+        try:
+            await self._services.samplers.stop_profile()
+        except NanodagError as error:
+            log.warning("step %d: no trace of a sampler: %s", step, error)
 
     def is_evaluation_due(self, policy: int) -> bool:
         """Whether the weights of a policy are to be evaluated and have not been."""
@@ -225,6 +245,7 @@ class Controller:
         sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
         values |= {"sampled_tokens": sampled, "seconds_generate": batch.seconds, "partial_groups": batch.num_partial}
         values |= batch.pool
+        self._rollouts = batch.all_rollouts if self._config.log_responses else []
         self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
@@ -234,6 +255,7 @@ class Controller:
         body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
         rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
         self._records.step(step, seconds, self._values | rates | self._services.lending.taken())
+        self._records.responses(step, self._rollouts, self._encoding.decode)
         self._records.timeline(step, spans)
 
     async def publish(self, policy: int) -> None:
@@ -250,7 +272,11 @@ class Controller:
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange(
-            "train", step=step, rollouts=path, num_steps=self._config.num_steps
+            "train",
+            step=step,
+            rollouts=path,
+            num_steps=self._config.num_steps,
+            profile=str(self._records.profile(step)) if step in self._config.profile_steps else "",
         )
         first, state = replies[0], self._state
         state["version"] += first["num_updates"]

@@ -168,6 +168,7 @@ class Services:
     def _start_trainer(self) -> None:
         config, num_ranks = self._config, self.link.num_ranks
         environment = worker_environment(int(config.resources.threads), device=str(config.resources.device))
+        assert isinstance(self.link, RankLink)
         environment[ADDRESS_VARIABLE] = self.link.address
         if self._nodes is not None:
             for name, process in self._nodes.start("nanodag.rl.trainer.trainer", environment).items():

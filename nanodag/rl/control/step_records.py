@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
-from nanodag.rl.rollouts.rollout import Rollout, write_rollouts
-from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.store.atomic import write_bytes
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, write_rollouts
+from nanodag.rl.rollouts.stopwatch import Span, chrome_trace
+from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Records:
             for path in folder.iterdir():
                 if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
                     path.unlink()
-        self._weights = job.records / "weights"
+        self._weights, self._profile = job.records / "weights", job.records / "profile"
         for path in self._weights.glob("step-*"):
             if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
                 shutil.rmtree(path)
@@ -54,6 +55,23 @@ class Records:
         write_rollouts(path.with_suffix(".dropped.jsonl"), batch.untrained)
         _write_answers(path.with_suffix(".answers.jsonl"), batch.prompts)
         return str(path)
+
+    def responses(self, step: int, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> None:
+        """A line of metrics with the text of some of a step's responses."""
+        groups = groups_of(rollouts).values()
+        in_turn = [one for place in zip_longest(*groups) for one in place if one is not None]
+        rows = [
+            {
+                "prompt": decode(one.prompt_token_ids),
+                "response": decode(one.response_token_ids),
+                "reward": one.reward,
+                "finish_reason": one.finish_reason,
+                "prompt_id": one.prompt_id,
+            }
+            for one in in_turn[: self._config.log_responses]
+        ]
+        if rows:
+            self._metrics.write(step, total=self._config.num_steps, event="sample", responses=rows)
 
     @contextmanager
     def weights(self, step: int) -> Iterator[Path]:
@@ -77,8 +95,17 @@ class Records:
         shown = {name: round(values[name], 4) for name in names if name in values}
         log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, seconds["step"])
 
+    def profile(self, step: int) -> Path:
+        """The folder of a step's traces."""
+        folder = self._profile / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        """What ended between the step before and this one, and when it began: a line of timeline.jsonl."""
+        """What ended between the step before and this one, and when it began: a line of timeline.jsonl; of a step that
+        is profiled also a Chrome trace."""
+        if step in self._config.profile_steps:
+            write_json(self.profile(step) / "timeline.json", chrome_trace(spans))
         self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
         self._timeline.flush()
 

@@ -262,6 +262,20 @@ class Samplers:
 
         await asyncio.gather(*(self._on(replica, partial(take, replica)) for replica in self._replicas))
 
+    async def start_profile(self, folder: Path) -> None:
+        """Begin a trace of every sampler, into a folder for each below this one."""
+
+        async def start(replica: Replica, client: SamplerClient) -> None:
+            own = folder / f"sampler-{replica.number}"
+            own.mkdir(parents=True, exist_ok=True)
+            await client.start_profile(own)
+
+        await asyncio.gather(*(self._on(replica, partial(start, replica)) for replica in self._replicas))
+
+    async def stop_profile(self) -> None:
+        """End the traces, and have them written. Raises BadRequest where one was started again meanwhile."""
+        await asyncio.gather(*(self._on(replica, SamplerClient.stop_profile) for replica in self._replicas))
+
     async def release_memory(self) -> None:
         """Have every sampler give its memory back; nothing may be in flight. What was in it is lost."""
         await asyncio.gather(*(self._on(replica, partial(self._release, replica)) for replica in self._replicas))

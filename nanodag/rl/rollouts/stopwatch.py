@@ -1,11 +1,36 @@
 """What took how long, and when: sums for the metrics, spans for a picture of who waited for whom. No torch here."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 Span = tuple[str, float, float]
 """name, begin, end: seconds since 1970."""
+
+
+TRAINERS = ("train", "checkpoint", "trainer_waits")
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """The spans as chrome://tracing and ui.perfetto.dev read them: a row for the trainer's side, one for the
+    samplers'."""
+    rows = {"trainer": 0, "samplers": 1}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": side}} for side, tid in rows.items()
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": name,
+            "pid": 0,
+            "tid": rows["trainer" if name in TRAINERS else "samplers"],
+            "ts": round(begin * 1e6),
+            "dur": round((end - begin) * 1e6),
+        }
+        for name, begin, end in spans
+    ]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
 class Stopwatch:

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,7 @@ from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
+from nanodag.sampler.torch_trace import traced
 from nanodag.train.deepspeed_engine import DTYPES, leave
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
@@ -334,7 +336,9 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
             reply = {"num_updates": trainer.num_updates}
         case "train":
             path = Path(message["rollouts"])
-            reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
+            trace = Path(message["profile"], f"trainer-{trainer.engine.rank}.trace.json.gz")
+            with traced(trace) if message["profile"] else nullcontext():
+                reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
             reply["peak_bytes"] = trainer.memory()["peak_bytes"]
         case "export":

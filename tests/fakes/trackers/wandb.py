@@ -16,6 +16,11 @@ class Settings:
         self.console, self.silent = console, silent
 
 
+class Table:
+    def __init__(self, *, columns, data):
+        self.columns, self.data = columns, data
+
+
 class Run:
     def __init__(self, url):
         self.url, self.offline = url, not url
@@ -26,7 +31,7 @@ class Run:
             raise ValueError("the server said no")
         if do == "die":
             os._exit(9)
-        _note(call="log", step=step, data=data)
+        _note(call="log", step=step, data={k: vars(v) if isinstance(v, Table) else v for k, v in data.items()})
 
     def finish(self, exit_code=None):
         if os.environ.get("FAKE_WANDB_DO") == "hang":
