@@ -1,8 +1,8 @@
 """Samplers' share of busy time with answers of a heavy tail: `python -m benchmarks.pool`.
 
 The schedule, generator and pool of a stage; samplers and trainer are simulated: a sampler's seats write a token each
-`--token-ms`, and a step trains for `--train` of the time that its rollouts take. Lengths are log-normal by prompt and by
-answer, so that some answers are ten times the mean. A line for each order:
+`--token-ms`, and a step trains for `--train` of the time that its rollouts take. Lengths are log-normal by prompt and
+by answer, so that some answers are ten times the mean. A line for each order:
 
     busy        share of the seats' time in which they wrote
     wall        time of the stage over that of writing all that was sampled with every seat busy
@@ -238,9 +238,7 @@ async def run(
         "sampler": {"deterministic": False},
     }
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(
-            Path(folder), Seats(seats, token_s), train_s=train * batch_s, sync_s=0.02 * batch_s, **config
-        )
+        stage = Stage(Path(folder), Seats(seats, token_s), train_s=train * batch_s, sync_s=0.02 * batch_s, **config)
         return await stage.run()
 
 

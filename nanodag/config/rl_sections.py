@@ -34,9 +34,9 @@ class RolloutSection(StageSection):
     samples_per_prompt: int = Field(8, ge=1)
     """Responses of a group."""
     order: Literal["prompt", "arrival"] | Auto = "auto"
-    """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first that
-    are done and pass, while others stay in flight; none waits longer than max_staleness steps, and none is dropped for
-    being slow. `auto`: `arrival` where sync_mode leaves requests in flight, without over_sampling and
+    """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first
+    that are done and pass, while others stay in flight; none waits longer than max_staleness steps, and none is dropped
+    for being slow. `auto`: `arrival` where sync_mode leaves requests in flight, without over_sampling and
     partial_rollout_tokens; else `prompt`."""
     over_sampling: int = Field(0, ge=0)
     """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
@@ -103,8 +103,8 @@ class RolloutSection(StageSection):
     def _check_partial(self) -> None:
         if self.order == "arrival" and (name := self.needs_prompt_order):
             raise ValueError(
-                f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, which "
-                "keeps groups in flight by itself; leave one of them out"
+                f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, "
+                "which keeps groups in flight by itself; leave one of them out"
             )
         if self.partial_rollout_tokens and not self.over_sampling:
             raise ValueError(

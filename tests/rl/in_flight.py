@@ -31,4 +31,4 @@ def check_that_responses_went_on(job):
             num_versions.append(len(set(span.versions)))
     assert len(num_versions) >= 5 * 4 * 3 and max(num_versions) > 1
     ledger = read_ledger(job.records / "ledger.jsonl")
-    assert len(ledger) == len({(entry["prompt_id"], entry["epoch"]) for entry in ledger}) == 5 * 4
+    assert len(ledger) == len({(entry["prompt_id"], entry["epoch"]) for entry in ledger}) >= 5 * 4

@@ -5,13 +5,18 @@ import asyncio
 import pytest
 
 from benchmarks.pool import run
+from nanodag.config.derive_sampler import derive_sampler
 from nanodag.errors import SamplerError, StageFailed
+from nanodag.host.machine import machine_of
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
 from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
 from tests.rl.test_generation import EQUAL, SPREAD, FakeSampler, MendedPool, RolloutGenerator, config
 from tests.virtual_clock import run_without_waiting
+
+MACHINE = machine_of("cpu:2:avx2:8GiB")
+RESOURCES = {"num_ranks": 1, "threads": 1, "device": "cpu"}
 
 
 class HeldSampler(FakeSampler):
@@ -210,6 +215,20 @@ def test_what_ends_after_a_stop_was_asked_for_does_not_count(tmp_path):
         ]
 
     asyncio.run(stage())
+
+
+@pytest.mark.parametrize(
+    ("values", "order"),
+    [
+        ({}, "prompt"),
+        ({"sync_mode": "abort"}, "arrival"),
+        ({"sync_mode": "abort", "order": "prompt"}, "prompt"),
+        ({"sync_mode": "abort", "over_sampling": 4}, "prompt"),
+    ],
+)
+def test_auto_takes_groups_as_they_arrive_where_requests_stay_in_flight(values, order):
+    stage = config(max_staleness=1, sampler={"deterministic": False}, resources=RESOURCES, **values)
+    assert derive_sampler("rl", stage, MACHINE, None, {}).rollout.order == order
 
 
 def test_with_lengths_of_a_heavy_tail_samplers_stay_busy_and_short_answers_are_not_favoured():

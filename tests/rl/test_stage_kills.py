@@ -92,6 +92,31 @@ def test_asked_to_stop_at_any_moment_a_stage_ends_soon_and_goes_on_to_the_same_b
     same_in_the_end(job, undisturbed)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_order_of_arrival_a_stage_that_is_killed_and_stopped_trains_no_prompt_twice_and_forgets_none(tmp_path):
+    sampler = {"context": 64, "max_batch": 4, "deterministic": False}
+    values = {"order": "arrival", "over_sampling": 0, "max_staleness": 2, "sync_mode": "in_place", "sampler": sampler}
+    job = make_stage(tmp_path / "killed", **values)
+    moment = random.Random(os.getpid())
+    num_ended = 0
+    for step, how in ((1, signal.SIGTERM), (4, signal.SIGKILL), (6, signal.SIGTERM), (8, signal.SIGKILL)):
+        process = start(job)
+        wait_for_step(job, process, step)
+        time.sleep(moment.random() * 0.05)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        num_ended += process.wait(timeout=60) in (STOPPED_EXIT_CODE, -how)
+        end_group(process)
+    assert num_ended >= 2, "the stage was over before it was ended"
+    run(job)
+    lines = read_ledger(job.records / "ledger.jsonl")
+    found = Counter((line["epoch"], line["prompt_id"]) for line in lines)
+    assert max(found.values()) == 1 and sum(line["outcome"] == "trained" for line in lines) == STEPS * 2
+    for epoch in range(max(line["epoch"] for line in lines)):  # the last pass is not over
+        assert sum(number for (of, _), number in found.items() if of == epoch) == 8
+
+
 def test_a_rank_that_made_other_updates_than_the_controller_counts_is_refused_by_name(tmp_path):
     check_ranks(tmp_path, [{"num_updates": 4}, {"num_updates": 4}], 4)
     with pytest.raises(StageFailed, match=r"made \[4, 0\] updates, the controller counts 4"):

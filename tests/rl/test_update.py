@@ -161,6 +161,8 @@ def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has
         ),
         ({"sync_mode": "abort", "sampler": {"deterministic": False}}, "max_staleness above 0 .found 0"),
         ({"overlong_buffer": 300}, "above max_new_tokens 256"),
+        ({"order": "arrival", "max_staleness": 1}, "sync_mode: finish waits for them"),
+        ({"order": "arrival", "over_sampling": 64}, "over_sampling 64 chooses groups in the order of their prompts"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(values, message):

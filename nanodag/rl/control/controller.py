@@ -2,7 +2,8 @@
 
 A step:
 
-    generate   groups for the next prompts, rewards computed beside it, groups chosen in prompt order
+    generate   groups for the next prompts, rewards computed beside it, groups chosen in prompt order or as they
+               arrive
     train      the trainer's ranks read the rollouts from a file and update the weights
     sync       they write the weights to memory, the samplers take them
     note       metrics, ledger; now and then evaluation and a checkpoint

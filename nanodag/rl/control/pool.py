@@ -29,8 +29,8 @@ from nanodag.rl.rollouts.rollout import groups_of
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One in the pool. policy: that the samplers had when it began; task: while it is in flight; judged: a rollout batch
-    of it alone, when it is done and passed the filters."""
+    """One in the pool. policy: that the samplers had when it began; task: while it is in flight; judged: a rollout
+    batch of it alone, when it is done and passed the filters."""
 
     prompt: Prompt
     policy: int
@@ -137,8 +137,8 @@ class RolloutPool:
         return PoolState(self._cursor.state_dict(unused=in_flight), batch, policies)
 
     async def restore(self, batch: RolloutBatch, policies: Mapping[str, int], *, step: int, policy: int) -> None:
-        """Go on with what a checkpoint has; the cursor is where it says. step: the last one that was taken. policy: that
-        the samplers will have. Rewards that failed are computed again."""
+        """Go on with what a checkpoint has; the cursor is where it says. step: the last one that was taken. policy:
+        that the samplers will have. Rewards that failed are computed again."""
         (batch,) = await self._generator.judged_again(self._cursor, step, [batch], most=float("inf"))
         failed = groups_of(batch.failed)
         for prompt, kept in batch.kept:

@@ -14,7 +14,8 @@ So the step alone decides which weights sample a batch, not the faster side: wit
 on the same bytes whatever the timing. Each side continues until it lacks something: the trainer a batch, the samplers
 weights that are fresh enough. At most L + 1 batches exist at once. Where bytes are not promised (`is_exact` false) the
 samplers take the newest weights before each batch, so a batch is at most L steps behind, often less. With
-`loads_in_flight` they also take weights in the middle of a batch, which then has tokens of several versions.
+`loads_in_flight` they also take weights in the middle of a batch, which then has tokens of several versions. In order
+of arrival a batch is what nanodag.rl.control.pool has ready, and the samplers go on between two batches.
 
 An evaluation of policy j runs while the samplers have its weights, beside their next rollout batch and beside training.
 Where an evaluation may end the stage (`is_over`), the samplers wait for it before their next rollout batch; a step that
