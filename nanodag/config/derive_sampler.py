@@ -85,7 +85,7 @@ def derive_sampler(
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto"
+    is_here = machine.sglang or config.python != "auto" or config.has_others  # there it is installed by others
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":  # what was set for SGLang means nothing to it
@@ -99,7 +99,10 @@ def derive_sampler(
     replicas, why = replicas_of(
         device=device, gpus=gpus, tensor_parallel=tensor_parallel, is_exact=is_exact, threads=threads
     )
+    if config.has_others:
+        replicas, why = 0, "sampler.urls and urls_file name servers of others"
     replicas = fill("replicas", replicas, why)
+    replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
     share, why = (SHARE_BESIDE_TRAINER, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
     share = fill("memory_fraction", share, f"{share} {why}, the rest is the trainer's")
