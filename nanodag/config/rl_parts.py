@@ -73,8 +73,8 @@ class SamplerConfig(Section):
         for name in SGLANG_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
-        addresses = [parse_address(text) for text in self.urls]
-        if twice := [address.url for number, address in enumerate(addresses) if address in addresses[:number]]:
+        urls = [parse_address(text).url for text in self.urls]
+        if twice := [url for number, url in enumerate(urls) if url in urls[:number]]:
             raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
         if self.replicas == 0 and not self.has_others:
             raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")

@@ -98,6 +98,10 @@ async def again(server: Foreign, **options) -> Foreign:
     return successor
 
 
+def _client(url, key):
+    return SamplerClient(url, token=key, request_timeout_s=2.0, vocab_size=32, context_length=256)
+
+
 @asynccontextmanager
 async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, key_files=(), **options):
     """A stage's samplers that are all of others; the servers have been started."""
@@ -112,7 +116,7 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, key_fi
         file=file,
         needed=needed,
         folder=folder,
-        connect=lambda url, key: SamplerClient(url, token=key, request_timeout_s=2.0, vocab_size=32, context_length=256),
+        connect=_client,
         **{"every_s": 0.002, "longest_s": 0.01, "timeout_s": 0.3, "patience_s": 0.3, **options},
     )
     samplers = Samplers(

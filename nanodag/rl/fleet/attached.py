@@ -206,7 +206,7 @@ class Attachments:
         if self._file is not None and time.monotonic() - self._looked >= self.every_s:
             self._looked = time.monotonic()
             self._look(self._file)
-        return {address.url: address for address in (*self._in_file, *self._urls)}
+        return {address.url: address for address in (*self._urls, *self._in_file)}
 
     def _look(self, file: Path) -> None:
         try:

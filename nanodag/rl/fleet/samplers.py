@@ -490,7 +490,8 @@ class Samplers:
         if self._attachments is None or self._is_closed:
             return
         named = self._attachments.named()
-        for url in named.keys() - {replica.url for replica in self._replicas}:
+        known = {replica.url for replica in self._replicas}
+        for url in [url for url in named if url not in known]:
             self._replicas.append(replica := Replica(len(self._replicas), url))
             self._begin(replica, self._come_back(replica))
         for replica in self._here if self._may_give.is_set() else ():
