@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,14 +248,14 @@ class Attachments:
             raise BadRequest(f"{error} (its key stands in a file behind its URL)") from error
         if found := misfits(self._needed, model, server):
             raise BadRequest("; ".join(found))
+        if self._needed.is_deterministic and not self._needed.numerics:  # the others are to round as the first one
+            self._needed = replace(self._needed, numerics=str(server.get("numerics")))
         if self._needed.engine == "sglang" and (wrong := await self._other_layers(client)):
             raise BadRequest(wrong)
         await self._in_time(client.abort())
         await self._in_time(client.resume())  # who had it before may have left it paused
         if self._folder is not None:
             await self._check_folder(client, self._folder)
-        if self._needed.is_deterministic and not self._needed.numerics:
-            self._needed = Needed(**{**vars(self._needed), "numerics": server.get("numerics", "")})
 
     async def _other_layers(self, client: SamplerClient) -> str:
         try:

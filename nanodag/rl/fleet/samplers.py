@@ -133,7 +133,7 @@ class Samplers:
         self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
-        self.give: Callable[[SamplerClient, Path, int], Awaitable[None]] = self._give_by_folder
+        self.give: Callable[[SamplerClient, Path, int], Coroutine[Any, Any, None]] = self._give_by_folder
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -307,8 +307,13 @@ class Samplers:
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
-        infos = await self._on_each(lambda replica, client: client.model_info(), are_up=True)
-        return [str(info.get("weight_version")) for info in infos.values()]
+        return list((await self._on_each(self._version_there, are_up=True)).values())
+
+    async def _version_there(self, replica: Replica, client: SamplerClient) -> str:
+        version = str((await client.model_info()).get("weight_version"))
+        if replica.url and version != str(replica.version):
+            raise SamplerLost(f"it says that it has weights {version}, and was given {replica.version}")
+        return version
 
     async def fingerprints(self) -> list[list[dict[str, str]]]:
         """Of the weights that each sampler holds, by rank and tensor; no rank of one that is left out."""
@@ -439,7 +444,7 @@ class Samplers:
         """The same for who has nobody to raise to: whoever needs the sampler next meets the error."""
         try:
             self._lost(replica, server, error)
-        except SamplerLost as final:
+        except SamplerError as final:
             replica.restart = asyncio.get_running_loop().create_future()
             replica.restart.set_exception(final)
             replica.restart.exception()  # asyncio is not to complain if nobody does
@@ -528,6 +533,8 @@ class Samplers:
                         await self._attach(attachments, replica)
                         return
                     except SamplerError as error:
+                        if replica.restart is not asyncio.current_task():
+                            return
                         attachments.note(replica.url, error)
                         replica.is_here = False
                 replica.was_tried.set()
@@ -551,27 +558,23 @@ class Samplers:
         while True:
             while not self._may_give.is_set():
                 await self._may_give.wait()
-            if replica.is_up:  # who was in charge gave it the weights
+            if replica.restart is not asyncio.current_task():  # who was in charge gave it the weights
                 return
             if not server.is_alive:
                 raise SamplerLost("it was lost while it took weights")
             folder, version = self._model, self._version
             if replica.folder == folder:
                 return self._has_current(replica)
-            giving = asyncio.ensure_future(self._given(client, folder, version))
+            giving = asyncio.ensure_future(self.give(client, folder, version))
             self._giving.add(giving)
             giving.add_done_callback(self._giving.discard)
             try:
                 await giving
-                replica.folder = folder
+                replica.folder, replica.version = folder, version
+                await self._version_there(replica, client)
             except SamplerError:
                 if folder == self._model:
                     raise  # else the folder may be gone: it is to have others by now
-
-    async def _given(self, client: SamplerClient, folder: Path, version: int) -> None:
-        await self.give(client, folder, version)
-        if (has := str((await client.model_info()).get("weight_version"))) != str(version):
-            raise SamplerError(f"it says that it has weights {has} after it was given {version}")
 
     async def _give_by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
         await self.provide(folder)
