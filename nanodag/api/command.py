@@ -28,11 +28,11 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
+from nanodag.inference.keys import read_keys
 from nanodag.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STOP_S = 5  # what answers under way may still take when the server is ended
-LEAST_KEY = 16
 
 Routes = Callable[[], Sequence[BaseRoute]]
 
@@ -182,17 +182,7 @@ def _keys(args: argparse.Namespace) -> list[str]:
                 "127.0.0.1."
             )
         return []
-    try:
-        lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {args.api_key_file} cannot be read: {error}.") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys or any(len(key) < LEAST_KEY or not key.isascii() or " " in key for key in keys):
-        raise ConfigError(
-            f"--api-key-file {args.api_key_file} needs one key a line, each of {LEAST_KEY} ASCII characters or more, "
-            "as from: openssl rand -hex 24"
-        )
-    return keys
+    return read_keys(args.api_key_file, named="--api-key-file")
 
 
 def _limits(args: argparse.Namespace) -> Limits:

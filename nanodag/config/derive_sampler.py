@@ -90,7 +90,7 @@ def derive_sampler(
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto"
+    is_here = machine.sglang or config.python != "auto" or config.has_others  # there it is installed by others
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":  # what was set for SGLang means nothing to it
@@ -106,7 +106,10 @@ def derive_sampler(
     )  # fmt: skip
     if config.nodes:
         replicas, why = config.nodes * replicas, f"{why}, on {counted(config.nodes, 'node')} of their own"
+    if config.has_others:
+        replicas, why = 0, "sampler.urls and urls_file name servers of others"
     replicas = fill("replicas", replicas, why)
+    replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
     share = fill("memory_fraction", *_share(stage))
     element_bytes = ELEMENT_BYTES[cache_precision(precision, device)]

@@ -30,7 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lora_rank": (0, 8192),
     "lora_alpha": (0.0, 1e5),
     "reward": (0.0, 1e6),  # a weight of one
-    "replicas": (1, 64),
+    "replicas": (0, 64),
     **dict.fromkeys(("threads", "reward_processes", "tensor_parallel", "sequence_parallel"), (1, 1024)),
     **dict.fromkeys(("nodes", "gpus_per_node"), (0, 10_000)),
     "num_ranks": (1, 100_000),

@@ -89,7 +89,10 @@ def resolve(
         _override(tree, text, origins, "override")
     for name, value in _what_may_run(tree).items():
         if from_file.get(name) != value:
-            raise ConfigError(f"{name} says which code may run here: write it into {file}; an override cannot set it.")
+            raise ConfigError(
+                f"{name} says which code may run here, or who is sent keys: write it into {file}; an override "
+                "cannot set it."
+            )
     _absolute_paths(tree, Path.cwd())
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
@@ -126,12 +129,12 @@ def _origin_of(name: str, origins: Mapping[str, str]) -> str:
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
     """By dotted name, what FILE_ONLY means, and of each stage's samplers the interpreter and the options, of which
-    SGLang has some that import code."""
+    SGLang has some that import code, and the servers, which get prompts and keys."""
     stages = _at(tree, ("stages",))
     of_samplers = [
         ("stages", str(name), "sampler", field)
         for name in (stages if isinstance(stages, dict) else ())
-        for field in ("python", "options", "router_options")
+        for field in ("python", "options", "router_options", "urls", "urls_file")
     ]
     values = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in values.items() if value is not None}
@@ -336,6 +339,9 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
     for section, field in (("cluster", "hostfile"), ("server", "password_file")):
         if isinstance(table := tree.get(section), dict):
             places.append((table, field, "none"))
+    for stage in tree["stages"].values() if isinstance(tree["stages"], dict) else ():
+        if isinstance(stage, dict) and isinstance(table := stage.get("sampler"), dict):
+            places.append((table, "urls_file", "none"))
     for table, field, default in places if isinstance(store, dict) else places[:2]:
         value = table.get(field, default)
         if isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Rate, Section, operational
+from nanodag.inference.addresses import parse_address
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
 SGLANG_ONLY = ("python", "tensor_parallel", "options", "router", "router_options")
@@ -26,9 +27,16 @@ class SamplerConfig(Section):
     deterministic: bool | Auto = "auto"
     """Whether a request returns the same bits alone, among others, or admitted late. `auto`: where that is possible,
     with the embedded engine on a CPU."""
-    replicas: Positive | Auto = operational("auto")
-    """Sampler processes. `auto`: one a GPU; on a CPU one, or a process a thread (4 at most) where they are
-    deterministic."""
+    replicas: Natural | Auto = operational("auto")
+    """Sampler processes of the stage's own. `auto`: one a GPU; on a CPU one, or a process a thread (4 at most) where
+    they are deterministic. With `urls` or `urls_file`: none."""
+    urls: tuple[str, ...] = operational(())
+    """Samplers that somebody else runs, as `http://node2:30000`, or `http://node2:30000 /path/of/its/key`. They are
+    checked, given the stage's weights, and never stopped; `nanodag sampler serve` starts one. `deterministic: true`
+    holds for them too: each must be a deterministic one on a processor of the same kind."""
+    urls_file: str = operational("none", min_length=1)
+    """A file of further ones, one a line, which may grow and shrink while the stage runs; `none` for none. It may name
+    environment variables as `$NAME`."""
     gpus: Positive | tuple[Natural, ...] | Auto = operational("auto")
     """With `placement: separate`, GPUs of this node that samplers have to themselves: how many, the last ones, or their
     numbers from 0. `auto`: half of them, none with sampler.nodes."""
@@ -56,7 +64,7 @@ class SamplerConfig(Section):
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
     router: bool = operational(True)
-    """Whether sglang-router stands before several SGLang servers."""
+    """Whether sglang-router stands before several SGLang servers, all of them the stage's own."""
     router_options: dict[str, bool | int | float | str] = operational({})
     """Options of the router, by name."""
 
@@ -70,11 +78,21 @@ class SamplerConfig(Section):
         for name in SGLANG_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+        urls = [parse_address(text).url for text in self.urls]
+        if twice := [url for number, url in enumerate(urls) if url in urls[:number]]:
+            raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
+        if self.replicas == 0 and not self.has_others:
+            raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")
         check_options("options", self.options, OWN_OPTIONS)
         check_options("router_options", self.router_options, ROUTERS_OWN_OPTIONS)
         if self.router_options and not self.router:
             raise ValueError("sampler.router_options mean nothing with sampler.router: false; leave them out")
         return self
+
+    @property
+    def has_others(self) -> bool:
+        """Whether samplers are used that somebody else runs."""
+        return bool(self.urls) or self.urls_file != "none"
 
 
 class CriticConfig(Section):

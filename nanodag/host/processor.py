@@ -66,6 +66,12 @@ def instruction_set() -> str:
     return next(name for name, is_there in has.items() if is_there)
 
 
+def numerics(torch: str) -> str:
+    """What decides the bits of a sum here, beside the program: two machines that say the same round alike. torch: its
+    version."""
+    return f"{instruction_set()}, torch {torch}"
+
+
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """What Linux says that the processor can do, as `avx2` and `avx512_bf16`; nothing elsewhere."""

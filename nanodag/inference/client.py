@@ -8,7 +8,8 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 """
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 import aiohttp
 from pydantic_core import from_json
 
-from nanodag.errors import BadRequest, SamplerError, SamplerLost
+from nanodag.errors import BadRequest, NanodagError, SamplerError, SamplerLost
 from nanodag.inference.protocol import (
     Completion,
     MemoryTag,
@@ -92,11 +93,11 @@ class SamplerClient:
         if not requests:
             return []
         for request in requests:
-            self._check(request)
-        answers = from_json(await self._call("POST", "/generate", _body_of(requests)))
-        if isinstance(answers, dict):  # of one sample
-            answers = [answers]
-        completions = [completion_from_wire(answer) for answer in answers]
+            self.check(request)
+        content = await self._call("POST", "/generate", _body_of(requests))
+        with self._understood("/generate"):
+            answers = from_json(content)
+            completions = [completion_from_wire(one) for one in (answers if isinstance(answers, list) else [answers])]
         for completion in completions:
             _raise_failure(completion)
         expected = sum(request.params.n for request in requests)
@@ -115,10 +116,10 @@ class SamplerClient:
         """One sample, as it grows: each item holds all of it so far, the last has a finish reason. n must be 1."""
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
-        self._check(request)
+        self.check(request)
         body = {**_body_of([request]), "stream": True}
         try:
-            async with self._http.post(f"{self.url}/generate", json=body) as response:
+            async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
                 async for line in _lines(response.content):
@@ -164,8 +165,9 @@ class SamplerClient:
 
     async def fingerprints(self) -> list[dict[str, str]]:
         """Of the weights that it holds, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
-        answer = from_json(await self._call("POST", "/weights_checker", {"action": "checksum"}))
-        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
+        with self._understood("/weights_checker"):
+            return [dict(rank["checksums"]) for rank in from_json(answer)["ranks"]]
 
     async def flush_cache(self) -> None:
         """Forget what is cached of prompts. Raises BadRequest while samples run."""
@@ -219,7 +221,16 @@ class SamplerClient:
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""
-        return from_json(await self._call("GET", "/model_info"))
+        return await self._table("/model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the sampler says of itself: dtype, context_length, version and more."""
+        return await self._table("/server_info")
+
+    async def _table(self, path: str) -> dict[str, Any]:
+        content = await self._call("GET", path)
+        with self._understood(path):
+            return dict(from_json(content).items())
 
     async def open(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
         """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
@@ -231,24 +242,36 @@ class SamplerClient:
 
     async def _is_well(self, path: str) -> bool:
         try:
-            async with self._http.get(self.url + path) as response:
+            async with self._http.get(self.url + path, allow_redirects=False) as response:
                 return response.status == OK
         except LOST as error:
             raise self._lost(path, error) from error
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise BadRequest for what is outside of vocab_size or context_length."""
         if self._limits is not None:
             check_request(request, vocab_size=self._limits[0], context_length=self._limits[1])
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            async with self._http.request(method, self.url + path, json=body) as response:
+            async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
                 content = await response.read()
         except LOST as error:
             raise self._lost(path, error) from error
         if response.status != OK:
             self._raise_for(path, response.status, content)
         return content
+
+    @contextmanager
+    def _understood(self, path: str) -> Iterator[None]:
+        """Raise SamplerError where reading an answer fails: it is not what the protocol has there."""
+        try:
+            yield
+        except NanodagError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            raise SamplerError(f"{path} of {self.url} answered what no sampler answers ({reason})") from error
 
     def _raise_for(self, path: str, status: int, content: bytes) -> NoReturn:
         message = f"{path} of {self.url} answered {status}: {_reason(content)}"

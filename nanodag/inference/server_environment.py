@@ -17,10 +17,11 @@ def server_environment(token: str) -> dict[str, str]:
 
 
 def end_with_starter() -> None:
-    """Have this process end with the one that started it as a server. What it starts in turn may call this as well."""
+    """Have this process end with the one that started it as a server, if one did; what it starts in turn, and calls
+    this as well, ends with it."""
     if parent := os.environ.get(PARENT_VARIABLE):
         end_with_parent(int(parent))
-        os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
 
 
 def take_token() -> str:

@@ -85,7 +85,7 @@ class SGLangProcess(ServerProcess):
             **{name.replace("_", "-"): value for name, value in (options or {}).items()},
         }
         command = [str(python), str(SHIM), *arguments(settings)]
-        url, environment = f"http://127.0.0.1:{port}", _environment(device, threads)
+        url, environment = f"http://127.0.0.1:{port}", sglang_environment(device, threads)
         server = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
         try:
             server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
@@ -111,7 +111,8 @@ def foreign_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in foreign}
 
 
-def _environment(device: Device, threads: int) -> dict[str, str]:
+def sglang_environment(device: Device, threads: int) -> dict[str, str]:
+    """The whole environment of a server's process."""
     environment = foreign_environment() | network_environment()
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")

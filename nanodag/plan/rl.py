@@ -53,9 +53,15 @@ TOKEN_BYTES_ON_DISK = 30
 
 
 def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSamplers:
-    """The stage's samplers, in numbers."""
+    """The stage's samplers, in numbers; servers that somebody else runs take nothing of this machine."""
+    planned = _planned(stage, model, machine)
+    count = int(stage.sampler.replicas)
+    return replace(planned, process=replace(planned.process, count=count))
+
+
+def _planned(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSamplers:
     sampler, device, precision = stage.sampler, str(stage.resources.device), str(stage.sampler.precision)
-    replicas = int(sampler.replicas)
+    replicas = max(1, int(sampler.replicas))
     context = min(int(sampler.context), model.max_positions)
     if sampler.engine == "sglang":
         return sglang_samplers(

@@ -31,6 +31,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model-path", required=True, help="folder of a Hugging Face checkpoint (Llama, Qwen2 or Qwen3)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000, help="0: the system chooses")
+    add("--allow-host", action="append", default=[], metavar="NAME", help="of this machine, beside its own")
     add("--ready-file", type=Path, help="where to write the port and pid when the server answers")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--device", default="cpu")
@@ -115,7 +116,7 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     config = uvicorn.Config(
         Doors(
             server.application(),
-            names={args.host, socket.gethostname()},
+            names={args.host, socket.gethostname(), *args.allow_host},
             keys=[token] if (token := take_token()) else (),
             max_body_bytes=args.max_body_bytes,
         ),

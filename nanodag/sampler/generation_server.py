@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
+import torch
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +22,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.host.processor import numerics
 from nanodag.inference.doors import TooLarge
 from nanodag.inference.protocol import (
     AbortBody,
@@ -283,6 +287,7 @@ class SamplerServer:
                 "model_type": checkpoint.architecture.model_type,
                 "architectures": list(checkpoint.class_names),
                 "vocab_size": checkpoint.architecture.vocab_size,
+                "architecture": asdict(checkpoint.architecture),
                 "context_length": self.engine.context_length,
                 "has_tokenizer": self.engine.text is not None,
             }
@@ -293,6 +298,8 @@ class SamplerServer:
         return JSONResponse(
             {
                 "engine": "embedded",
+                "version": __version__,
+                "numerics": numerics(torch.__version__),
                 "dtype": engine.dtype_name,
                 "device": str(engine.device),
                 "deterministic": engine.model.deterministic,

@@ -78,6 +78,30 @@ def test_an_interpreter_that_is_named_counts_as_sglang_installed():
     assert (on_cpu.engine, on_cpu.python) == ("embedded", "auto")
 
 
+@pytest.mark.parametrize(
+    ("text", "engine", "is_exact"), [("cpu:2:avx2:16GiB", "embedded", True), ("1x24GB", "sglang", False)]
+)
+def test_with_servers_of_others_a_stage_has_none_of_its_own_unless_it_is_said(text, engine, is_exact):
+    for others in ({"urls": ["http://node2:30000"]}, {"urls_file": "/urls"}):
+        sampler = sampler_on(text, sglang=False, sampler=others).sampler
+        assert (sampler.replicas, sampler.engine, sampler.deterministic) == (0, engine, is_exact)
+        assert sampler.max_batch > 0 and sampler.cache_bytes > 0
+        assert sampler_on(text, sglang=False, sampler={**others, "replicas": 1}).sampler.replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ({"urls": ["node2:30000"]}, "not of the form"),
+        ({"urls": ["http://node2:1", "http://node2:1/"]}, "http://node2:1 twice"),
+        ({"replicas": 0}, "replicas 0 needs servers of others"),
+    ],
+)
+def test_servers_of_others_that_cannot_be_meant_are_refused(sampler, said):
+    with pytest.raises(ValueError, match=said):
+        sampler_on("cpu:2:avx2:16GiB", sampler=sampler)
+
+
 def test_this_machine_says_whether_sglang_is_installed(monkeypatch):
     for text, expected in (("1xH100", "+sglang"), ("cpu:2:avx2:8GiB", "GiB")):
         monkeypatch.setattr(derive_sampler_module, "detect", lambda text=text: machine_of(text))

@@ -150,7 +150,15 @@ def test_a_form_from_elsewhere_is_refused_as_it_may_name_functions(pipeline, for
     pipeline('eval.benchmarks=[{"name": "x", "form": "lm_eval:piqa/piqa.yaml"}]', stages=stages)
 
 
-@pytest.mark.parametrize("override", ["cluster.hostfile=/tmp/hosts", 'rl.sampler.options={"forward_hooks": "x"}'])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cluster.hostfile=/tmp/hosts",
+        'rl.sampler.options={"forward_hooks": "x"}',
+        'rl.sampler.urls=["http://elsewhere:1 /etc/passwd"]',
+        "rl.sampler.urls_file=/tmp/urls",
+    ],
+)
 def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
     stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
     with pytest.raises(ConfigError, match="an override cannot set it"):

@@ -34,12 +34,12 @@ class FakeServer:
         self.url = ""
         self.answers: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {}
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True).start()
         self.url = "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
 
     def kill(self) -> None:

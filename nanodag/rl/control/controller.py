@@ -11,8 +11,7 @@ A step:
 nanodag.rl.control.schedule says what of this runs beside what; with `max_staleness: 0` a step trains what its own
 weights sampled. A checkpoint is one commit of what the trainer and the controller know: weights and optimizer of every
 rank, position in the prompts, rollouts that wait to be trained, counts. With the embedded sampler in deterministic mode
-a stage that was killed at any instant and started again ends on the same bytes as one that was not. Not covered:
-samplers on other machines.
+a stage that was killed at any instant and started again ends on the same bytes as one that was not.
 """
 
 import asyncio

@@ -1,20 +1,27 @@
 """What the controller works with: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
 
+import asyncio
 import hashlib
 import logging
+import os
 import secrets
 import shutil
 import sys
 import threading
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
 from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.host.processor import numerics
+from nanodag.inference.addresses import parse_address
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.router_process import RouterClient, RouterProcess
@@ -26,6 +33,7 @@ from nanodag.model.headers import faults_of_config, head_parameters, matrix_para
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.lending import Lending, NotLent
 from nanodag.rl.control.one_side import NoTrainer
+from nanodag.rl.fleet.attached import Attachments, Needed
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
@@ -64,10 +72,13 @@ class Services:
         if self._config.sampler.engine == "embedded" and self._device == "cuda":
             why = f"nanodag config --explain {job.name}.sampler.engine"
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
-        if self._config.sampler.engine == "sglang":
+        if self._config.sampler.engine == "sglang" and self.num_samplers:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
         self.sync_folder = sync_folder(
-            job.workspace, self.model.num_bytes, num_copies=2 + self._config.rollout.max_staleness
+            job.workspace,
+            self.model.num_bytes,
+            num_copies=2 + self._config.rollout.max_staleness,
+            is_shared=not all_here(self._config.sampler),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
@@ -102,6 +113,8 @@ class Services:
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
         starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
+        attachments = self._attachments() if self._config.sampler.has_others else None
+        looked = None if attachments is None else _Background(asyncio.run, attachments.first_look())
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
             options={entry.name: entry.options for entry in self._config.reward},
@@ -113,6 +126,8 @@ class Services:
         for entry in starting:
             self._servers.append(entry.result())
         self._router = None if router is None else self._make_router(router.result())
+        if looked is not None:
+            looked.result()
         self.samplers = Samplers(
             self._servers,
             model=self._job.inputs["model"],
@@ -124,10 +139,12 @@ class Services:
             max_restarts=self._config.sampler.max_restarts,
             router=self._router,
             pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
+            attachments=attachments,
         )
         self.sync = self._make_sync()
         self.lending = Lending(self.samplers, self.link.exchange) if is_lent else NotLent()
-        log.info("%d trainer ranks and %d samplers are up.", self.link.num_ranks, self.num_samplers)
+        others = "" if attachments is None else f"; {counted(len(attachments.named()), 'server')} of others are named"
+        log.info("%d trainer ranks and %d samplers are up%s.", self.link.num_ranks, self.num_samplers, others)
 
     def _make_sync(self) -> WeightSync:
         """The way that the config names."""
@@ -208,10 +225,30 @@ class Services:
         """Samples that one of them decodes at once."""
         return -(-int(self._config.sampler.max_batch) // self.num_samplers)
 
-    def _connect(self, url: str) -> SamplerClient:
+    def _attachments(self) -> Attachments:
+        """The servers of others that the config names."""
+        config = self._config.sampler
+        return Attachments(
+            [parse_address(text) for text in config.urls],
+            file=urls_file(config),
+            needed=Needed(
+                engine=config.engine,
+                architecture=read_checkpoint(self._job.inputs["model"]).architecture,
+                precision=SAMPLER_DTYPES[config.precision],
+                context=self.context,
+                is_deterministic=bool(config.deterministic),
+                keeps_prompts=self._config.weights.sync_mode != "in_place",
+                numerics=numerics(metadata.version("torch")) if self.num_samplers else "",
+            ),
+            folder=self.sync_folder if self._config.weights.sync == "disk" else None,
+            connect=self._connect,
+            patience_s=float(config.start_timeout_s),
+        )
+
+    def _connect(self, url: str, token: str | None = None) -> SamplerClient:
         return SamplerClient(
             url,
-            token=self._token,
+            token=self._token if token is None else token,
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
@@ -220,7 +257,8 @@ class Services:
     @property
     def _has_router(self) -> bool:
         """Whether sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
-        return self._config.sampler.engine == "sglang" and self._config.sampler.router and self.num_samplers > 1
+        config = self._config.sampler
+        return config.engine == "sglang" and config.router and self.num_samplers > 1 and not config.has_others
 
     def _make_router(self, server: ChildServer) -> Router:
         return Router(
@@ -357,13 +395,25 @@ class ModelFacts:
         )
 
 
-def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:
+def urls_file(config: SamplerConfig) -> Path | None:
+    """The file that names servers of others; None for none."""
+    return None if config.urls_file == "none" else Path(os.path.expandvars(config.urls_file))
+
+
+def all_here(config: SamplerConfig) -> bool:
+    """Whether every sampler runs on this machine; those of a file may be anywhere."""
+    return config.urls_file == "none" and all(parse_address(text).is_here for text in config.urls)
+
+
+def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int, is_shared: bool = False) -> Path:
     """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
-    workspace. num_copies: what samplers have, and what waits for them.
+    workspace, also where other machines must see it (is_shared). num_copies: what samplers have, and what waits for
+    them.
 
     The name depends on the workspace alone, so a restart finds and removes what a killed process left.
     """
     name = "nanodag-" + hashlib.blake2b(str(workspace.resolve()).encode(), digest_size=8).hexdigest()
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
-        return SHARED_MEMORY / name
-    return workspace / "sync"
+    if is_shared or not SHARED_MEMORY.is_dir():
+        return workspace / "sync"
+    has_room = shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes
+    return SHARED_MEMORY / name if has_room else workspace / "sync"

@@ -1,0 +1,58 @@
+"""Addresses of servers that somebody else runs: `http://node2:30000`, then the file of its key where it wants one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nanodag.host.ports import LOOPBACK
+
+LARGEST_FILE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is. key_file: of the key that requests to it bear, "" for none."""
+
+    url: str
+    key_file: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a server of this machine, by its address."""
+        host = urlsplit(self.url).hostname or ""
+        return host in ("localhost", "::1") or host.startswith(LOOPBACK.partition(".")[0] + ".")
+
+
+def parse_address(text: str) -> Address:
+    """From `URL` or `URL KEYFILE`. Raises ValueError for what is neither."""
+    url, *rest = text.split(maxsplit=1)[:2] if text.strip() else [""]
+    key_file = rest[0].strip() if rest else ""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        is_url = False
+    if not is_url or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{text!r:.200} is not of the form `http://node2:30000`, with the file of its key behind it")
+    if key_file and not key_file.startswith(("/", "~/")):
+        raise ValueError(f"{text!r:.200}: the file of the key needs its whole path")
+    return Address(f"{parts.scheme}://{parts.netloc}", key_file)
+
+
+def read_addresses(path: Path) -> list[Address]:
+    """Those of a file, one a line; empty lines and comments are passed over. Raises ValueError with the line that is
+    wrong, OSError where it cannot be read."""
+    found: list[Address] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(LARGEST_FILE).splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            address = parse_address(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if any(other.url == address.url for other in found):
+            raise ValueError(f"{path}, line {number}: {address.url} is there twice")
+        found.append(address)
+    return found
