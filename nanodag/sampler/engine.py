@@ -14,13 +14,12 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.cache_size import slot_tokens
@@ -33,7 +32,7 @@ from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
-from nanodag.sampler.weights import Weights, build_weights, load_weights
+from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_PREFILL_TOKENS = 4096
@@ -213,13 +212,12 @@ class Engine:
             raise BadRequest(f"the checkpoint in {path} is of another shape: {', '.join(differing)}")
         return load_weights(path, mine, DTYPES[self.dtype_name], self.device)
 
-    def weights_of(self, tensors: Mapping[str, Tensor], source: str) -> Weights:
-        """What a checkpoint's tensors make. source: where they are from. Touches no state: any thread may call it.
-
-        Raises BadRequest if they are not those of this engine's model.
-        """
-        dtype = DTYPES[self.dtype_name]
-        return build_weights(tensors, self.checkpoint.architecture, dtype, self.device, source=source)
+    def builder(self, source: str) -> WeightsBuilder:
+        """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
+        state: any thread may call it and use what it returns."""
+        layer, dtype = self.model.weights.layers[0], DTYPES[self.dtype_name]
+        has_bias = (layer.qkv_bias is not None, layer.output_bias is not None)
+        return WeightsBuilder(self.checkpoint.architecture, dtype, self.device, source=source, has_bias=has_bias)
 
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:

@@ -71,10 +71,9 @@ class SamplerModel:
 
     def use(self, weights: Weights) -> None:
         """Compute with these from now on; they belong to the model then."""
-        if self.kernel is None:
-            self.weights = weights
-        else:  # it knows addresses
-            self.weights.copy_from(weights)
+        self.weights = weights
+        if self.kernel is not None:
+            self.kernel.use(weights)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:

@@ -143,8 +143,7 @@ class Controller:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
-            async with self._services.samplers.paused():
-                await self._services.sync.load(folder, version)
+            await self._services.sync.load(folder, version)
         for older in [number for number in self._published if number < policy]:
             shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
 
@@ -221,7 +220,7 @@ class Controller:
         model = self._services.model
         body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
         rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
-        self._records.step(step, seconds, self._values | rates)
+        self._records.step(step, seconds, self._values | rates | self._services.sync.costs.taken())
         self._records.timeline(step, spans)
 
     async def publish(self, policy: int) -> None:

@@ -76,7 +76,8 @@ class Samplers:
     router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
     come; None to wait for them.
 
-    provide: awaited with a folder of weights that one is about to be started with, or to take.
+    provide: awaited with a folder of weights that one is about to be started with, or to take. give: awaited with a
+    client, a folder and its version, gives one the weights.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Samplers:
         self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
+        self.give: Callable[[SamplerClient, Path, int], Awaitable[None]] = self._by_folder
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -229,6 +231,11 @@ class Samplers:
         replica.watch.is_excused = False
 
     @property
+    def pauses(self) -> bool:
+        """Whether weights come in the midst of requests."""
+        return self._pause is not None
+
+    @property
     def forgets(self) -> bool:
         """Whether the samplers forget prompts when weights come: SGLang cannot in the midst of requests."""
         return self._pause != "in_place"
@@ -247,16 +254,19 @@ class Samplers:
         async def take(replica: Replica, client: SamplerClient) -> None:
             if replica.folder == folder:
                 return
-            await self.provide(folder)
             watch = replica.watch
             watch.is_excused = True
             try:
-                await client.update_weights_from_disk(path, version, flush_cache=self.forgets)
+                await self.give(client, folder, version)
                 replica.folder = folder
             finally:
                 watch.is_excused = self._is_paused
 
         await asyncio.gather(*(self._on(replica, partial(take, replica)) for replica in self._replicas))
+
+    async def _by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
+        await self.provide(folder)
+        await client.update_weights_from_disk(str(folder), version, flush_cache=self.forgets)
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
