@@ -1,10 +1,10 @@
 """What becomes of samplers killed while they take weights: `python -m benchmarks.sync_kills`.
 
-Two servers of a tiny model, and the code of a stage that gives them weights: Samplers, DiskSync or DistributedSync, the
-trainer's Broadcaster. First one sync of each way is run undisturbed and its steps are written down: each
-request to each server (about to be sent, under way, answered), and each thing that the trainer is asked for (about to
-begin, at each bucket, done). Then each run gives new weights and kills (SIGKILL) the server at one step; runs are
-spread evenly over all steps, both ways, with and without requests under way, and, with --router, with sglang-router
+Two servers of a tiny model, and the code of a stage that gives them weights: Samplers, DiskSync, DistributedSync or
+SharedSync, the trainer's WeightGiver. First one sync of each way is run undisturbed and its steps are written down:
+each request to each server (about to be sent, under way, answered), and each thing that the trainer is asked for (about
+to begin, at each bucket, done). Then each run gives new weights and kills (SIGKILL) the server at one step; runs are
+spread evenly over all steps, all ways, with and without requests under way, and, with --router, with sglang-router
 before the servers. After each run both servers must say that they have the new version, hold the trainer's weights to
 the bit and have answered what was under way; exactly one was started again.
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
+from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 
 CONTEXT = 128
@@ -53,7 +54,7 @@ START_S = 1500.0
 RUN_S = 1800.0
 UNDER_WAY_S = 0.001
 Engine = Literal["embedded", "sglang"]
-Way = Literal["disk", "distributed"]
+Way = Literal["disk", "distributed", "ipc"]
 Step = tuple[int, str]
 """The server that is killed, and what it was at."""
 
@@ -115,12 +116,13 @@ class Trainer:
         self.source, self.engine = source, engine
         self.weights = Weights(source)
         self.plan = Plan()
-        self.broadcaster = Broadcaster(
-            self.weights,  # type: ignore[arg-type]
+        self.giver = WeightGiver(
+            self.weights,
             rank=0,
             prefix="",
             bucket_bytes=BUCKET_BYTES,
             timeout_s=TIMEOUT_S,
+            make_fingerprints=self._fingerprints,
         )
         self._lock = asyncio.Lock()
 
@@ -128,7 +130,8 @@ class Trainer:
         async with self._lock:
             self._reached(f"{do} begins")
             self.weights.at_bucket = lambda name: self._reached(f"{do} of {name}")
-            found = await asyncio.to_thread(getattr(self, do), **arguments)
+            asked = self.export if do == "export" else getattr(self.giver, do)
+            found = await asyncio.to_thread(asked, **arguments)
             self._reached(f"{do} ends")
             return [found]
 
@@ -136,23 +139,13 @@ class Trainer:
         for number in range(2):
             self.plan.reached(number, what)
 
-    def layout(self) -> dict[str, Any]:
-        return {"buckets": self.broadcaster.layout()}
-
-    def open_group(self, name: str, size: int) -> dict[str, Any]:
-        return {"port": self.broadcaster.open(name, size)}
-
-    def broadcast(self, fingerprint: bool) -> dict[str, Any]:
-        found = self._fingerprints()
-        return {"failure": self.broadcaster.send(found if fingerprint else None), "fingerprints": found.all()}
-
     def export(self, folder: str, fingerprint: bool = False, kept: bool = False) -> dict[str, Any]:
         found = self._fingerprints()
         own = ((name, tensor) for name, tensor in self.weights.tensors.items())
         write_like(
             self.source,
             Path(folder),
-            self.broadcaster.kept() if kept else own,
+            self.giver.kept() if kept else own,
             dtype=torch.float32,
             on_tensor=found.add if fingerprint else None,
         )
@@ -199,7 +192,7 @@ class Bench:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        self.trainer.broadcaster.close()
+        self.trainer.giver.close()
 
     async def sync(self, case: Case, at: Step | None) -> Plan:
         """Give new weights in that way, with a kill at a step; raises what is wrong afterwards."""
@@ -213,11 +206,7 @@ class Bench:
         if case.is_busy:
             await asyncio.sleep(0.05)
         await sync.publish(folder, self.version)
-        if case.is_busy:
-            async with samplers.paused():
-                await sync.load(folder, self.version)
-        else:
-            await sync.load(folder, self.version)
+        await sync.load(folder, self.version)
         self.trainer.plan = Plan()  # what follows is no step of the sync
         if (versions := await samplers.versions()) != [str(self.version)] * 2:
             raise AssertionError(f"the samplers say {versions} instead of {self.version}")
@@ -235,12 +224,12 @@ class Bench:
     def _sync_of(self, case: Case) -> WeightSync:
         """An idle case begins as a stage does, with a sync of its own; a busy one finds what the case before left."""
         if case.way not in self._syncs or not case.is_busy:
-            ask = self.trainer.ask
-            self._syncs[case.way] = (
-                DiskSync(self.samplers, ask, check_every=1)
-                if case.way == "disk"
-                else DistributedSync(self.samplers, ask, check_every=1, timeout_s=TIMEOUT_S)
-            )
+            ask, options = self.trainer.ask, {"timeout_s": TIMEOUT_S, "is_beside": self.engine == "embedded"}
+            if case.way == "disk":
+                self._syncs[case.way] = DiskSync(self.samplers, ask, check_every=1)
+            else:
+                sync = DistributedSync if case.way == "distributed" else SharedSync
+                self._syncs[case.way] = sync(self.samplers, ask, check_every=1, **options)
         return self._syncs[case.way]
 
     def _connect(self, url: str) -> SamplerClient:
@@ -342,7 +331,7 @@ async def run_cases(folder: Path, engine: Engine, *, has_router: bool, num_runs:
     return 0
 
 
-CASES = [Case("disk", False), Case("distributed", False), Case("disk", True), Case("distributed", True)]
+CASES = [Case(way, is_busy) for is_busy in (False, True) for way in get_args(Way)]
 
 
 def main() -> None:

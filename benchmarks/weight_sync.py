@@ -1,10 +1,11 @@
 """How long new weights take to the samplers: `python -m benchmarks.weight_sync [--shape small half-billion]`.
 
-Both ways in turn, disk (a folder in /dev/shm) and distributed (gloo), on one machine, from one trainer rank to embedded
-samplers: from when the trainer's weights are ready until every sampler says that it has them. The shapes: `small`, the
-6.17-million-parameter Qwen2 of rl_vs_trl.py in fp32 (25 MB); `half-billion`, Qwen2.5-0.5B in bf16 (1 GB). Weights are
-random. What is timed is the code of a stage; the trainer's rank is a thread of this process, and holds the weights as
-ZeRO-3 does on one rank, without an optimizer. Verified is the first sync of each way, which is not counted.
+All ways in turn, disk (a folder in /dev/shm), distributed (gloo) and ipc (shared memory), on one machine, from one
+trainer rank to embedded samplers: from when the trainer's weights are ready until every sampler says that it has them.
+The shapes: `small`, the 6.17-million-parameter Qwen2 of rl_vs_trl.py in fp32 (25 MB); `half-billion`, Qwen2.5-0.5B in
+bf16 (1 GB). Weights are random. What is timed is the code of a stage; the trainer's rank is a thread of this process,
+and holds the weights as ZeRO-3 does on one rank, without an optimizer. Verified is the first sync of each way, which is
+not counted.
 
 Printed: medians and ranges of wall seconds, and CPU-seconds of both sides; each round changes the weights.
 """
@@ -28,8 +29,9 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.folder import write_like
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
+from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import Shares
 
@@ -58,20 +60,18 @@ class Trainer:
             parameter.ds_tensor = parameter.data.view(-1)  # as ZeRO-3 has it on one rank
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         shares = Shares(model, shapes, dtype=dtype, is_spread=True)
-        self.broadcaster = Broadcaster(shares, rank=0, prefix="", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S)
+        self.giver = WeightGiver(
+            shares,
+            rank=0,
+            prefix="",
+            bucket_bytes=bucket_bytes,
+            timeout_s=TIMEOUT_S,
+            make_fingerprints=lambda: Fingerprints("checkpoint"),
+        )
 
     async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        return [await asyncio.to_thread(getattr(self, do), **arguments)]
-
-    def layout(self) -> dict[str, Any]:
-        return {"buckets": self.broadcaster.layout()}
-
-    def open_group(self, name: str, size: int) -> dict[str, Any]:
-        return {"port": self.broadcaster.open(name, size)}
-
-    def broadcast(self, fingerprint: bool) -> dict[str, Any]:
-        found = Fingerprints("checkpoint")
-        return {"failure": self.broadcaster.send(found if fingerprint else None), "fingerprints": found.all()}
+        asked = self.export if do == "export" else getattr(self.giver, do)
+        return [await asyncio.to_thread(asked, **arguments)]
 
     def export(self, folder: str, fingerprint: bool) -> dict[str, Any]:
         found = Fingerprints("checkpoint")
@@ -119,7 +119,8 @@ async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket
     never = 1 << 30  # after the first
     ways: dict[str, WeightSync] = {
         "disk": DiskSync(samplers, trainer.ask, check_every=never),
-        "distributed": DistributedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S),
+        "distributed": DistributedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S, is_beside=True),
+        "ipc": SharedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S, is_beside=True),
     }
     pids = [os.getpid(), *(server.pid for server in servers)]
     wall: dict[str, list[float]] = {way: [] for way in ways}
@@ -136,7 +137,7 @@ async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket
                 cpu[way].append(cpu_seconds(pids) - before)
             shutil.rmtree(folder / f"disk-{version - 1}", ignore_errors=True)
     finally:
-        trainer.broadcaster.close()
+        trainer.giver.close()
         await samplers.disconnect()
         samplers.close()
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -134,6 +134,7 @@ def placed(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
 def _gains_by_turns(stage: RLStage, model: ModelSize | None, machine: Machine) -> bool:
     """Whether the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
     is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
+    is_alone = is_alone and not stage.sampler.has_others
     if model is None or machine.gpu is None or stage.resources.device != "cuda":
         return False
     if stage.rollout.max_staleness or stage.lends_states is False or not is_alone:

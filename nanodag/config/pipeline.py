@@ -20,7 +20,6 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from nanodag.config.kinds import find_kind, known
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Auto, Section, full_name
 from nanodag.config.stage_base import StageBase
@@ -243,11 +242,6 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
         if nodes > 1 and not trains:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
-        if nodes > 1 and isinstance(stage, RLStage) and stage.weights.sync == "distributed":
-            raise ValueError(
-                f"stages.{name}.weights.sync: distributed broadcasts on this machine, and resources.nodes is {nodes}; "
-                "use disk"
-            )
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
 

@@ -305,14 +305,20 @@ class OptimizerSection(StageSection):
 class WeightsSection(StageSection):
     """How new weights reach the samplers."""
 
-    sync: Literal["disk", "distributed"] = operational("disk")
-    """How weights reach the samplers: `disk`, a folder, in memory where there is room, or `distributed`, a broadcast
-    from rank 0."""
+    sync: Literal["disk", "distributed", "ipc"] = operational("disk")
+    """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
+    rank 0, to any machine; `ipc`, memory that rank 0 shares with samplers of its machine."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
     sync_bucket_bytes: int = operational(64 << 20, ge=1)
-    """Bytes broadcast at once."""
+    """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone."""
+    sync_address: str = operational("auto", min_length=1)
+    """Address or network interface of this machine on which rank 0 listens for samplers, with `distributed`. `auto`:
+    loopback, or with samplers on other machines the address from which this machine reaches them."""
+    sync_backend: Literal["gloo", "nccl"] = operational("gloo")
+    """What carries `distributed`: `gloo`, through host memory, or `nccl`, between GPUs that trainer and samplers do not
+    share."""
     sync_timeout_s: float = operational(60.0, gt=0)
     """Seconds that one bucket may take."""
     sync_check_every: Natural | Auto = operational("auto")
@@ -326,6 +332,8 @@ class WeightsSection(StageSection):
 
     @model_validator(mode="after")
     def _fits(self) -> "WeightsSection":
+        if self.sync != "distributed":
+            refuse_unused(self, ["sync_address", "sync_backend"], f"sync: {self.sync}")
         if self.sync == "disk":
             refuse_unused(self, ["sync_bucket_bytes", "sync_timeout_s"], "sync: disk")
         return self

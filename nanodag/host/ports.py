@@ -15,6 +15,29 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(server.getsockname()[1])
 
 
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of this machine from which it reaches a host. Nothing is sent. Raises OSError where no way leads
+    there."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)
+        return str(way.getsockname()[0])
+
+
+def own_address(named: str) -> str:
+    """An address of this machine, or that of an interface of this name. Raises ValueError when it has neither."""
+    of_each = {
+        name: [entry.address for entry in has if entry.family == socket.AF_INET]
+        for name, has in psutil.net_if_addrs().items()
+    }
+    if any(named in addresses for addresses in of_each.values()):
+        return named
+    if of_each.get(named):
+        return of_each[named][0]
+    known = ", ".join(f"{name} {addresses[0]}" for name, addresses in of_each.items() if addresses)
+    raise ValueError(f"{named!r} is neither an address nor an interface of this machine; it has {known}")
+
+
 def interface_of(address: str) -> str:
     """The network interface that has an address."""
     interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]

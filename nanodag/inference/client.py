@@ -138,10 +138,13 @@ class SamplerClient:
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._call("POST", "/update_weights_from_disk", body)
 
-    async def join_weight_group(self, *, name: str, port: int, rank: int, size: int) -> None:
-        """Become a member, from `rank` on, of the group whose rank 0 waits at the port; answered when all are there."""
-        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": rank, "world_size": size}
-        await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": "gloo"})
+    async def join_weight_group(
+        self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1", backend: str = "gloo"
+    ) -> None:
+        """Become a member, from `rank` on, of the group whose rank 0 waits at the address and port; answered when all
+        are there. backend: gloo or nccl."""
+        body = {"master_address": address, "master_port": port, "rank_offset": rank, "world_size": size}
+        await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": backend})
 
     async def leave_weight_group(self, name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
@@ -159,6 +162,16 @@ class SamplerClient:
         body |= {"load_format": "flattened_bucket", "flush_cache": flush_cache and version is not None}
         body |= {"weight_version": str(version)} if version is not None else {}
         await self._call("POST", "/update_weights_from_distributed", body)
+
+    async def take_weights(
+        self, handles: Sequence[str], *, version: str | int | None = None, flush_cache: bool = True
+    ) -> None:
+        """Copy a bucket that lies in shared memory. handles: one for each of its ranks, as `shared_tensors` makes them;
+        version, flush_cache: as of `receive_weights`."""
+        body: dict[str, Any] = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket"}
+        body |= {"flush_cache": flush_cache and version is not None}
+        body |= {"weight_version": str(version)} if version is not None else {}
+        await self._call("POST", "/update_weights_from_tensor", body)
 
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})

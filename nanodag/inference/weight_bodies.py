@@ -4,6 +4,7 @@ Source: sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and s
 """
 
 import math
+from base64 import b64decode
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -23,6 +24,10 @@ class Bucket:
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
 class UpdateWeightsBody(Wire):
@@ -55,8 +60,8 @@ class InitGroupBody(Wire):
     def _can_be_joined(self) -> "InitGroupBody":
         if self.rank_offset >= self.world_size:
             raise ValueError(f"rank_offset {self.rank_offset} is not below world_size {self.world_size}")
-        if self.backend != "gloo":
-            raise ValueError(f"backend {self.backend!r} is not built into the embedded sampler: use gloo")
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend {self.backend!r} is not built into the embedded sampler: use gloo or nccl")
         return self
 
 
@@ -108,3 +113,28 @@ class ReceiveWeightsBody(Wire):
     @property
     def num_bytes(self) -> int:
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+class ReceiveTensorsBody(Wire):
+    """POST /update_weights_from_tensor: handles of tensors in memory that both sides see, one for each rank of the
+    sampler, in base64 (``sampler/shared_tensors.py``). The embedded sampler is one rank."""
+
+    serialized_named_tensors: Annotated[list[str], Field(min_length=1)]
+    load_format: Literal["flattened_bucket"]
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Literal["target", "all"] = "all"
+    torch_empty_cache: bool = False
+
+    @model_validator(mode="after")
+    def _is_of_one_rank(self) -> "ReceiveTensorsBody":
+        if len(self.serialized_named_tensors) != 1:
+            raise ValueError(f"{len(self.serialized_named_tensors)} handles for the one rank of the embedded sampler")
+        self.handle  # noqa: B018 - raises
+        return self
+
+    @property
+    def handle(self) -> bytes:
+        """Raises ValueError when it is no base64."""
+        return b64decode(self.serialized_named_tensors[0], validate=True)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,15 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
     if missing := sorted(set(wanted) - loaded_names):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     return model
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> list[Tensor]:
+    """Some tensors of a Hugging Face directory, on the CPU. Raises KeyError for one that it does not hold."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in set(names) & set(file.keys())}
+    return [found[name] for name in names]
 
 
 def write_folder(

@@ -14,13 +14,12 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.cache_size import slot_tokens
@@ -34,7 +33,7 @@ from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
-from nanodag.sampler.weights import Weights, build_weights, load_weights
+from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_PREFILL_TOKENS = 4096
@@ -99,6 +98,8 @@ class Engine:
             cache_dtype=cache_dtype,
             deterministic=deterministic,
         )
+        layer = self.model.weights.layers[0]
+        self._has_bias = (layer.qkv_bias is not None, layer.output_bias is not None)
         if self.model.kernel is not None:  # rows are independent of one another in it
             self.row_sizes = tuple(range(1, num_slots + 1))
         else:
@@ -212,13 +213,11 @@ class Engine:
         check_same_shape(read_checkpoint(path), mine)
         return load_weights(path, mine, DTYPES[self.dtype_name], self.device)
 
-    def weights_of(self, tensors: Mapping[str, Tensor], source: str) -> Weights:
-        """What a checkpoint's tensors make. source: where they are from. Touches no state: any thread may call it.
-
-        Raises BadRequest if they are not those of this engine's model.
-        """
+    def builder(self, source: str) -> WeightsBuilder:
+        """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
+        state: any thread may call it and use what it returns."""
         dtype = DTYPES[self.dtype_name]
-        return build_weights(tensors, self.checkpoint.architecture, dtype, self.device, source=source)
+        return WeightsBuilder(self.checkpoint.architecture, dtype, self.device, source=source, has_bias=self._has_bias)
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
         """Free the memory of the weights, of the cache, or of both; what was in them is lost. Raises BadRequest while

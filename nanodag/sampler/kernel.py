@@ -59,7 +59,7 @@ class _Model(Structure):
 
 
 class Kernel:
-    """The compiled step, bound to one model's weights and buffers, which may change in value but not in place."""
+    """The compiled step of one model, bound to its buffers, and to the weights that it was given last."""
 
     def __init__(
         self, library: ctypes.CDLL, architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor
@@ -72,14 +72,10 @@ class Kernel:
         deepest = max(a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size)
         rounded = torch.zeros(max(buffers.num_slots, PROMPT_ROWS), deepest, dtype=torch.bfloat16)
         packed = torch.zeros(deepest, PANEL_COLUMNS, dtype=torch.int32)
-        self._kept = (weights, rotations, scratch, rounded, packed)
+        self._kept = (rotations, scratch, rounded, packed)
         self._buffers, self._capacity = buffers, buffers.capacity
         self._layers = (_Layer * a.num_layers)()
-        for index, layer in enumerate(weights.layers):
-            for name in ("qkv", "output", "gate_up", "down"):
-                setattr(self._layers[index], name, _matrix(getattr(layer, name)))
-            for name in ("qkv_bias", "qk_gain", "output_bias"):
-                setattr(self._layers[index], name, _address(getattr(layer, name)))
+        for index in range(a.num_layers):
             self._layers[index].keys = _address(buffers.keys[index])
             self._layers[index].values = _address(buffers.values[index])
         self._model = _Model(
@@ -94,9 +90,6 @@ class Kernel:
             capacity=buffers.capacity,
             hidden_stride=buffers.hidden.stride(0),
             norm_eps=a.norm_eps,
-            embedding=_matrix(weights.embedding),
-            head=_matrix(weights.head),
-            norm=_address(weights.norm),
             rotations=_address(rotations),
             layers=ctypes.cast(self._layers, c_void_p),
             hidden=buffers.hidden.data_ptr(),
@@ -113,6 +106,19 @@ class Kernel:
         self._reference = ctypes.byref(self._model)
         self._prompt_hidden = torch.zeros(PROMPT_ROWS, buffers.hidden.stride(0))
         self._prompt_model = self._for_prompts(a)
+        self.use(weights)
+
+    def use(self, weights: Weights) -> None:
+        """Compute with these from now on. Nothing is copied, so this takes microseconds."""
+        self._weights = weights
+        for place, layer in zip(self._layers, weights.layers, strict=True):
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(place, name, _matrix(getattr(layer, name)))
+            for name in ("qkv_bias", "qk_gain", "output_bias"):
+                setattr(place, name, _address(getattr(layer, name)))
+        for model in (self._model, self._prompt_model):
+            model.embedding, model.head = _matrix(weights.embedding), _matrix(weights.head)
+            model.norm = _address(weights.norm)
 
     def _for_prompts(self, a: Architecture) -> _Model:
         """The same model with activations of its own, so that prompts leave those of running samples alone."""

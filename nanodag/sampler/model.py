@@ -75,12 +75,11 @@ class SamplerModel:
 
     def use(self, weights: Weights) -> None:
         """Compute with these from now on; they belong to the model then."""
-        if self.kernel is not None:  # it knows addresses
-            self.weights.copy_from(weights)
-            return
         was_here = hasattr(self, "weights")
         self.weights = weights
-        if not was_here:
+        if self.kernel is not None:
+            self.kernel.use(weights)
+        elif not was_here:
             self._bind()
 
     @property

@@ -1,12 +1,16 @@
-"""The embedded sampler's endpoints about weights: from a folder, by broadcast, and what it holds.
+"""The embedded sampler's endpoints about weights: from a folder, by broadcast, by shared memory, and what it holds.
 
-A broadcast is a session, as in SGLang: begin, any number of updates, end. Received tensors are kept apart and replace
-the old weights at the end, between two tokens. Until then, and when anything goes wrong, every token is drawn with the
-old weights. So all of a model's tensors must come in one session; SGLang takes any part of them.
+What comes in buckets is a session, as in SGLang: begin, any number of updates, end. Received tensors become a second
+set of weights beside generation, and replace the first at the end, between two tokens. Until then, and when anything
+goes wrong, every token is drawn with the old weights. So all of a model's tensors must come in one session; SGLang
+takes any part of them.
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +26,43 @@ from nanodag.inference.weight_bodies import (
     DestroyGroupBody,
     EndUpdateBody,
     InitGroupBody,
+    ReceiveTensorsBody,
     ReceiveWeightsBody,
     UpdateWeightsBody,
     WeightsCheckerBody,
 )
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import fingerprints_of, overall
+from nanodag.sampler.shared_tensors import opened
 from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
-from nanodag.sampler.weights import Weights, fingerprint_checkpoint
+from nanodag.sampler.weights import Weights, WeightsBuilder, fingerprint_checkpoint
 
 GROUP_TIMEOUT_S = 600.0
 RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
 
+Made = tuple[Weights, list[int]]
+"""Weights, and the sums of their tensors."""
+
+
 @dataclass
 class _Session:
-    """Between begin and end. failure: of the first broadcast that was not received."""
+    """Between begin and end. failure: of the first bucket that was not received or is of no use. made: of all that
+    came, once that is a whole model. fingerprints: of what came, made beside whatever else is done."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    builder: WeightsBuilder
+    fingerprints: list["asyncio.Future[dict[str, str]]"] = field(default_factory=list)
     version: str | None = None
     failure: str = ""
+    made: Made | None = None
 
 
 @dataclass(frozen=True)
 class _Received:
-    """Of the weights in memory, when they came by broadcast. fingerprints: of what came, made beside whatever else is
-    done. sums: of the engine's own tensors, when they were made."""
+    """Of the weights in memory, when they came in buckets. sums: of the engine's own tensors, when they were made."""
 
-    fingerprints: "asyncio.Future[dict[str, str]]"
+    fingerprints: list["asyncio.Future[dict[str, str]]"]
     sums: list[int]
 
 
@@ -69,7 +81,7 @@ class WeightEndpoints:
         endpoints = (
             self.update_weights_from_disk, self.weights_checker, self.init_weights_update_group,
             self.destroy_weights_update_group, self.begin_weight_update, self.update_weights_from_distributed,
-            self.end_weight_update,
+            self.update_weights_from_tensor, self.end_weight_update,
         )  # fmt: skip
         return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in endpoints]
 
@@ -118,12 +130,20 @@ class WeightEndpoints:
 
         def join() -> WeightGroup:
             store = find_store(body.master_address, body.master_port, GROUP_TIMEOUT_S)
-            sizes = {"rank": body.rank_offset, "size": body.world_size}
-            return WeightGroup(store, name=body.group_name, **sizes, timeout_s=GROUP_TIMEOUT_S)
+            return WeightGroup(
+                store,
+                name=body.group_name,
+                rank=body.rank_offset,
+                size=body.world_size,
+                timeout_s=GROUP_TIMEOUT_S,
+                backend=body.backend,
+            )
 
+        if body.backend == "nccl" and self.engine.device.type != "cuda":
+            return _answer(False, f"backend 'nccl' needs a GPU; this sampler is on {self.engine.device}: use gloo")
         try:
             self._groups[body.group_name] = await asyncio.to_thread(join)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             return _answer(False, f"Failed to initialize custom process group: {error}.")
         return _answer(True, "Succeeded to initialize custom process group.")
 
@@ -139,29 +159,52 @@ class WeightEndpoints:
         await body_of(http, BeginUpdateBody)
         if self._session is not None:
             return _answer(False, "a weight-update session is already open; call end_weight_update() first")
-        self._session = _Session()
+        self._session = _Session(self.engine.builder("what was broadcast"))
         return _answer(True, "Success")
 
     async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
         """Receive one broadcast of rank 0: all tensors in one piece (flattened_bucket), or one after the other."""
         body = await body_of(http, ReceiveWeightsBody)
-        session, group = self._session, self._groups.get(body.group_name)
-        if session is None:
-            return _answer(
-                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-            )
-        if group is None:
+        group = self._groups.get(body.group_name)
+        if self._session is not None and group is None:
             return _answer(False, f"there is no group {body.group_name!r}: call init_weights_update_group first")
+        return await self._receive("update_weights_from_distributed", body, partial(_broadcast_of, group, body))
+
+    async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
+        """Take one bucket out of memory that the sender shares. It is copied when this is answered."""
+        body = await body_of(http, ReceiveTensorsBody)
+        return await self._receive("update_weights_from_tensor", body, lambda: opened(body.handle, torch.device("cpu")))
+
+    async def _receive(
+        self, endpoint: str, body: ReceiveWeightsBody | ReceiveTensorsBody, receive: Callable[[], dict[str, Tensor]]
+    ) -> Response:
+        """One bucket of a session. What is wrong with its tensors is told at the end: who sends goes on to there."""
+        session = self._session
+        if session is None:
+            return _answer(False, f"{endpoint} must run between begin_weight_update() and end_weight_update()")
         if body.abort_all_requests:
-            await self._abort_all("update_weights_from_distributed")
+            await self._abort_all(endpoint)
         async with self._one_at_a_time:
             try:
-                await asyncio.to_thread(_receive, group, body, session)
+                tensors = await asyncio.to_thread(receive)
             except RuntimeError as error:
-                session.failure = session.failure or str(error)
+                session.failure = session.failure or f"not all new ones were received: {error}"
                 return _answer(False, f"Failed to receive weights: {error}")
+            await self._add(session, tensors, is_last=body.weight_version is not None)
         session.version = body.weight_version if body.weight_version is not None else session.version
         return _answer(True, f"Succeeded to update parameter online.{_now(body.weight_version)}")
+
+    async def _add(self, session: _Session, tensors: dict[str, Tensor], *, is_last: bool) -> None:
+        """Build weights of what came. With the last bucket they are whole, and the end has only to take them."""
+        session.fingerprints.append(asyncio.ensure_future(asyncio.to_thread(fingerprints_of, tensors)))
+        session.made = None
+        try:
+            await asyncio.to_thread(session.builder.add, tensors)
+        except BadRequest as error:
+            session.failure = session.failure or str(error)
+        if is_last and not session.failure:
+            with suppress(BadRequest):  # told at the end, if nothing more comes
+                session.made = await asyncio.to_thread(_made_of, session.builder)
 
     async def end_weight_update(self, http: HttpRequest) -> Response:
         """Make what was received the weights, wholly or not at all."""
@@ -171,21 +214,17 @@ class WeightEndpoints:
             if session is None:
                 return _answer(False, "no weight-update session is open; call begin_weight_update() first")
             if session.failure:
-                return _answer(False, f"The old weights are kept: not all new ones were received: {session.failure}")
-            if not session.tensors:
+                return _answer(False, f"The old weights are kept: {session.failure}")
+            if not session.fingerprints:
                 return _answer(True, "Success")
             try:
-                weights, sums = await asyncio.to_thread(self._made_of, session)
+                made = session.made
+                weights, sums = await asyncio.to_thread(_made_of, session.builder) if made is None else made
             except BadRequest as error:
                 return _answer(False, f"The old weights are kept: {error}")
-            fingerprints = asyncio.ensure_future(asyncio.to_thread(fingerprints_of, session.tensors))
-            received = _Received(fingerprints, sums)
+            received = _Received(session.fingerprints, sums)
             await self._change(weights, self.engine.checkpoint.path, session.version, received)
         return _answer(True, "Success")
-
-    def _made_of(self, session: _Session) -> tuple[Weights, list[int]]:
-        weights = self.engine.weights_of(session.tensors, "what was broadcast")
-        return weights, weights.sums()
 
     async def _change(self, weights: Weights, path: Path, version: str | None, received: _Received | None) -> None:
         async with self.traffic.paused():
@@ -196,7 +235,8 @@ class WeightEndpoints:
         sums = await self.traffic.in_loop(self.engine.model.weights.sums)
         if sums != received.sums:
             raise SamplerError("the weights in memory are not those that were broadcast")
-        return await asyncio.shield(received.fingerprints)  # who asks next needs it too
+        of_buckets = await asyncio.shield(asyncio.gather(*received.fingerprints))  # who asks next needs them too
+        return {name: found for bucket in of_buckets for name, found in bucket.items()}
 
     async def _check_folder(self, path: Path) -> dict[str, str]:
         weights = await asyncio.to_thread(self.engine.load, path)
@@ -209,21 +249,26 @@ class WeightEndpoints:
         await self.traffic.in_loop(lambda: self.engine.abort(lambda running: True, f"aborted by {endpoint}"))
 
 
-def _receive(group: WeightGroup, body: ReceiveWeightsBody, session: _Session) -> None:
-    """Raises RuntimeError when rank 0 is gone, or a tensor cannot be had."""
+def _made_of(builder: WeightsBuilder) -> Made:
+    weights = builder.whole()
+    return weights, weights.sums()
+
+
+def _broadcast_of(group: WeightGroup | None, body: ReceiveWeightsBody) -> dict[str, Tensor]:
+    """The tensors of one bucket. Raises RuntimeError when rank 0 is gone, or a tensor cannot be had."""
+    assert group is not None  # there is a session
     dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
     if body.load_format == "flattened_bucket":
-        flat = torch.empty(body.num_bytes, dtype=torch.uint8)
+        flat = torch.empty(body.num_bytes, dtype=torch.uint8, device=group.device)
         group.broadcast(flat)
-        tensors = split(flat, body.names, dtypes, body.shapes)
-    else:
-        tensors = {
-            name: torch.empty(shape, dtype=dtype)
-            for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True)
-        }
-        for tensor in tensors.values():
-            group.broadcast(tensor)
-    session.tensors |= tensors
+        return split(flat, body.names, dtypes, body.shapes)
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=group.device)
+        for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True)
+    }
+    for tensor in tensors.values():
+        group.broadcast(tensor)
+    return tensors
 
 
 def _now(version: str | None) -> str:

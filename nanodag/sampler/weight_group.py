@@ -1,12 +1,15 @@
 """The trainer's rank 0 and the samplers' ranks in one process group of their own, through which weights are broadcast.
 
 SGLang joins by torch.distributed's functions, which keep what members tell each other in a store under prefixes made of
-the group's name; here the same prefixes lead to a bare gloo group, so that a process needs no default group, and any
-number of groups can come and go. A member that dies closes its connections: a peer that sends to it or waits gets an
-error at once; one that hangs, after the time-out.
+the group's name; here the same prefixes lead to a bare group of gloo or NCCL, so that a process needs no default group,
+and any number of groups can come and go. A member that dies closes its connections: a peer that sends to it or waits
+gets an error at once; one that hangs, after the time-out.
+
+Each member listens on one address: rank 0 on the one that it was given, another member on the one by which its machine
+reaches rank 0.
 
 Source: sgl-project/sglang 0.5.23, srt/utils/common.py (init_custom_process_group); pytorch 2.13,
-torch/distributed/distributed_c10d.py (_new_process_group_helper). Not covered: NCCL.
+torch/distributed/distributed_c10d.py (_new_process_group_helper).
 """
 
 from collections.abc import Sequence
@@ -17,14 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from nanodag.host.ports import address_towards
 from nanodag.inference.bound_store import BoundStore
 
-LOOPBACK = "127.0.0.1"
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+"""What tensors of a group lie on, by its backend."""
 
 
-def open_store(timeout_s: float) -> TCPStore:
-    """Where members of a group find each other, on a free port; for rank 0. It goes with this process."""
-    return BoundStore(LOOPBACK, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Where members of a group find each other, on a free port of an address; for rank 0. It goes with this process.
+    Raises OSError when this machine does not have the address."""
+    return BoundStore(address, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
@@ -33,28 +39,47 @@ def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class WeightGroup:
-    """One member. Making it returns when all of them are there, and raises RuntimeError when they are not in time."""
+    """One member. Making it returns when all of them are there, and raises RuntimeError when they are not in time.
+    backend: gloo or nccl."""
 
-    def __init__(self, store: Store, *, name: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: TCPStore, *, name: str, rank: int, size: int, timeout_s: float, backend: str = "gloo"
+    ) -> None:
         self.name = name
+        self.device = torch.device(DEVICES[backend])
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
-        prefix_store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        gloo: Any = ProcessGroupGloo  # whose annotations lack most of it
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]  # else of the machine's name
-        options._timeout = self._timeout
-        self._gloo = gloo(prefix_store, rank, size, options)
+        prefix_store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        make = _gloo if backend == "gloo" else _nccl
+        self._group = make(prefix_store, rank, size, self._timeout, address_towards(store.host, store.port))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's tensor into everybody's. Raises RuntimeError, after which the group is of no use, when a member is
-        gone or does not take part in time."""
-        self._gloo.broadcast(tensor, 0).wait(self._timeout)
+        """Rank 0's tensor into everybody's; it lies on `device`. Raises RuntimeError, after which the group is of no
+        use, when a member is gone or does not take part in time."""
+        self._group.broadcast(tensor, 0).wait(self._timeout)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # NCCL's own wait holds up the stream alone
 
     def close(self) -> None:
         """Leave: the others' broadcasts fail from now on."""
-        self._gloo.shutdown()
-        del self._gloo
+        self._group.shutdown()
+        del self._group
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    gloo: Any = ProcessGroupGloo  # whose annotations lack most of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]  # else of the machine's name
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # a torch for CPUs has none
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, size, options)
 
 
 def split(flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> dict:

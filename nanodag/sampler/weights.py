@@ -81,11 +81,6 @@ class Weights:
         yield self.norm
         yield self.head
 
-    def copy_from(self, other: "Weights") -> None:
-        """Overwrite these tensors in place, so that whatever holds a view of them sees the new values."""
-        for mine, new in zip(self.tensors(), other.tensors(), strict=True):
-            mine.copy_(new)
-
     def sums(self) -> list[int]:
         """Of each tensor's bits, read as integers: what changes one of them changes its sum."""
         return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
@@ -110,33 +105,85 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
     """Read every tensor of the checkpoint in ``path``, rounded to ``dtype``.
 
-    Raises BadRequest: no safetensors file, a file that cannot be read, and as ``build_weights`` does.
+    Raises BadRequest: no safetensors file, a file that cannot be read, and as ``WeightsBuilder`` does.
     """
-    return build_weights(_read_tensors(path), architecture, dtype, device, source=f"the checkpoint in {path}")
+    builder = WeightsBuilder(architecture, dtype, device, source=f"the checkpoint in {path}")
+    builder.add(_read_tensors(path))
+    return builder.whole()
 
 
-def build_weights(
-    raw: Mapping[str, Tensor], architecture: Architecture, dtype: torch.dtype, device: torch.device, *, source: str
-) -> Weights:
-    """The weights that a checkpoint's tensors make, rounded to ``dtype``. source: where they are from, for messages.
+class WeightsBuilder:
+    """Makes weights of a checkpoint's tensors, rounded to ``dtype``, as they come: a layer as soon as its tensors are
+    there, which are then let go. So a model is held once beside what has come of the layer under way.
 
-    Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or that this architecture has
-    no place for.
+    source: where they are from, for messages. has_bias: whether a layer has biases of query, key and value, and of the
+    output, so that it is known when a layer is whole.
     """
-    take = _Taker(raw, source, dtype, device)
-    a = architecture
-    layers = [_layer(take, f"model.layers.{index}.", a) for index in range(a.num_layers)]
-    padding = -a.vocab_size % VOCABULARY_BLOCK
-    embedding, shape = "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
-    norm = take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
-    weights = Weights(
-        embedding=None if a.tied else _stored(take(embedding, shape), dtype),
-        layers=layers,
-        norm=norm,
-        head=take.turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
-    )
-    take.refuse_leftovers(ignored=("lm_head.weight",) if a.tied else ())
-    return weights
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        source: str,
+        has_bias: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self._architecture = architecture
+        self._raw: dict[str, Tensor] = {}
+        self._take = _Taker(self._raw, source, dtype, device)
+        self._layers: dict[int, LayerWeights] = {}
+        self._names_each = _layer_names(architecture, *has_bias)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """More of them, in any order. Raises BadRequest: a tensor that came before, has another shape, or holds NaN or
+        infinity."""
+        if twice := sorted(tensors.keys() & (self._raw.keys() | self._take.taken)):
+            raise BadRequest(f"{twice[0]!r} in {self._take.source} came twice")
+        self._raw.update(tensors)
+        for index in {int(name.split(".")[2]) for name in tensors if _is_of_layer(name)}:
+            names = [f"model.layers.{index}.{name}" for name in self._names_each]
+            if index < self._architecture.num_layers and all(name in self._raw for name in names):
+                self._build(index)
+
+    def whole(self) -> Weights:
+        """All of them. Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or that
+        this architecture has no place for."""
+        a, take = self._architecture, self._take
+        for index in range(a.num_layers):
+            if index not in self._layers:
+                self._build(index)
+        padding = -a.vocab_size % VOCABULARY_BLOCK
+        embedding, shape = "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
+        norm = take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
+        weights = Weights(
+            embedding=None if a.tied else _stored(take(embedding, shape), take.dtype),
+            layers=[self._layers[index] for index in range(a.num_layers)],
+            norm=norm,
+            head=take.turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
+        )
+        take.refuse_leftovers(ignored=("lm_head.weight",) if a.tied else ())
+        return weights
+
+    def _build(self, index: int) -> None:
+        self._layers[index] = _layer(self._take, f"model.layers.{index}.", self._architecture)
+        for name in self._take.taken & self._raw.keys():
+            if name.startswith(f"model.layers.{index}."):
+                del self._raw[name]
+
+
+def _is_of_layer(name: str) -> bool:
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isdecimal()
+
+
+def _layer_names(a: Architecture, has_qkv_bias: bool, has_output_bias: bool) -> list[str]:
+    """What a layer is made of, without its prefix."""
+    names = [f"self_attn.{n}_proj.weight" for n in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    names += [f"self_attn.{n}_norm.weight" for n in "qk" if a.qk_norm]
+    names += [f"self_attn.{n}_proj.bias" for n in "qkv" if has_qkv_bias]
+    return names + ["self_attn.o_proj.bias"] * has_output_bias
 
 
 def fingerprint_checkpoint(path: Path) -> dict[str, str]:

@@ -2,10 +2,14 @@
 
 Under ZeRO-3 a rank has an equal part of each parameter, the last one filled up; below, every rank has all of them. A
 copy by `keep` stays as it is while training continues: a sampler that must be started again takes it.
+
+Rank 0 takes the ranks' parts one after the other and puts each in its place. So it holds one bucket and one rank's part
+of it, and never all parts beside the whole.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +41,8 @@ class Shares:
         self._parameters = dict(model.named_parameters())
         self._is_spread = is_spread
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        # Parameters that DeepSpeed keeps on the host still meet on the GPU, which is all that NCCL knows.
+        self._device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -57,26 +63,38 @@ class Shares:
         rank must call it. kept: as they were at the last `keep`."""
         if not self._is_spread and self._rank > 0:
             return None
-        device = self._own(names[0]).device
-        shares = [(self._kept[name] if kept else self._own(name)).to(device) for name in names]
+        shares = [(self._kept[name] if kept else self._own(name)).to(self._device) for name in names]
         if not self._is_spread or self._world == 1:
-            wholes = [self._whole(name, [share]) for name, share in zip(names, shares, strict=True)]
+            wholes = [share.view(torch.uint8)[: self.num_bytes[n]] for n, share in zip(names, shares, strict=True)]
             return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
-        mine = torch.cat(shares)
-        gathered = [torch.empty_like(mine) for _ in range(self._world)] if self._rank == 0 else None
-        dist.gather(mine, gathered, dst=0)
-        if gathered is None:
+        if self._rank > 0:
+            _exchange(dist.isend, torch.cat(shares), 0)
             return None
+        whole = torch.empty(sum(self.num_bytes[name] for name in names), dtype=torch.uint8, device=self._device)
+        self._place(whole, names, shares, rank=0)
         sizes = [share.numel() for share in shares]
-        by_rank = [ranks.split(sizes) for ranks in gathered]
-        return torch.cat([self._whole(name, [part[n] for part in by_rank]) for n, name in enumerate(names)])
+        theirs = torch.empty(sum(sizes), dtype=self.dtype, device=self._device)
+        for rank in range(1, self._world):
+            _exchange(dist.irecv, theirs, rank)
+            self._place(whole, names, theirs.split(sizes), rank=rank)
+        return whole
+
+    def _place(self, whole: Tensor, names: Sequence[str], parts: Sequence[Tensor], *, rank: int) -> None:
+        """Copy a rank's parts of some tensors to where they belong, without what fills up the last."""
+        begin = 0
+        for name, part in zip(names, parts, strict=True):
+            at = rank * part.nbytes
+            target = whole[begin : begin + self.num_bytes[name]][at : at + part.nbytes]
+            target.copy_(part.view(torch.uint8)[: len(target)])
+            begin += self.num_bytes[name]
 
     def _own(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         local = getattr(parameter, "ds_tensor") if self._is_spread else parameter  # noqa: B009 - DeepSpeed sets it
         return local.detach().reshape(-1)
 
-    def _whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The bytes of a tensor whose parts the ranks have, without what fills up the last."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        return whole.view(torch.uint8)[: self.num_bytes[name]]
+
+def _exchange(operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
+    """Send to a rank or receive from it, as part of a batch: NCCL would make a communicator for each pair else."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
+        work.wait()

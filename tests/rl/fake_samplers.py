@@ -136,6 +136,12 @@ class FakeSampler(FakeServer):
         self.new_version = body.get("weight_version")
         return {}
 
+    async def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
+        assert self.received is not None
+        self.received.append(body["serialized_named_tensors"][0])
+        self.new_version = body.get("weight_version")
+        return {}
+
     async def end_weight_update(self, body: dict[str, Any]) -> Any:
         received, self.received = self.received, None
         if received is None or len(received) < NUM_BUCKETS:
@@ -199,7 +205,6 @@ class FakeTrainer:
         self._one_at_a_time = asyncio.Lock()
         self._group: list[FakeSampler] = []
         self._waiting: dict[FakeSampler, asyncio.Future[str]] = {}
-        self._has_met = False
 
     async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         return await asyncio.shield(asyncio.ensure_future(self._execute(do, arguments)))
@@ -224,27 +229,19 @@ class FakeTrainer:
     async def layout(self) -> dict[str, Any]:
         return {"buckets": [{"names": [f"w{n}"], "dtypes": ["float32"], "shapes": [[1]]} for n in range(NUM_BUCKETS)]}
 
-    async def open_group(self, name: str, size: int) -> dict[str, Any]:
-        self._name, self._has_met, self._group = name, False, list(self.world.servers)
+    async def open_group(self, name: str, size: int, address: str, backend: str) -> dict[str, Any]:
+        self._name, self._group = name, list(self.world.servers)
         assert size == 1 + len(self._group)
         return {"port": 1}
 
-    async def broadcast(self, fingerprint: bool) -> dict[str, Any]:
+    async def join_group(self) -> dict[str, Any]:
+        return {"failure": await self._all_met()}
+
+    async def broadcast(self, which: str, fingerprint: bool) -> dict[str, Any]:
         self.kept = self.weights
-        failure = ""
-        for _ in range(NUM_BUCKETS + (not self._has_met)):
-            while len(self._waiting) < len(self._group) and not failure:
-                await asyncio.sleep(0.0005)
-                if not all(member.is_alive for member in self._group):
-                    failure = "a member is gone"
-            waiting, self._waiting = self._waiting, {}
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(ValueError(failure)) if failure else future.set_result(self.kept)
-            if failure:
-                self._name = ""
-                break
-        self._has_met = not failure
+        failure = "" if self._name else "there is no group"
+        for _ in range(NUM_BUCKETS):
+            failure = failure or await self._all_met()
         return {"failure": failure, "fingerprints": {"w": self.kept} if fingerprint else {}}
 
     async def lend(self, what: str) -> dict[str, Any]:
@@ -252,6 +249,23 @@ class FakeTrainer:
 
     async def take_back(self) -> dict[str, Any]:
         return {}
+    async def share(self, number: int, which: str, count: int, fingerprint: bool) -> dict[str, Any]:
+        self.kept = self.weights
+        return {"failure": "", "handles": [self.kept] * count, "fingerprints": {"w": self.kept} if fingerprint else {}}
+
+    async def _all_met(self) -> str:
+        """Wait for all members and give them the weights; why that cannot be, else ""."""
+        failure = ""
+        while len(self._waiting) < len(self._group) and not failure:
+            await asyncio.sleep(0.0005)
+            if not all(member.is_alive for member in self._group):
+                failure = "a member is gone"
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(ValueError(failure)) if failure else future.set_result(self.kept)
+        self._name = "" if failure else self._name
+        return failure
 
     async def export(self, folder: str, fingerprint: bool = False, kept: bool = False) -> dict[str, Any]:
         await asyncio.sleep(0.001)

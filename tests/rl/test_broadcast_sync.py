@@ -1,4 +1,4 @@
-"""Weights broadcast to samplers: held to the bit, and what becomes of samplers that die, hang or refuse meanwhile."""
+"""Weights by broadcast and by shared memory: held to the bit, and what becomes of samplers that die, hang or refuse."""
 
 import asyncio
 import os
@@ -20,12 +20,13 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.folder import write_like
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.fleet.shared_sync import SharedSync
+from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import samplers_of
-from tests.rl.spread import two_shares
+from tests.rl.spread import BIG, two_shares
 from tests.rl.stages import digest, make_job, metrics, run, start
 
 TIMEOUT_S = 20.0
@@ -61,27 +62,23 @@ class Trainer:
     def __init__(self, folder: Path, *, bucket_bytes: int = 2000, timeout_s: float = TIMEOUT_S) -> None:
         self.source = folder
         self.weights = Weights(folder)
-        self.broadcaster = Broadcaster(self.weights, rank=0, prefix="", bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self.giver = WeightGiver(
+            self.weights,
+            rank=0,
+            prefix="",
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            make_fingerprints=lambda: Fingerprints("checkpoint"),
+        )
         self.asked: list[str] = []
 
     async def ask(self, do, **arguments):
         self.asked.append(do)
-        return [await asyncio.to_thread(getattr(self, do), **arguments)]
-
-    def layout(self):
-        return {"buckets": self.broadcaster.layout()}
-
-    def open_group(self, name, size):
-        return {"port": self.broadcaster.open(name, size)}
-
-    def broadcast(self, fingerprint):
-        found = Fingerprints("checkpoint")
-        failure = self.broadcaster.send(found if fingerprint else None)
-        return {"failure": failure, "fingerprints": found.all()}
+        return [await asyncio.to_thread(getattr(self, do, None) or getattr(self.giver, do), **arguments)]
 
     def export(self, folder, kept):
         assert kept
-        write_like(self.source, Path(folder), self.broadcaster.kept(), dtype=torch.float32)
+        write_like(self.source, Path(folder), self.giver.kept(), dtype=torch.float32)
         return {}
 
 
@@ -104,18 +101,18 @@ def pair(models, tmp_path_factory):
         server.kill()
 
 
-def with_sync(pair, model, trainer, work, *, check_every=1, **options):
+def with_sync(pair, model, trainer, work, *, check_every=1, way=DistributedSync, **options):
     """Run `work(sync, samplers)` on the two servers, which are replaced by what it leaves."""
     launch, servers = pair
 
     async def main():
         samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
-        sync = DistributedSync(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S)
+        sync = way(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S, is_beside=True)
         try:
             return await work(sync, samplers)
         finally:
             servers[:] = [member.server for member in await samplers.members()]
-            trainer.broadcaster.close()
+            trainer.giver.close()
             await samplers.disconnect()
 
     return asyncio.run(main())
@@ -134,7 +131,14 @@ async def logprobs(samplers):
     return found.logprobs
 
 
-def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(pair, models, tmp_path):
+ASKED = {
+    DistributedSync: ["layout", "open_group", "join_group", "broadcast", "broadcast"],  # no file, one group for both
+    SharedSync: ["layout", *["share"] * 2 * 18],  # as many buckets,
+}
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(pair, models, tmp_path, way):
     trainer = Trainer(models[1])
 
     async def work(sync, samplers):
@@ -145,11 +149,10 @@ def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them
         await sync.load(tmp_path / "policy-2", 2)
         return before, changed, first, await samplers.fingerprints(), await samplers.versions()
 
-    before, changed, first, second, versions = with_sync(pair, models[0], trainer, work)
+    before, changed, first, second, versions = with_sync(pair, models[0], trainer, work, way=way)
     assert first == [[expected(models[1])]] * 2 and second == [[expected(models[2])]] * 2
     assert before != changed and versions == ["2", "2"]
-    assert trainer.asked == ["layout", "open_group", "broadcast", "broadcast"]  # no file, one group for both
-    assert len(trainer.broadcaster.layout()) > 5
+    assert trainer.asked == ASKED[way]
 
 
 def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, tmp_path):
@@ -160,11 +163,7 @@ def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, t
         def add(self, own, tensor):
             super().add(own, tensor + 2.0**-20 if own == name else tensor)
 
-    def broadcast(fingerprint):
-        found = Spoiled("checkpoint")
-        return {"failure": trainer.broadcaster.send(found), "fingerprints": found.all()}
-
-    trainer.broadcast = broadcast
+    trainer.giver._make_fingerprints = lambda: Spoiled("checkpoint")
     with pytest.raises(SamplerError, match=rf"Sampler 0 .*version 7: {name} has fingerprint"):
         with_sync(pair, models[0], trainer, lambda sync, samplers: sync.load(tmp_path / "policy-7", 7))
 
@@ -186,14 +185,14 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
         await sync.load(tmp_path / "policy-1", 1)
         held, took = await samplers.fingerprints(), time.monotonic() - began
         trainer.weights.take(models[2])
-        trainer.broadcaster._timeout_s = TIMEOUT_S
+        trainer.giver.broadcaster._timeout_s = TIMEOUT_S
         await sync.load(tmp_path / "policy-2", 2)
         return held, took, await samplers.fingerprints(), samplers.num_restarts
 
     held, took, after, num_restarts = with_sync(pair, models[0], trainer, work)
     assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2
     assert num_restarts == 1 and took < 100 and not victim.is_alive
-    assert trainer.asked.count("export") == 1 and trainer.asked[-2:] == ["open_group", "broadcast"]
+    assert trainer.asked.count("export") == 1 and trainer.asked[-3:] == ["open_group", "join_group", "broadcast"]
 
 
 def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(pair, models, tmp_path):
@@ -240,11 +239,11 @@ def test_weights_out_of_a_checkpoint_are_read_from_their_folder(pair, models, tm
 
 def test_only_the_first_and_every_nth_broadcast_is_verified(pair, models, tmp_path):
     trainer, asked = Trainer(models[1]), []
-    send = trainer.broadcast
+    send = trainer.giver.broadcast
 
-    def broadcast(fingerprint):
+    def broadcast(*, which, fingerprint):
         asked.append(fingerprint)
-        return send(fingerprint)
+        return send(which=which, fingerprint=fingerprint)
 
     trainer.broadcast = broadcast
 
@@ -261,7 +260,7 @@ def test_buckets_keep_the_order_and_the_limit_and_a_large_tensor_is_alone():
     assert list(in_buckets(list(sizes), sizes, 8)) == [["a", "b"], ["c"], ["d", "e"]]
 
 
-def test_what_is_spread_over_two_ranks_comes_together_as_it_is_and_as_it_was_kept(tmp_path):
+def test_what_is_spread_over_two_ranks_comes_together_in_a_bucket_and_one_ranks_part(tmp_path):
     context = multiprocessing.get_context("spawn")
     done = context.SimpleQueue()
     processes = [context.Process(target=two_shares, args=(rank, tmp_path / "store", done)) for rank in range(2)]
@@ -270,7 +269,8 @@ def test_what_is_spread_over_two_ranks_comes_together_as_it_is_and_as_it_was_kep
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    first, second, kept = done.get()
+    (first, second, kept), peak = done.get()
+    assert BIG < peak < 1.6 * BIG  # it was 3.5 times as much when all parts lay beside the whole
     assert first == kept == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] and second == [11.0, 12.0, 13.0]
 
 
@@ -322,10 +322,10 @@ def test_a_stage_that_broadcasts_and_loses_samplers_ends_on_the_same_bytes(tmp_p
 def test_what_cannot_work_is_refused_by_name(tmp_path):
     config = make_job(tmp_path, sampler={"context": 64, "deterministic": False}).config.model_dump()
     distributed = {"sync": "distributed", "sync_check_every": 0}
-    with pytest.raises(ValidationError, match="sync: distributed on a GPU"):
-        RLStage(**(config | {"weights": distributed, "resources": {"device": "cuda"}}))
-    with pytest.raises(ValidationError, match=r"sync: distributed with optimizer\.lora_rank 4"):
-        RLStage(**(config | {"weights": distributed, "optimizer": {**config["optimizer"], "lora_rank": 4}}))
+    with pytest.raises(ValidationError, match="sync_backend: nccl needs GPUs"):
+        RLStage(**(config | {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cpu"}}))
+    with pytest.raises(ValidationError, match="sync_address lo means nothing with sync: ipc"):
+        RLStage(**(config | {"weights": {"sync": "ipc", "sync_address": "lo"}}))
     with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):
         RLStage(**(config | {"weights": {"sync_bucket_bytes": 1}}))
     RLStage(**(config | {"weights": {"sync": "distributed", "sync_bucket_bytes": 1}}))

@@ -13,6 +13,7 @@ from nanodag.inference.protocol import Request
 from nanodag.inference.router_process import RouterClient
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.server_watch import ServerWatch
+from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync
 from tests.rl.fake_samplers import PATIENCE_S, World
 
@@ -20,7 +21,8 @@ from tests.rl.fake_samplers import PATIENCE_S, World
 def make_sync(way, world):
     if way == "disk":
         return DiskSync(world.samplers, world.trainer.ask, check_every=1)
-    return DistributedSync(world.samplers, world.trainer.ask, check_every=1, timeout_s=PATIENCE_S)
+    sync = DistributedSync if way == "distributed" else SharedSync
+    return sync(world.samplers, world.trainer.ask, check_every=1, timeout_s=PATIENCE_S, is_beside=True)
 
 
 async def three_loads(folder, way, *, is_busy, kill_at, has_router):
@@ -35,8 +37,7 @@ async def three_loads(folder, way, *, is_busy, kill_at, has_router):
                 break
             world.trainer.weights = str(version)
             await sync.publish(folder / f"policy-{version}", version)
-            async with world.samplers.paused():
-                await sync.load(folder / f"policy-{version}", version)
+            await sync.load(folder / f"policy-{version}", version)
             assert await world.samplers.versions() == [str(version)] * 2
             assert await world.samplers.fingerprints() == [[{"w": str(version)}]] * 2
         num_steps = len(world.steps)
@@ -49,7 +50,7 @@ async def three_loads(folder, way, *, is_busy, kill_at, has_router):
         return num_steps
 
 
-ALL = list(product(("disk", "distributed"), (False, True), (False, True), (1,)))
+ALL = list(product(("disk", "distributed", "ipc"), (False, True), (False, True), (1,)))
 
 
 # A connection that is just being made when its client or the fake server is closed is left to the garbage collector.
@@ -59,6 +60,7 @@ ALL = list(product(("disk", "distributed"), (False, True), (False, True), (1,)))
     [
         ("distributed", True, False, 5),
         ("disk", True, True, 5),
+        ("ipc", True, False, 5),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL),
     ],
 )
@@ -129,6 +131,7 @@ def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
     [
         ("distributed", True, (0, "/end_weight_update answered")),
         ("distributed", False, (1, "/update_weights_from_distributed under way")),
+        ("ipc", True, (1, "/update_weights_from_tensor under way")),
         ("disk", True, (1, "/update_weights_from_disk about to be sent")),
     ],
 )

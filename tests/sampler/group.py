@@ -15,7 +15,7 @@ class Trainer:
     """Rank 0 of a group of two, which broadcasts a checkpoint's tensors from a thread."""
 
     def __init__(self, name: str) -> None:
-        self.store = open_store(60)
+        self.store = open_store("127.0.0.1", 60)
         self.name = name
         self.work: Thread | None = None
         self.group: WeightGroup | None = None

@@ -15,6 +15,9 @@ from tests.sampler.group import Trainer
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
 GROUP = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
 
+TWICE = {"serialized_named_tensors": ["gA=="] * 2}
+HANDLE = {"serialized_named_tensors": ["gA=="], "load_format": "flattened_bucket"}
+
 
 @pytest.fixture(scope="module")
 def folders(make_checkpoint):
@@ -43,8 +46,17 @@ def server(folders, tmp_path_factory):
         (
             "init_weights_update_group",
             {k: v for k, v in GROUP.items() if k != "backend"},
-            "backend 'nccl' is not built",
+            "backend 'nccl' needs a GPU",
         ),
+        ("init_weights_update_group", GROUP | {"backend": "mpi"}, "backend 'mpi' is not built"),
+        ("update_weights_from_tensor", HANDLE, "between begin_weight_update"),
+        (
+            "update_weights_from_tensor",
+            HANDLE | {"serialized_named_tensors": ["gA=="] * 2},
+            "2 handles for the one rank",
+        ),
+        ("update_weights_from_tensor", HANDLE | {"serialized_named_tensors": ["?"]}, "base64"),
+        ("update_weights_from_tensor", HANDLE | {"load_format": "direct"}, "load_format"),
         ("init_weights_update_group", GROUP | {"rank_offset": 2}, "rank_offset 2 is not below world_size 2"),
         ("init_weights_update_group", GROUP | {"master_port": 0}, "master_port"),
         ("begin_weight_update", {"selector": "draft"}, "selector"),

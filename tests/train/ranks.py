@@ -19,7 +19,10 @@ from nanodag.config.supervised import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
-from nanodag.model.lora import add_lora  # noqa: E402
+from nanodag.model.lora import add_lora, merged  # noqa: E402
+from nanodag.rl.trainer.buckets import KEPT, NOW, Buckets  # noqa: E402
+from nanodag.rl.trainer.merged_shares import MergedShares  # noqa: E402
+from nanodag.sampler.fingerprints import Fingerprints  # noqa: E402
 from nanodag.train.deepspeed_engine import TrainEngine, leave  # noqa: E402
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 12, 61, 4
@@ -90,9 +93,30 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     zero = engine._zero  # DeepSpeed's own word for what it does: `cpu_offload` at stages 1 and 2
     does = {"offload_optimizer": ("offload_optimizer", "cpu_offload"), "offload_param": ("offload_param",)}
     found["offloads"] = [name for name, words in does.items() if any(getattr(zero, word, False) for word in words)]
+    found["ways"] = ways(engine, lora="lora" in case)
     weights = engine.full_state_dict()
     found["weights"] = {name: tensor.double().flatten().tolist() for name, tensor in weights.items()}
     return found
+
+
+def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
+    """Fingerprints on rank 0 of what samplers get of these weights, by the way in which they get it."""
+    weights, shares = engine.weights(), engine.shares
+    if lora:
+        weights, shares = merged(weights, scale=2.0), MergedShares(shares, scale=2.0)
+    folder, found = Fingerprints("checkpoint"), {}
+    for name, tensor in weights:
+        folder.add(name, tensor)
+    buckets = Buckets(shares, rank=engine.rank, prefix="", bucket_bytes=5000)
+    buckets.begin(NOW)
+    for which in (NOW, KEPT):
+        brought = Fingerprints("checkpoint")
+        for number in range(len(buckets)):
+            if (flat := buckets.together(number, which)) is not None:
+                for name, tensor in buckets.named(number, flat):
+                    brought.add(name, tensor)
+        found[which] = brought.all()
+    return {"folder": folder.all(), **found}
 
 
 def main() -> None:

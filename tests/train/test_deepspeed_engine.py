@@ -23,6 +23,7 @@ def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
 
 FP32 = [{"stage": stage} for stage in range(4)]
 LORA = [{"stage": stage, "lora": True, "optimizer": "adamw"} for stage in (1, 3)]
+LORA_TOO = [{**LORA[0], "stage": stage, "steps": 1} for stage in (0, 2)]
 ADAMW = [{"stage": stage, "optimizer": "adamw"} for stage in (1, 2, 3)]
 OFFLOADED = [
     *({**case, "offload": ["offload_optimizer"]} for case in ADAMW),
@@ -46,6 +47,7 @@ def one_rank(folder):
         {"stage": 2, "steps": 2, "save": str(folder / "one")},
         *({**case, "steps": 1, "poison": True} for case in (FP32[0], FP32[3], BF16[0], BF16[1])),
         *LORA,
+        *LORA_TOO,
         {**LORA[0], "steps": 2, "save": str(folder / "lora")},
         {**ADAMW[0], "steps": 2, "save": str(folder / "adamw")},
     ]
@@ -60,6 +62,7 @@ def two_ranks(folder, one_rank):
         {"stage": 1, "load": str(folder / "one"), "first": 2},
         {"stage": 3, "load": str(folder / "two"), "first": 2},
         *LORA,
+        *LORA_TOO,
         {**LORA[1], "load": str(folder / "lora"), "first": 2},
         *ADAMW,
         *OFFLOADED,
@@ -157,6 +160,15 @@ def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks(one
     wanted = one_rank[str(LORA[0])]
     for found in (one_rank[str(LORA[1])], two_ranks[str(LORA[0])], two_ranks[str(LORA[1])]):
         assert_same(found, wanted)
+
+
+def test_samplers_get_the_same_weights_by_folder_and_in_buckets(one_rank, two_ranks):
+    """Every ZeRO stage, one rank and two, with adapters and without, offloaded or not."""
+    names = {name for case in (*FP32, *LORA) for name in one_rank[str(case)]["ways"]["folder"]}
+    assert not any("parametrizations" in name for name in names)
+    for found in (*one_rank.values(), *two_ranks.values()):
+        ways = found["ways"]
+        assert ways["folder"] == ways["now"] == ways["kept"] and ways["folder"].keys() == names
 
 
 @pytest.mark.parametrize("case", OFFLOADED, ids=str)

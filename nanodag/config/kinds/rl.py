@@ -98,11 +98,6 @@ class RLStage(StageBase):
                 f"{rollout.prompts_per_step}; each update trains at least one prompt's group"
             )
         self.resources.check_offload(zero_stage=optimizer.zero_stage, optimizer="adamw")
-        if self.weights.sync == "distributed" and optimizer.lora_rank:
-            raise ValueError(
-                f"weights.sync: distributed with optimizer.lora_rank {optimizer.lora_rank}: adapters are merged "
-                "where weights are written, not yet where they are broadcast; use sync: disk"
-            )
         self.check_resources()
         self._check_reward()
         self._check_models()
@@ -238,11 +233,8 @@ class RLStage(StageBase):
                 "sampler.deterministic: true on a GPU, whose sums have another order with each batch; set it to "
                 "false, or leave it out"
             )
-        if weights.sync == "distributed" and self.resources.device == "cuda":
-            raise ValueError(
-                "weights.sync: distributed on a GPU: trainer and sampler share one, which NCCL refuses, and nothing "
-                "else has been tried; use sync: disk"
-            )
+        if weights.sync_backend == "nccl" and self.resources.device == "cpu":
+            raise ValueError("weights.sync_backend: nccl needs GPUs, and resources.device is cpu; use gloo")
         if weights.sync_check_every in ("auto", 0):
             return
         if sampler.tensor_parallel > 1:

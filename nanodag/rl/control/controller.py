@@ -171,7 +171,7 @@ class Controller:
             return
         version, folder = self._published[policy]
         with self._stopwatch.timed("sync"):
-            async with self._services.lending.for_sync(), self._services.samplers.paused():
+            async with self._services.lending.for_sync():
                 await self._services.sync.load(folder, version)
         if self._pool is not None:
             self._pool.policy = policy
@@ -254,7 +254,8 @@ class Controller:
         model = self._services.model
         body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
         rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
-        self._records.step(step, seconds, self._values | rates | self._services.lending.taken())
+        taken = self._services.lending.taken() | self._services.sync.costs.taken()
+        self._records.step(step, seconds, self._values | rates | taken)
         self._records.responses(step, self._rollouts, self._encoding.decode)
         self._records.timeline(step, spans)
 

@@ -19,7 +19,7 @@ from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import visible_gpus
-from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
@@ -38,6 +38,7 @@ from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
+from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
@@ -151,12 +152,20 @@ class Services:
         config, ask = self._config, self.link.exchange
         if config.weights.sync == "disk":
             return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
-        return DistributedSync(
+        way = DistributedSync if config.weights.sync == "distributed" else SharedSync
+        try:
+            address = "" if config.weights.sync_address == "auto" else own_address(config.weights.sync_address)
+        except ValueError as error:
+            raise ConfigError(f"weights.sync_address: {error}.") from error
+        return way(
             self.samplers,
             ask,
             check_every=int(config.weights.sync_check_every),
             timeout_s=config.weights.sync_timeout_s,
             ranks_each=config.sampler.tensor_parallel,
+            address=address,
+            backend=config.weights.sync_backend,
+            is_beside=config.sampler.engine == "embedded",  # SGLang loads each bucket as it comes
         )
 
     def end(self) -> None:

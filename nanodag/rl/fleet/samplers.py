@@ -93,8 +93,9 @@ class Samplers:
     router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
     come; None to wait for them.
 
-    provide: awaited with a folder of weights that one is about to be started with, or to take. give: how a server of
-    others that came back takes a folder's weights, by its client; raises SamplerError.
+    provide: awaited with a folder of weights that one is about to be started with, or to take. give: awaited with a
+    client, a folder and its version, gives one the weights, also a server of others that came back; raises
+    SamplerError.
     """
 
     def __init__(
@@ -279,6 +280,11 @@ class Samplers:
         replica.watch.is_excused = False
 
     @property
+    def pauses(self) -> bool:
+        """Whether weights come in the midst of requests."""
+        return self._pause is not None
+
+    @property
     def forgets(self) -> bool:
         """Whether the samplers forget prompts when weights come: SGLang cannot in the midst of requests."""
         return self._pause != "in_place"
@@ -297,12 +303,10 @@ class Samplers:
         async def take(replica: Replica, client: SamplerClient) -> None:
             if replica.folder == folder:
                 return
-            server = replica.server
-            await self.provide(folder)
-            watch = replica.watch
+            server, watch = replica.server, replica.watch
             watch.is_excused = True
             try:
-                await client.update_weights_from_disk(path, version, flush_cache=self.forgets or not replica.is_up)
+                await self.give(client, folder, version)
                 if server is replica.server and replica.is_here:
                     self._has_current(replica)
             finally:
@@ -629,7 +633,8 @@ class Samplers:
 
     async def _give_by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
         await self.provide(folder)
-        await client.update_weights_from_disk(str(folder), version)
+        was_away = any(replica.client is client and not replica.is_up for replica in self._replicas)
+        await client.update_weights_from_disk(str(folder), version, flush_cache=self.forgets or was_away)
 
     def _has_current(self, replica: Replica) -> None:
         """Note that it has the weights that all are to have; a server of others is up then."""

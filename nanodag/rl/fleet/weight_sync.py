@@ -5,9 +5,9 @@ weights. The first weights and every `sync_check_every`th after them are verifie
 tensor that it gives away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor
 that differs ends the stage with an error that names it.
 
-There are two ways; the other one is nanodag.rl.fleet.broadcast_sync. disk: rank 0 writes a Hugging Face directory,
-parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights are loaded,
-because a sampler that dies is started again with it.
+There are three ways; the others are nanodag.rl.fleet.broadcast_sync and shared_sync. disk: rank 0 writes a Hugging
+Face directory, parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights
+are loaded, because a sampler that dies is started again with it.
 """
 
 import logging
@@ -27,18 +27,42 @@ Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 """ask("export", folder=...): has every rank of the trainer do something; their replies, by rank."""
 
 
+class SyncCosts:
+    """What syncs have cost since it was asked last."""
+
+    def __init__(self) -> None:
+        self._num_bytes, self._seconds, self._still_s = 0, 0.0, 0.0
+
+    def note(self, num_bytes: int, seconds: float, *, still_s: float = 0.0) -> None:
+        """A sync, or a half of one. still_s: for which the samplers stood still because of it."""
+        self._num_bytes += num_bytes
+        self._seconds += seconds
+        self._still_s += still_s
+
+    def taken(self) -> dict[str, float]:
+        """As metrics; none where there was no sync."""
+        num_bytes, seconds, still_s = self._num_bytes, self._seconds, self._still_s
+        self.__init__()  # type: ignore[misc]
+        if not num_bytes:
+            return {}
+        rate = num_bytes / 1e9 / max(seconds, 1e-9)
+        return {"sync_bytes": num_bytes, "sync_gb_per_second": rate, "seconds_samplers_still": still_s}
+
+
 class WeightSync(Protocol):
     """One way for weights to get from the trainer to the samplers."""
 
     keeps_trainer: bool
     """The trainer may train no further before the samplers have loaded what it published."""
+    costs: SyncCosts
 
     async def publish(self, folder: Path, version: int) -> None:
         """The trainer's half: its weights, of this version, are ready to be loaded. folder: theirs alone."""
         ...
 
     async def load(self, folder: Path, version: int) -> None:
-        """The samplers' half: when it returns, every sampler samples with the weights that were published so.
+        """The samplers' half: when it returns, every sampler samples with the weights that were published so. It pauses
+        them for as long as it must.
 
         Raises SamplerError when one does not hold them.
         """
@@ -50,11 +74,13 @@ class WeightSync(Protocol):
 
 
 class DiskSync:
-    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
+    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none. costs:
+    where they are noted."""
 
     keeps_trainer = False
 
-    def __init__(self, samplers: Samplers, ask: Ask, *, check_every: int) -> None:
+    def __init__(self, samplers: Samplers, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
+        self.costs = SyncCosts() if costs is None else costs
         self._samplers = samplers
         self._ask = ask
         self._check_every = check_every
@@ -69,14 +95,18 @@ class DiskSync:
         replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
         if is_checked:
             self._fingerprints[version] = replies[0]["fingerprints"]
+        self.costs.note(0, time.monotonic() - began)
         log.info("weights %d: written in %.3f s", version, time.monotonic() - began)
 
     async def load(self, folder: Path, version: int) -> None:
         """Have the samplers read them, and see that they did."""
         began = time.monotonic()
-        await self._samplers.update_weights_from_disk(str(folder), version)
-        await check_versions(self._samplers, version)
+        async with self._samplers.paused():
+            await self._samplers.update_weights_from_disk(str(folder), version)
+            await check_versions(self._samplers, version)
         loaded = time.monotonic()
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        self.costs.note(num_bytes, loaded - began, still_s=loaded - began)
         expected = self._fingerprints.pop(version, {})
         if expected:
             await check_weights(self._samplers, version, expected)

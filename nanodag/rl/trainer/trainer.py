@@ -4,8 +4,8 @@ It does what the controller asks for, one thing at a time, all ranks the same:
 
     load    take weights and optimizer state from a checkpoint folder, or begin
     train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
-    export  write the weights as a Hugging Face directory, or those that were broadcast last
-    layout, open_group, broadcast  the distributed weight sync (nanodag.rl.trainer.broadcast)
+    export  write the weights as a Hugging Face directory, or those that were given last
+    layout, open_group, join_group, broadcast, share  give weights to the samplers (nanodag.rl.trainer.giver)
     save    write this rank's share of a checkpoint
     lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
@@ -36,11 +36,13 @@ from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
-from nanodag.rl.trainer.broadcast import Broadcaster
+from nanodag.rl.trainer.buckets import Source
 from nanodag.rl.trainer.credit import Credit, num_trained
 from nanodag.rl.trainer.device_sums import DeviceSums
+from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.rl.trainer.learning_rate import rate_at
 from nanodag.rl.trainer.link import ControllerLink
+from nanodag.rl.trainer.merged_shares import MergedShares
 from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
 from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.rows import pack
@@ -99,12 +101,13 @@ class Trainer:
             inputs={**(beside or {}), "model": model_path},
             device=device,
         )
-        self.broadcaster = Broadcaster(
-            self.engine.shares,
+        self.giver = WeightGiver(
+            self._shares(),
             rank=self.engine.rank,
             prefix=PREFIX,
             bucket_bytes=config.weights.sync_bucket_bytes,
             timeout_s=config.weights.sync_timeout_s,
+            make_fingerprints=self._fingerprints,
         )
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
@@ -125,6 +128,7 @@ class Trainer:
 
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
+        self.giver.release()
         groups = list(groups_of(rollouts).values())
         num_parts = min(self.config.optimizer.updates_per_step, len(groups))
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
@@ -189,25 +193,19 @@ class Trainer:
         """Write the weights as a Hugging Face directory; every rank must call it.
 
         fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold. kept: the weights
-        that were broadcast last.
+        that were given last.
         """
         fingerprints = self._fingerprints()
         weights = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
         write_like(
             self.model_path,
             folder,
-            self.broadcaster.kept() if kept else weights,
+            self.giver.kept() if kept else weights,
             is_writer=self.engine.rank == 0,
             dtype=self.engine.dtype,
             on_tensor=fingerprints.add if fingerprint else None,
         )
         return fingerprints.all()
-
-    def broadcast(self, *, fingerprint: bool) -> dict[str, Any]:
-        """Give the samplers of the open group the weights; every rank must call it. fingerprint: as for `export`."""
-        fingerprints = self._fingerprints()
-        failure = self.broadcaster.send(fingerprints if fingerprint and self.engine.rank == 0 else None)
-        return {"failure": failure, "fingerprints": fingerprints.all()}
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
@@ -264,11 +262,21 @@ class Trainer:
         """Optimizer steps so far."""
         return self.engine.num_updates
 
+    def _shares(self) -> Source:
+        """Every parameter as it lies spread over the ranks, adapters merged as they come together."""
+        if not self.config.optimizer.lora_rank:
+            return self.engine.shares
+        return MergedShares(self.engine.shares, scale=self._lora_scale)
+
+    @property
+    def _lora_scale(self) -> float:
+        return self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
         if not self.config.optimizer.lora_rank:
             return self.engine.weights()
-        return merged(self.engine.weights(), scale=self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank)
+        return merged(self.engine.weights(), scale=self._lora_scale)
 
     def _update(self, step: int, loss: Tensor, rate: float) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
@@ -344,12 +352,8 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
-        case "layout":
-            reply = {"buckets": trainer.broadcaster.layout()}
-        case "open_group":
-            reply = {"port": trainer.broadcaster.open(message["name"], message["size"])}
-        case "broadcast":
-            reply = trainer.broadcast(fingerprint=message["fingerprint"])
+        case "layout" | "open_group" | "join_group" | "broadcast" | "share" as given:
+            reply = getattr(trainer.giver, given)(**{name: message[name] for name in message if name != "do"})
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}
@@ -370,7 +374,7 @@ def _serve(job: Job, link: ControllerLink) -> None:
     link.reply({"ready": True})
     while (message := link.next())["do"] != "end":
         link.reply(_execute(trainer, message))
-    trainer.broadcaster.close()
+    trainer.giver.close()
     trainer.engine.barrier()
 
 

@@ -1,0 +1,93 @@
+"""Buckets of weights by shared memory, as SGLang's `update_weights_from_tensor` takes them: what is sent is a handle.
+
+On a CPU the handle names a file in shared memory, on a GPU memory of that GPU (CUDA IPC). Who sends keeps the bucket
+until whoever received it has answered. Each receiver needs a handle of its own, because torch counts who has opened it.
+
+Source: sgl-project/sglang 0.5.23, srt/utils/common.py (MultiprocessingSerializer, SafeUnpickler) and
+srt/weight_sync/tensor_bucket.py; pytorch 2.13, torch/multiprocessing/reductions.py. SGLang reads only names that it
+knows out of a pickle; SimpleNamespace is one, and has the fields of its FlattenedTensorMetadata.
+"""
+
+import base64
+import io
+import pickle
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions, set_sharing_strategy
+
+CUDA_DEVICE = 6  # place of storage_device among the arguments of torch's rebuild_cuda_tensor
+DTYPES = ("float32", "bfloat16", "float16", "uint8")
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("types", "SimpleNamespace"): SimpleNamespace,
+    ("torch", "Size"): torch.Size,
+    ("torch", "Tensor"): Tensor,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): reductions.rebuild_storage_filename,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
+    **{("torch", name): getattr(torch, name) for name in DTYPES},
+}
+
+
+def handles(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, count: int) -> list[str]:
+    """So many handles, in base64, of tensors whose bytes lie one after the other in flat, (num_bytes,) uint8.
+
+    On a CPU the bytes are moved to shared memory. Raises RuntimeError where there is no room for them.
+    """
+    # By file descriptors, torch's default, a receiver must be a child of this process.
+    set_sharing_strategy("file_system")
+    metadata, begin = [], 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        place = {"start_idx": begin, "end_idx": begin + size, "numel": size}
+        metadata.append(SimpleNamespace(name=name, shape=torch.Size(shape), dtype=dtype, **place))
+        begin += size
+    return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(count)]
+
+
+def opened(handle: bytes, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a handle by name, copied to the device. Raises RuntimeError when it is no such handle, or what it
+    names is gone."""
+    try:
+        found = _Unpickler(io.BytesIO(handle), device).load()
+        flat = found["flattened_tensor"].to(device=device, copy=True)
+        return {
+            meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+            for meta in found["metadata"]
+        }
+    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"this is no handle of a bucket of tensors: {error}") from error
+
+
+def _pickled(content: Any) -> str:
+    stream = io.BytesIO()
+    ForkingPickler(stream).dump(content)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows tensors in shared memory, and nothing that could run code."""
+
+    def __init__(self, stream: io.BytesIO, device: torch.device) -> None:
+        super().__init__(stream)
+        self._device = device
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return self._on_our_device
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        return _ALLOWED[module, name]
+
+    def _on_our_device(self, *arguments: Any) -> Tensor:
+        """The GPU of this handle has another number where another set of GPUs is visible."""
+        given = list(arguments)
+        given[CUDA_DEVICE] = self._device.index or 0
+        return reductions.rebuild_cuda_tensor(*given)
