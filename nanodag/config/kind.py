@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from nanodag.config.stage_base import StageBase
 
 MODEL, TOKENIZER, SCORES, PAGE, NOTHING = "model", "tokenizer", "scores", "page", "nothing"
+CONVERSATIONS = "conversations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class Kind:
     module: its worker, which `python -m` runs with the path of job.json (nanodag.worker.job).
     code_version: raised by hand when the kind's code changes what it makes, so that older artifacts no longer count.
     makes: what its artifacts are. `model` and `tokenizer`: a Hugging Face directory. `scores`: results.json and
-        samples/ about the input `model`, as nanodag.evaluation writes them. `page`: report.md, over the stages before
+        samples/ about the input `model`, as nanodag.evaluation writes them. `conversations`: rows.jsonl, which training
+        reads as a source. `page`: report.md, over the stages before
         it. `nothing`, or a word of the user's own: what no shipped kind takes.
     needs: inputs that a stage must name -> what each must be, in the words of `makes`. may_take: others that it may.
     takes_what_exists: it takes any stages under any names, and is run although some of them failed, on the others.

@@ -19,11 +19,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.section import Auto, Section, full_name
+from nanodag.config.section import Auto, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.config.tracking import TrackingConfig
+from nanodag.data.config import SourceConfig
+from nanodag.data.urls import parse_url
 from nanodag.errors.words import listed, nearest
 
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
@@ -222,6 +225,16 @@ class Pipeline(Section):
                 raise ValueError(
                     f"stages.{name}.inputs.{label}: stage {source}, of kind {self.stages[source].kind}, is not a "
                     f"{wanted}; name one of {listed(n for n in makers if n != name)}"
+                )
+
+        for where, read in found_in(stage, SourceConfig):
+            if not read.url.startswith("input:"):
+                continue
+            label = parse_url(read.url).path
+            if label not in stage.inputs or kind.inputs.get(label) != CONVERSATIONS:
+                raise ValueError(
+                    f"stages.{name}.{where}: {read.url} needs an input {label!r} that a stage of kind select makes; "
+                    f"say inputs: {{conversations: STAGE}} and input:conversations, in a stage of kind sft or midtrain"
                 )
 
     def _check_machines(self, name: str, stage: AnyStage) -> None:

@@ -6,6 +6,7 @@
     reasoning_gym:name[?parameter=value&...]
     identity:path.yaml[?size=value&seed=value]        conversations in which a model says who it is
     python:module:function[?parameter=value&...]
+    input:label                                       what the stage of that input made, as kind `select` does
 
 Each may end in a slice of rows, `[0:1000]`, `[1000:]` or `[:50]`; step and negative numbers are not offered.
 """
@@ -19,7 +20,7 @@ from urllib.parse import unquote
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 
-KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python")
+KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python", "input")
 
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?$")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import recorded_kind
 from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
@@ -31,13 +32,14 @@ def contamination_table(
 
 
 def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every source that a stage of the report trained on, once."""
+    """Every source that a stage of the report trained on, once; of conversations that a stage selected, its prompts."""
     urls = [
         source["url"]
         for stage in stages.values()
-        if recorded_kind(stage["kind"]).trains
+        if (kind := recorded_kind(stage["kind"])).trains or kind.makes == CONVERSATIONS
         for source in stage["config"].get("data", ())
         if isinstance(source, Mapping)  # of a user's own kind it may be anything
+        and not str(source["url"]).startswith("input:")
     ]
     return list(dict.fromkeys(urls))
 

@@ -214,7 +214,8 @@ def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
         if issubclass(stage.kind.config, RLStage):
-            warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+            if stage.kind.trains:
+                warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
             num_over = stage.metrics.get("eval_too_long")
             if _is_number(num_over) and num_over:
                 warnings.append(f"{stage.name}: {counted(num_over, 'held-out prompt')} too long to be asked.")

@@ -118,7 +118,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     mirror = None if run.pipeline.mirror == "none" else Path(run.pipeline.mirror)
     sources: dict[str, Any] = {}
     for source in sources_in(stage):
-        if source.url not in sources:
+        if source.url not in sources and not source.url.startswith("input:"):  # the input's digest names its rows
             sources[source.url] = open_source(source.url, mirror).identity()
         if ":" in source.adapter:
             sources[source.adapter] = code_identity(source.adapter)

@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
+from nanodag.data.urls import parse_url
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker import logs
 from nanodag.worker.tracker import TrackerProcesses, numbers_in
 
 log = logging.getLogger(__name__)
 
+ROWS = "rows.jsonl"  # in a product of conversations
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, go on by starting it again
 
 
@@ -99,11 +101,25 @@ def read_job(path: Path) -> Job:
     return Job(
         name=raw["name"],
         run=raw["run"],
-        config=read_stage(raw["config"]),
+        config=read_stage(_with_inputs(raw["config"], raw["inputs"])),
         inputs={name: Path(folder) for name, folder in raw["inputs"].items()},
         workspace=Path(raw["workspace"]),
         context=raw.get("context", {}),
     )
+
+
+def _with_inputs(config: Any, inputs: Mapping[str, str]) -> Any:
+    """A stage's config with the file of each source `input:label` in the place of its URL."""
+    if isinstance(config, list):
+        return [_with_inputs(value, inputs) for value in config]
+    if not isinstance(config, dict):
+        return config
+    found = {name: _with_inputs(value, inputs) for name, value in config.items()}
+    if isinstance(url := found.get("url"), str) and url.startswith("input:"):
+        parsed = parse_url(url)
+        rows = url.removeprefix(f"input:{parsed.path}")
+        found["url"] = f"file:{Path(inputs[parsed.path]) / ROWS}{rows}"
+    return found
 
 
 def _vouch_for_kinds(config: Mapping[str, Any], context: Mapping[str, Any]) -> None:

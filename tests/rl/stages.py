@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.derive_sampler import derive_sampler
-from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds import find_kind
 from nanodag.host.machine import machine_of
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -81,12 +81,13 @@ def make_job(folder: Path, **config: Any) -> Job:
         "checkpoint_every": 1,
         "micro_batch_tokens": 64,
     }
+    kind = str((values | config)["kind"])
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)
     job = Job(
         name="rl",
         run="test",
-        config=derive_sampler("rl", RLStage.of(**(values | config)), MACHINE, None, {}),
+        config=derive_sampler("rl", find_kind(kind).config.of(**(values | config)), MACHINE, None, {}),
         inputs={"model": model},
         workspace=workspace,
     )
@@ -107,12 +108,13 @@ def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[b
     paths = [str(job.workspace.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     file, log = job.workspace / "job.json", job.workspace / "worker.log"
+    module = find_kind(job.config.kind).module
     (job.workspace / STARTED).touch()
     if not fresh:
-        return forks.start_module("nanodag.rl", file, environment=environment, log=log)
+        return forks.start_module(module, file, environment=environment, log=log)
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "nanodag.rl", str(file)],
+            [sys.executable, "-m", module, str(file)],
             env=environment,
             stdout=stream,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """Midtraining."""
 
-from nanodag.config.kind import MODEL
+from nanodag.config.kind import CONVERSATIONS, MODEL
 from nanodag.config.supervised import ChatStage, SupervisedKind
 
 
@@ -8,4 +8,11 @@ class MidtrainStage(ChatStage):
     """Chat format, multiple choice and tools, on a large mixture."""
 
 
-KIND = SupervisedKind(name="midtrain", config=MidtrainStage, needs={"model": MODEL}, label="MID", order=40)
+KIND = SupervisedKind(
+    name="midtrain",
+    config=MidtrainStage,
+    needs={"model": MODEL},
+    may_take={"conversations": CONVERSATIONS},
+    label="MID",
+    order=40,
+)

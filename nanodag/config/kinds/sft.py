@@ -1,6 +1,6 @@
 """Supervised fine-tuning."""
 
-from nanodag.config.kind import MODEL
+from nanodag.config.kind import CONVERSATIONS, MODEL
 from nanodag.config.supervised import ChatStage, SupervisedKind
 
 
@@ -8,4 +8,11 @@ class SFTStage(ChatStage):
     """The last supervised stage."""
 
 
-KIND = SupervisedKind(name="sft", config=SFTStage, needs={"model": MODEL}, label="SFT", order=50)
+KIND = SupervisedKind(
+    name="sft",
+    config=SFTStage,
+    needs={"model": MODEL},
+    may_take={"conversations": CONVERSATIONS},
+    label="SFT",
+    order=50,
+)

@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -126,7 +126,7 @@ class Controller:
         self._values: dict[str, float] = {}
         self._rollouts: list[Rollout] = []  # of the step, where some are shown
 
-    def run(self) -> None:
+    def run(self, leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
         """Run the stage from where it is, and leave its product. Raises what went wrong; when a stop is asked
         for, leaves a checkpoint and ends the process."""
         position = self._resume()
@@ -153,7 +153,7 @@ class Controller:
             self._runner.run(schedule.run())
         except StopRequested:
             self._leave(schedule.position)
-        self._finish(schedule.position.step)
+        self._finish(schedule.position.step, leave)
 
     def check(self) -> None:
         """Raise StageFailed when a child has ended."""
@@ -389,18 +389,22 @@ class Controller:
         self._services.end()
         leave_stopped()
 
-    def _finish(self, steps: int) -> None:
+    def _finish(self, steps: int, leave: Callable[[Job], dict[str, Any]] | None) -> None:
+        """leave: as `main` says."""
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        kept = self._evaluations.leave_best(self._job.output)
-        if kept is None:
-            self._runner.run(self._services.lending.to_trainer())
-            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
+        kept = None
+        if leave is None:
+            kept = self._evaluations.leave_best(self._job.output)
+            if kept is None:
+                self._runner.run(self._services.lending.to_trainer())
+                self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
         metrics: dict[str, Any] = {"steps": steps, "version": self._state["version"]}
         if self._config.evaluation.patience:
             metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if kept is not None else {}
+        metrics |= leave(self._job) if leave is not None else {}
         metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         metrics |= self._evaluations.metrics()
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
@@ -420,8 +424,9 @@ class Controller:
         )
 
 
-def main() -> None:
-    """Run the job named on the command line."""
+def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
+    """Run the job named on the command line. leave: makes the product of the records, in the place of the trainer's
+    weights, and returns metrics."""
     job = load_job()
     job = replace(job, config=with_num_steps(job.config, job.mirror))
     services = Services(job)
@@ -429,7 +434,7 @@ def main() -> None:
     try:
         with services, asyncio.Runner() as runner:
             try:
-                Controller(job, services, runner).run()
+                Controller(job, services, runner).run(leave)
             except NanodagError as error:
                 raise services.children.cause_of(error) from error
             finally:

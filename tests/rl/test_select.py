@@ -1,0 +1,75 @@
+"""Best of n as a stage: what it leaves, what reads it, and what names it."""
+
+import json
+
+import pytest
+
+from nanodag.config.kinds.select import SelectStage
+from nanodag.config.pipeline import Pipeline
+from nanodag.data.canonical import check_record
+from nanodag.report.contamination_table import training_urls
+from nanodag.rl.rollouts.rollout import read_rollouts
+from nanodag.worker.job import ROWS, Job, read_job, write_job
+from tests.config.stages import STAGES
+from tests.rl.stages import make_job, metrics, run
+
+SELECT = {"kind": "select", "inputs": {"model": "base"}, "data": ["file:/p.jsonl"]}
+SFT = {"kind": "sft", "inputs": {"model": "base", "conversations": "best"}, "data": ["input:conversations"]}
+
+
+def test_the_stage_leaves_the_best_finished_answer_to_each_prompt_as_a_conversation(tmp_path):
+    job = make_job(tmp_path, kind="select", best=1, lowest_reward=-1.0, samples_per_prompt=4, eval_prompts=0)
+    run(job)
+    rows = [json.loads(line) for line in (job.output / ROWS).read_text().splitlines()]
+    best: dict[str, float] = {}
+    for path in sorted((job.records / "rollouts").glob("step-*.jsonl")):
+        if ".answers" in path.name or ".scores" in path.name:
+            continue
+        for rollout in read_rollouts(path):
+            if rollout.finish_reason == "stop":
+                best[rollout.prompt_id] = max(best.get(rollout.prompt_id, -1.0), rollout.reward)
+    assert {row["prompt_id"]: row["reward"] for row in rows} == best and best
+    for row in rows:
+        check_record(row, "conversation")
+        assert row["messages"][0]["content"].startswith("word ")
+    found = json.loads((job.workspace / "result.json").read_text())["metrics"]
+    assert found["conversations"] == len(rows) and not list(job.output.glob("*.safetensors"))
+    assert "loss" not in metrics(job)[0]
+
+
+def test_a_stage_without_a_good_answer_fails_and_says_what_was_left_out(tmp_path):
+    job = make_job(tmp_path, kind="select", lowest_reward=100.0, num_steps=1, eval_prompts=0)
+    with pytest.raises(AssertionError, match="No answer was good enough"):
+        run(job)
+
+
+def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_path):
+    pipeline = Pipeline(
+        preset="p", stages={**STAGES, "best": SELECT, "sft": {**SFT, "data": ["input:conversations[:50]"]}}
+    )
+    job = Job(
+        name="sft", run="r", config=pipeline.stages["sft"], inputs={"conversations": tmp_path}, workspace=tmp_path
+    )
+    assert read_job(write_job(job)).config.data[0].url == f"file:{tmp_path}/{ROWS}[:50]"
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({"best": SELECT, "sft": {**SFT, "inputs": {"model": "base"}}}, "needs an input 'conversations'"),
+        ({"sft": {**SFT, "inputs": {"model": "base", "conversations": "base"}}}, "is not a conversations"),
+        ({"best": {**SELECT, "data": ["input:conversations"]}}, "needs an input 'conversations'"),
+        ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "use one_turn"),
+        ({"best": {**SELECT, "only": "both"}}, "only"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_before_work_begins(stages, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(preset="p", stages={**STAGES, **stages})
+
+
+def test_a_reports_training_sources_hold_the_prompts_that_answers_were_selected_for():
+    config = SelectStage.of(kind="select", data=["file:/p.jsonl"]).model_dump(mode="json")
+    sft = {"data": [{"url": "input:conversations"}, {"url": "file:/q.jsonl"}]}
+    stages = {"best": {"kind": "select", "config": config}, "sft": {"kind": "sft", "config": sft}}
+    assert training_urls(stages) == ["file:/p.jsonl", "file:/q.jsonl"]
