@@ -9,7 +9,7 @@ import typer
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, ModelName, On, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
 from nanodag.errors import ConfigError, NanodagError
 
@@ -253,9 +253,7 @@ def stages(run: RunName = "", file: File = "") -> None:
 @app.command()
 def chat(
     run: ModelName = "",
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
-    ] = "",
+    stage: ModelStage = "",
     message: Annotated[
         str, typer.Option("--message", "-m", metavar="TEXT", help="The only one; - for all of standard input.")
     ] = "",
@@ -296,9 +294,7 @@ def chat(
 @app.command()
 def serve(
     run: ModelName = "",
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")
-    ] = "",
+    stage: ModelStage = "",
     also: Annotated[
         list[str] | None,
         typer.Option("--also", metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),

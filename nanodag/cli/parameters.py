@@ -36,6 +36,7 @@ ModelName = Annotated[
         metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
     ),
 ]
+ModelStage = Annotated[str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")]
 ThisRun = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins.")]
 Key = Annotated[
     str,

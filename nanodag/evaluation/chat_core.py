@@ -7,13 +7,13 @@ otherwise, lets GSM8K and SpellingBee use a tool, and has words of its own to sp
 Source: karpathy/nanochat scripts/chat_eval.py (tasks, chances, mean).
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanodag.evaluation.intervals import Z95, Score
+from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import BenchmarkResult
 
 NAME = "chat_core"
@@ -57,8 +57,7 @@ def _centred(score: float, chance: float) -> float:
 
 
 def _records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
-    lines = (samples / f"{name}.jsonl").read_text(encoding="utf-8", errors="surrogatepass").splitlines()
-    given = [json.loads(line) for line in lines]
+    given = read_records(samples / f"{name}.jsonl")
     return [
         {
             "id": f"{name}:{record['id']}",

@@ -7,6 +7,7 @@ several, such as CORE, is a mean over its parts: noise is that within each part,
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,16 +89,20 @@ def paired(a: Records, b: Records, metric: str, *, seed: int = 0) -> PairedDiffe
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of one benchmark. Raises SourceError naming file and line for a line that is none."""
+    """The records of one benchmark. Raises SourceError naming the file, and the line of what is no record."""
     records = []
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                record = json.loads(line)
-                record["id"], record["scores"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise SourceError(f"{path}, line {number}: not a record with id and scores ({error}).") from error
-            records.append(record)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogatepass").split("\n")  # as an eval stage writes them
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} cannot be read: {error}.") from error
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+        try:
+            record = json.loads(line)
+            if not (isinstance(record["id"], str) and isinstance(record["scores"], dict)):
+                raise TypeError("another type than a text and a table")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SourceError(f"{path}, line {number}: not a record with id and scores ({error}).") from error
+        records.append(record)
     return records
 
 
@@ -133,11 +138,21 @@ class _Item(NamedTuple):
 
 def _by_id(records: Records, metric: str) -> dict[str, _Item]:
     items: dict[str, _Item] = {}
+    times: Counter[str] = Counter()
     for record in read_records(records) if isinstance(records, Path) else records:
         if metric not in record["scores"]:
             raise SourceError(f"Item {record['id']} has no metric {metric!r}; it has {sorted(record['scores'])}.")
-        score, weight = float(record["scores"][metric]), float(record.get("weight", 1.0))
-        items[record["id"]] = _Item(score, weight, record.get("part", ""))
+        score, weight, part = record["scores"][metric], record.get("weight", 1.0), str(record.get("part", ""))
+        if (
+            not all(isinstance(number, int | float) and math.isfinite(number) for number in (score, weight))
+            or weight <= 0
+        ):
+            raise SourceError(
+                f"Item {record['id']} has {metric} {score!r:.80} of weight {weight!r:.80}; a score is a number."
+            )
+        name = record["id"]
+        times[name] += 1  # rows of lm-eval's own data that are equal have one id
+        items[f"{name}\n{times[name]}"] = _Item(float(score), float(weight), part)
     return items
 
 

@@ -102,6 +102,14 @@ def read_checkpoint(path: Path) -> ModelFolder:
     )
 
 
+LAYER_UNIT = 16
+
+
+def cpu_layer_fits(*, width: int, head_dim: int, mlp_width: int) -> bool:
+    """Whether our own code for layers on a CPU (cpu_layer.py) takes a model of these widths."""
+    return not any(size % LAYER_UNIT for size in (width, head_dim // 2, mlp_width))
+
+
 def check_same_shape(folder: ModelFolder, wanted: Architecture) -> None:
     """Raise BadRequest where a folder's weights are not of this shape. Their longest context may be another."""
     differing = [

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanodag.model.architecture import cpu_layer_fits
 from nanodag.model.c_library import c_library
 from nanodag.model.core_threads import on_threads
 from nanodag.model.cpu_linear import linear
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("layer.c")
 DTYPES = (torch.float32, torch.bfloat16)
-UNIT = 16  # widths must be multiples of it, half a head too
 PARTS = 16  # runs of rows, as in layer.c
 
 
 def can_run(x: Tensor, heads: "Heads") -> bool:
     """Whether the functions here take a layer whose input is x (N, W)."""
-    widths = (x.shape[1], heads.head_dim // 2, heads.mlp_width)
-    return x.device.type == "cpu" and x.dtype in DTYPES and not any(width % UNIT for width in widths)
+    fits = cpu_layer_fits(width=x.shape[1], head_dim=heads.head_dim, mlp_width=heads.mlp_width)
+    return x.device.type == "cpu" and x.dtype in DTYPES and fits
 
 
 def before_attention(

@@ -270,8 +270,8 @@ def _trainer(stage: RLStage, model: ModelSize) -> Process:
         held["critic"] = state_of().total
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
-    compiler = processes.COMPILER if optimizer.compile else 0
-    base = {"process": processes.TRAINER + compiler, "data": int(processes.PARSED * in_memory(stage.data))}
+    compiler = processes.compiler(model, compiled=optimizer.compile, device=device)
+    base = {"process": processes.TRAINER + compiler.num_bytes, "data": int(processes.PARSED * in_memory(stage.data))}
     count = ranks // resources.num_nodes
     if device == "cuda":
         host = {"process": processes.CUDA, "model": 4 * model.total, "offloaded": state.host}
@@ -370,7 +370,8 @@ def _seconds(
     decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
     handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
-    start = ranks * (processes.TRAINER_S + (processes.COMPILER_S if optimizer.compile else 0.0) + parsed)
+    compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
+    start = ranks * (processes.TRAINER_S + compiler.seconds + parsed)
     start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S
     start += rollout.reward_processes * processes.REWARDS_S
     total = training.total + decoding.total + handling

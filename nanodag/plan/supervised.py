@@ -162,7 +162,8 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
         held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
-    base = {"process": processes.TRAINER + (processes.COMPILER if stage.compile else 0), "data": _data(stage)}
+    compiler = processes.compiler(model, compiled=stage.compile, device=device)
+    base = {"process": processes.TRAINER + compiler.num_bytes, "data": _data(stage)}
     here = ranks // resources.num_nodes
     launcher = (Process(name="launcher", host={"process": processes.LAUNCHER}),) if ranks > 1 else ()
     if device == "cuda":
@@ -209,7 +210,8 @@ def _seconds(
     work += core.reading(model, core_tokens_of(stage, model, steps), CORE_CONTEXT, scored=ANSWERS_SHARE)
     work += CpuWork(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
-    start = processes.TRAINER_S + (processes.COMPILER_S if stage.compile else 0.0) + parsed
+    compiler = processes.compiler(model, compiled=stage.compile, device="cpu")
+    start = processes.TRAINER_S + compiler.seconds + parsed
     side_by_side = max(1, min(ranks, machine.cores))
     busy = cpu_work.RANKS_BUSY if ranks > 1 else 1.0
     seconds = (ranks * start + work.on(threads) / busy) / side_by_side

@@ -34,9 +34,11 @@ def write_report(job: Job, contamination: Table | None) -> dict[str, Any]:
     )
     job.output.mkdir(exist_ok=True)
     pages = {"report.html": to_html(report), "report.md": to_markdown(report)}
-    for name, text in pages.items():
-        write_bytes(job.output / name, text.encode())
-    return {f"{name.replace('.', '_')}_bytes": len(text.encode()) for name, text in pages.items()}
+    # A text of the data or an answer may have half a character, which no page can.
+    contents = {name: text.encode("utf-8", "replace") for name, text in pages.items()}
+    for name, content in contents.items():
+        write_bytes(job.output / name, content)
+    return {f"{name.replace('.', '_')}_bytes": len(content) for name, content in contents.items()}
 
 
 if __name__ == "__main__":

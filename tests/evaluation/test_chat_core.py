@@ -24,8 +24,9 @@ def results_of(folder, right=RIGHT):
     results = {}
     for name, scores in right.items():
         records = [{"id": f"i{n}", "scores": {"score": float(s)}} for n, s in enumerate(scores)]
-        records[0]["unparsed"] = 1
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        records[0] |= {"unparsed": 1, "output": "a line\u2028of a model\x85"}
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]  # as an eval stage does
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         results[name] = {"chat": True, "metric": "score", "value": sum(scores) / len(scores), "stderr": 0.1}
     return results
 

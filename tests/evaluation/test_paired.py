@@ -78,6 +78,30 @@ def test_a_broken_line_is_named(tmp_path):
         paired(path, path, "acc")
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"id": ["x"], "scores": {}}, "line 1: not a record"),
+        ({"id": "x", "scores": [1]}, "line 1: not a record"),
+        ({"id": "x", "scores": {"acc": "1"}}, "Item x has acc '1' of weight 1.0; a score is a number"),
+        ({"id": "x", "scores": {"acc": math.nan}}, "acc nan"),
+        ({"id": "x", "scores": {"acc": 1}, "weight": -1}, "of weight -1"),
+    ],
+)
+def test_what_a_foreign_store_may_call_a_record_is_refused_with_its_place(tmp_path, line, why):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(SourceError, match=why):
+        paired(path, path, "acc")
+
+
+def test_records_with_half_a_character_and_equal_items_are_compared(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"id": "x", "scores": {"acc": 1}, "output": "\ud800"}, ensure_ascii=False) + "\n"
+    path.write_bytes(2 * line.encode("utf-8", "surrogatepass"))
+    assert paired(path, path, "acc").num_items == 2
+
+
 def test_what_two_parts_of_a_benchmark_differ_in_is_no_noise():
     def side(first, second):
         scores = [("easy", score, 1 / 4) for score in first] + [("hard", score, 1 / 2) for score in second]

@@ -17,6 +17,7 @@ from nanodag.model import scoring
 from nanodag.plan import evaluation
 from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
 from nanodag.plan.make import check_plan, plan_of
+from nanodag.plan.processes import compiler
 from nanodag.plan.sizes import bytes_per_token, size_of
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
@@ -107,7 +108,12 @@ FAULTS = [
     (GPU, "gsm8k-rl", ("rl.sampler.context=1040",), "rl.sampler.context"),
     (CPU, "small", ("eval_sft.max_new_tokens=1000",), "eval_sft.max_new_tokens"),
     (CPU, "small", ("eval_sft.sampler.cache_bytes=1000",), "eval_sft.sampler.cache_bytes"),
-    ("cpu:2:avx2:4GiB", "pocket", ("pretrain.batch_tokens=65536", "pretrain.micro_batch_tokens=32768"), "pretrain.mic"),
+    (
+        "cpu:2:avx2:3.5GiB",
+        "pocket",
+        ("pretrain.batch_tokens=65536", "pretrain.micro_batch_tokens=32768"),
+        "pretrain.mic",
+    ),
     (GPU, "gsm8k-rl", ("rl.sampler.cache_bytes=22000000000", "rl.sampler.max_batch=1400"), "rl.optimizer.micro"),
     (CPU, "small", ("eval_sft.sampler.max_batch=4000", "eval_sft.sampler.cache_bytes=20000000000"), "eval_sft.sampler"),
     ("cpu:2:avx2:1GiB", "small", ("tokenizer.max_bytes=2000000000",), "tokenizer.max_bytes"),
@@ -236,6 +242,14 @@ def test_rows_of_known_sources(url, rows):
 
 def test_a_larger_vocabulary_has_more_bytes_a_token():
     assert bytes_per_token(2048) == 2.8 < bytes_per_token(8192) < bytes_per_token(32768) < bytes_per_token(200_000)
+
+
+def test_torchs_compiler_is_counted_where_our_own_code_does_not_take_the_layers():
+    ours = derived_model(resolved("pocket", CPU), "pretrain")
+    other = replace(ours, shape=replace(ours.shape, mlp_width=520))
+    asked = [(ours, True, "cpu"), (other, True, "cpu"), (other, False, "cpu"), (ours, True, "cuda")]
+    found = [compiler(model, compiled=compiled, device=device).seconds > 0 for model, compiled, device in asked]
+    assert found == [False, True, False, True]
 
 
 def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth():
