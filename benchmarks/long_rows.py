@@ -4,8 +4,7 @@
 
 Each rank is a process of its own, on a CPU. It makes a step on a few short rollouts first, so that optimizer states,
 kernels and buffers are there. Then it makes one on the long ones, and says what that added to the peak of its resident
-memory. The last line compares the largest rank with one rank alone. A step on the long rollouts must come out alike.
-"""
+memory. The last line compares the largest rank with one rank alone."""
 
 import argparse
 import json
@@ -105,8 +104,10 @@ def one_rank(folder: Path, *, num_ranks: int, num_tokens: int, num_responses: in
     leave()
 
 
-def measured(arguments: argparse.Namespace, folder: Path, num_ranks: int) -> list[dict[str, float]]:
-    """What each of the ranks that share the rows says."""
+def measured(
+    folder: Path, *, num_ranks: int, num_tokens: int, num_responses: int, precision: str
+) -> list[dict[str, float]]:
+    """What each of the ranks that share the rows says. folder: of the model."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     address = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -114,8 +115,7 @@ def measured(arguments: argparse.Namespace, folder: Path, num_ranks: int) -> lis
     for rank in range(num_ranks):
         own = {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
         command = [sys.executable, "-m", "benchmarks.long_rows", "--one", str(folder), "--ranks", str(num_ranks)]
-        command += ["--tokens", str(arguments.tokens), "--responses", str(arguments.responses)]
-        command += ["--precision", arguments.precision]
+        command += ["--tokens", str(num_tokens), "--responses", str(num_responses), "--precision", precision]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     found = []
@@ -151,7 +151,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), layers=arguments.layers, width=arguments.width, vocabulary=arguments.vocabulary)
         for num_ranks in arguments.ranks:
-            for of_rank in (found := measured(arguments, Path(folder), num_ranks)):
+            found = measured(
+                Path(folder),
+                num_ranks=num_ranks,
+                num_tokens=arguments.tokens,
+                num_responses=arguments.responses,
+                precision=arguments.precision,
+            )
+            for of_rank in found:
                 print(
                     f"{num_ranks} ranks, rank {of_rank['rank']}: the step added {of_rank['peak'] - of_rank['before']:,}"
                     f" bytes to {of_rank['before']:,}; {of_rank['seconds']:.1f} s, {of_rank['cpu_seconds']:.1f} CPU-s, "

@@ -9,9 +9,8 @@ from nanodag.config import resolve
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 
-PAGE = (
-    (PROJECT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8").partition("beside slime's script")[2]
-)
+PAGE = (PROJECT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("beside slime's script")[2].partition("## Names of TRL")[0]
 ROW = re.compile(r"^\|.*\| `([a-z][\w.]+)` \| `([^`]+)` \|$", re.MULTILINE)
 # Of tests/test-qwen2.5-0.5B-gsm8k.sh, without the model's shape, which comes with the checkpoint.
 SCRIPT = """hf-checkpoint ref-load prompt-data input-key label-key apply-chat-template rollout-shuffle rm-type

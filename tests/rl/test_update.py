@@ -214,6 +214,16 @@ def test_an_ordinary_parameter_that_no_setting_fills_is_an_option():
         algorithm.aggregation.load()
 
 
+def softened(old_logprobs, sampler_logprobs, mask, sequence_ids, *, power):
+    return ((old_logprobs - sampler_logprobs) * power).exp() * mask
+
+
+def test_a_correction_of_ones_own_gets_its_options():
+    own = {"name": f"{__name__}:softened", "options": {"power": 2}}
+    _, gradient, _ = loss_of(correction=own)  # mismatches -0.1, 0.5 and 0
+    assert gradient.tolist() == pytest.approx([-math.exp(-0.2) / 3, -math.exp(1.0) / 3, 0, 2 / 3])
+
+
 def own_weights(mask, sequence_ids, totals, scale):
     return mask * scale
 

@@ -80,8 +80,8 @@ def geometric_masked(
 ) -> Tensor:
     """The geometric mean of w over a response within the bounds, 0 beyond them.
 
-    Unlike the product it does not grow with the response's length, so the bounds are close to 1. As slime's and verl's
-    geometric level; OpenRLHF's mask judges by it too, and keeps each token's w.
+    Unlike the product it does not grow with the response's length, so the bounds are close to 1. As slime's level
+    `geometric`; OpenRLHF's mask and verl's seq_mean_k1 judge by it too, and keep other weights.
     """
     means = sequence_means(old_logprobs - sampler_logprobs, mask, sequence_ids)
     weights = means.clamp(-20.0, 20.0).exp()[sequence_ids]
@@ -94,8 +94,8 @@ def not_vetoed(
 ) -> Tensor:
     """(T,) float32: 0 for a response with a trained token whose w is below `veto`, else 1.
 
-    Such a token is one that the trainer would hardly ever sample: what came after it has no place in an update. As the
-    veto of slime's MIS and verl's rollout_token_veto_threshold.
+    Such a token is one that the trainer would hardly ever sample: what came after it has no place in an update. As
+    slime's rs_veto_threshold (examples/train_infer_mismatch_helper).
     """
     is_far = (_token_weights(old_logprobs, sampler_logprobs) < veto).float()
     return (sequence_sums(is_far, mask, sequence_ids)[sequence_ids] == 0).float()
