@@ -34,7 +34,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.pool import RolloutPool
+from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.control.schedule import Position, Schedule
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import PromptCursor
@@ -140,6 +140,7 @@ class Stage:
                 num_steps=self.config.num_steps,
                 prompts_per_step=rollout.prompts_per_step,
                 max_staleness=rollout.max_staleness,
+                max_in_flight=most_in_flight(seats.number, rollout.samples_per_prompt),
             )
         self.trained: list[RolloutBatch] = []
         self.staleness: list[dict[str, float]] = []

@@ -8,7 +8,7 @@ from benchmarks.pool import run
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.errors import SamplerError, StageFailed
 from nanodag.host.machine import machine_of
-from nanodag.rl.control.pool import RolloutPool
+from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
 from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
@@ -45,6 +45,7 @@ async def settled() -> None:
 
 
 def pool_of(sampler, cursor: PromptCursor, rewards=FakePool, *, num_steps=9, lag=1, **more) -> RolloutPool:
+    more = {"max_in_flight": 99, **more}
     made = RolloutGenerator(config(prompts_per_step=2), sampler, rewards(), FakeEncoding(), (STOP,))
     return RolloutPool(made, cursor, num_steps=num_steps, prompts_per_step=2, max_staleness=lag, **more)
 
@@ -110,6 +111,20 @@ def test_a_group_that_is_dropped_makes_room_for_the_next_prompt(tmp_path):
         assert ids(prompt for prompt, _ in found.passed_over) == ["p4"]  # too long
 
     asyncio.run(stage())
+
+
+def test_no_more_groups_are_in_flight_than_keep_samplers_busy(tmp_path):
+    async def stage():
+        sampler = HeldSampler()
+        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9), max_in_flight=3)
+        first = asyncio.create_task(pool.take(1))
+        await settled()
+        assert sampler.begun == [0, 1, 2]
+        await sampler.let_go(1)
+        assert sampler.begun == [0, 1, 2, 3] and not first.done()
+
+    asyncio.run(stage())
+    assert most_in_flight(64, 8) == 24 and most_in_flight(1, 8) == 1
 
 
 def test_where_nothing_passes_a_step_ends_with_what_it_has(tmp_path):

@@ -36,7 +36,7 @@ from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals,
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.one_side import SavedRollouts
-from nanodag.rl.control.pool import RolloutPool
+from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
@@ -110,6 +110,7 @@ class Controller:
                 num_steps=self._config.num_steps,
                 prompts_per_step=rollout.prompts_per_step,
                 max_staleness=rollout.max_staleness,
+                max_in_flight=most_in_flight(int(self._config.sampler.max_batch), rollout.samples_per_prompt),
                 is_stopping=stop_requested,
             )
         benchmarks = PolicyBenchmarks(

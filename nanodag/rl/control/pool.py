@@ -6,6 +6,7 @@ for the trainer. Two rules bound staleness, with N `prompts_per_step` and L `max
     room    while the samplers have policy p and step s is to be taken next, N x (p + 2 + L - s) groups may be in the
             pool: as many as the steps s to p + 1 + L train, the last ones that the weights of policy p are fresh
             enough for. At the end of the stage it is what the steps that are left train.
+            Of these at most so many are in flight as keep the samplers busy: what waits at a sampler only grows old.
     due     a group that began with policy p is trained in step p + 1 + L at the latest. A step is held up only where
             more groups in flight are due than the steps until then could train.
 
@@ -25,6 +26,8 @@ from nanodag.rl.control.generation import WAVES_A_STEP, RolloutGenerator
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import groups_of
+
+GROUPS_AHEAD = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +64,7 @@ class RolloutPool:
         num_steps: int,
         prompts_per_step: int,
         max_staleness: int,
+        max_in_flight: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generator = generator
@@ -68,6 +72,7 @@ class RolloutPool:
         self._num_steps = num_steps
         self._size = prompts_per_step
         self._lag = max_staleness
+        self._max_in_flight = max_in_flight
         self._is_stopping = is_stopping
         self._groups: list[Group] = []  # in the order in which they began
         self._dropped: list[Dropped] = []  # since a step was taken last, as what was passed over
@@ -156,6 +161,7 @@ class RolloutPool:
             raise self._error
         last = min(self._policy + 1 + self._lag, self._num_steps)
         room = self._size * (last + 1 - step) - len(self._groups)
+        room = min(room, self._max_in_flight - len(self._groups) + self._num_done)
         for prompt in self._cursor.take(max(room, 0)):
             group = Group(prompt, self._policy)
             group.task = asyncio.create_task(self._generator.group(prompt))
@@ -176,6 +182,11 @@ class RolloutPool:
         else:
             self._groups.remove(group)
             self._dropped += task.result().dropped
+
+
+def most_in_flight(max_batch: int, samples_per_prompt: int) -> int:
+    """Groups that keep samplers of max_batch samples busy: most samples of a group end well before its last."""
+    return -(-GROUPS_AHEAD * max_batch // samples_per_prompt)
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
