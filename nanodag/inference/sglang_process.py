@@ -49,6 +49,7 @@ class SGLangProcess(ServerProcess):
         tensor_parallel: int = 1,
         cache_tokens: int | None = None,
         first_gpu: int = 0,
+        gpus: str = "",
         threads: int = 1,
         seed: int = 0,
         options: Mapping[str, Option] | None = None,
@@ -60,7 +61,8 @@ class SGLangProcess(ServerProcess):
         python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
         and answer together. memory_fraction: of what is free when it starts, the most that weights and cache may take.
         cache_tokens: the most that the cache holds, so that it takes one amount whoever starts first; by default
-        max_batch contexts. options: further ones of SGLang's, by name; they go before those given here. token: that
+        max_batch contexts. gpus: those that it sees, as CUDA_VISIBLE_DEVICES names them, "" for those of this process;
+        first_gpu: among them. options: further ones of SGLang's, by name; they go before those given here. token: that
         requests must bear, "" for none.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
@@ -86,6 +88,7 @@ class SGLangProcess(ServerProcess):
         }
         command = [str(python), str(SHIM), *arguments(settings)]
         url, environment = f"http://127.0.0.1:{port}", _environment(device, threads)
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         server = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
         try:
             server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)

@@ -25,6 +25,7 @@ from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.lending import Lending, NotLent
+from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
 from nanodag.rl.fleet.samplers import Samplers
@@ -32,7 +33,6 @@ from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
-from nanodag.worker.devices import gpu_of_replica
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes
@@ -71,6 +71,7 @@ class Services:
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
         self._router: Router | None = None
+        self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
         self.link = RankLink(int(self._config.resources.num_ranks), host=host)
@@ -162,7 +163,8 @@ class Services:
 
     def _start_trainer(self) -> None:
         config, num_ranks = self._config, self.link.num_ranks
-        environment = worker_environment(int(config.resources.threads), device=str(config.resources.device))
+        gpus = "" if self._places is None else self._places.trainer
+        environment = worker_environment(int(config.resources.threads), device=self._device, gpus=gpus)
         environment[ADDRESS_VARIABLE] = self.link.address
         if self._nodes is not None:
             for name, process in self._nodes.start("nanodag.rl.trainer.trainer", environment).items():
@@ -175,6 +177,16 @@ class Services:
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer.trainer", str(self._job.workspace / "job.json")]
             self.children.start(f"Trainer rank {rank}", command, variables)
+
+    def _find_places(self) -> Places:
+        config = self._config
+        return places_of(
+            visible_gpus(),
+            own=config.sampler.gpus if isinstance(config.sampler.gpus, tuple) else (),
+            num_ranks=int(config.resources.num_ranks) // config.resources.num_nodes,
+            replicas=self.num_samplers,
+            tensor_parallel=config.sampler.tensor_parallel,
+        )
 
     @property
     def _device(self) -> Device:
@@ -251,7 +263,7 @@ class Services:
             log_path=self._job.workspace / f"sampler-{number}.log",
             dtype=SAMPLER_DTYPES[config.precision],
             device=self._device,
-            gpu=gpu_of_replica(number) if self._device == "cuda" else "",
+            gpu=self._places.samplers[number] if self._places is not None else "",
             max_batch=self._samples_each,
             context_length=self.context,
             cache_bytes=int(config.cache_bytes),
@@ -262,11 +274,6 @@ class Services:
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
         )
-
-    def _first_gpu(self, number: int) -> int:
-        """Of an SGLang server, among those that this process may use; on a CPU it is a NUMA node."""
-        tensor_parallel = self._config.sampler.tensor_parallel
-        return number * tensor_parallel % len(visible_gpus()) if self._device == "cuda" else 0
 
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
@@ -287,7 +294,7 @@ class Services:
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             tensor_parallel=config.tensor_parallel,
-            first_gpu=self._first_gpu(number),
+            gpus=self._places.samplers[number] if self._places is not None else "",
             threads=max(1, int(resources.threads) // self.num_samplers),
             seed=int(self._config.seed) + number,
             options={**defaults, **config.options},
