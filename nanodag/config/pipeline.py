@@ -250,6 +250,16 @@ class Pipeline(Section):
             )
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
+        if isinstance(stage, RLStage) and stage.sampler.nodes:
+            if self.cluster.hostfile == "none":
+                raise ValueError(
+                    f"stages.{name}.sampler.nodes {stage.sampler.nodes} needs cluster.hostfile to say which machines"
+                )
+            if stage.weights.sync == "distributed":
+                raise ValueError(
+                    f"stages.{name}.weights.sync: distributed broadcasts on this machine, and sampler.nodes is "
+                    f"{stage.sampler.nodes}; use disk"
+                )
 
 
 def order_of(pipeline: Pipeline) -> list[str]:

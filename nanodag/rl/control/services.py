@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import ClusterConfig
 from nanodag.errors import ConfigError
 from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
@@ -28,6 +29,7 @@ from nanodag.rl.control.lending import Lending, NotLent
 from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.sampler_node import SamplerNode
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
@@ -35,7 +37,7 @@ from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
-from nanodag.worker.nodes import Nodes
+from nanodag.worker.nodes import Nodes, sampler_hosts
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,12 @@ class Services:
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         if self._config.sampler.engine == "sglang":
             self._sglang_python = find_python(self._config.sampler.python, self._device)
+        sampler = self._config.sampler
+        self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
+        self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []
+        copies = 2 + self._config.rollout.max_staleness
         self.sync_folder = sync_folder(
-            job.workspace, self.model.num_bytes, num_copies=2 + self._config.rollout.max_staleness
+            job.workspace, self.model.num_bytes, num_copies=copies, is_seen=bool(self._hosts)
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
@@ -163,7 +169,7 @@ class Services:
 
     def _start_trainer(self) -> None:
         config, num_ranks = self._config, self.link.num_ranks
-        gpus = "" if self._places is None else self._places.trainer
+        gpus = self._places.trainer if self._places is not None and config.sampler.gpus else ""
         environment = worker_environment(int(config.resources.threads), device=self._device, gpus=gpus)
         environment[ADDRESS_VARIABLE] = self.link.address
         if self._nodes is not None:
@@ -181,12 +187,20 @@ class Services:
     def _find_places(self) -> Places:
         config = self._config
         return places_of(
-            visible_gpus(),
+            [str(number) for number in range(len(visible_gpus()))] if self._hosts else visible_gpus(),
             own=config.sampler.gpus if isinstance(config.sampler.gpus, tuple) else (),
             num_ranks=int(config.resources.num_ranks) // config.resources.num_nodes,
-            replicas=self.num_samplers,
+            replicas=self._samplers_each,
             tensor_parallel=config.sampler.tensor_parallel,
         )
+
+    @property
+    def _samplers_each(self) -> int:
+        """Samplers of a node that has some: as many on each."""
+        return -(-self.num_samplers // max(1, len(self._hosts)))
+
+    def _gpus_of(self, number: int) -> str:
+        return "" if self._places is None else self._places.samplers[number % self._samplers_each]
 
     @property
     def _device(self) -> Device:
@@ -263,17 +277,25 @@ class Services:
             log_path=self._job.workspace / f"sampler-{number}.log",
             dtype=SAMPLER_DTYPES[config.precision],
             device=self._device,
-            gpu=self._places.samplers[number] if self._places is not None else "",
+            gpu=self._gpus_of(number),
             max_batch=self._samples_each,
             context_length=self.context,
             cache_bytes=int(config.cache_bytes),
             deterministic=bool(config.deterministic),
-            threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
+            threads=1 if config.deterministic else max(1, int(resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             weight_version=version,
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
+            elsewhere=self._node_of(number),
         )
+
+    def _node_of(self, number: int) -> SamplerNode | None:
+        """Where a sampler is started; None for here."""
+        if not self._hosts:
+            return None
+        host = self._hosts[number // self._samplers_each]
+        return SamplerNode(self._cluster, host, self._job.workspace, number=number)
 
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
@@ -294,12 +316,13 @@ class Services:
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             tensor_parallel=config.tensor_parallel,
-            gpus=self._places.samplers[number] if self._places is not None else "",
-            threads=max(1, int(resources.threads) // self.num_samplers),
+            gpus=self._gpus_of(number),
+            threads=max(1, int(resources.threads) // self._samplers_each),
             seed=int(self._config.seed) + number,
             options={**defaults, **config.options},
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
+            elsewhere=self._node_of(number),
         )
 
 
@@ -358,13 +381,13 @@ class ModelFacts:
         )
 
 
-def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int) -> Path:
+def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int, is_seen: bool = False) -> Path:
     """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
-    workspace. num_copies: what samplers have, and what waits for them.
+    workspace. num_copies: what samplers have, and what waits for them. is_seen: other nodes must see it.
 
     The name depends on the workspace alone, so a restart finds and removes what a killed process left.
     """
     name = "nanodag-" + hashlib.blake2b(str(workspace.resolve()).encode(), digest_size=8).hexdigest()
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
+    if not is_seen and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes:
         return SHARED_MEMORY / name
     return workspace / "sync"
