@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: nanodag.worker.node has no folder of that name
 ADDRESS = "{address}"  # in a command: that of the node that runs it, as this machine reaches it
+SHARE_IT = "All nodes must share the store's local folder: put store.url, or store.local, where all of them see it."
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
 END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
@@ -217,10 +218,7 @@ class Nodes:
     def _refuse_if_in_vain(self, host: Host, code: int | None, deadline: float) -> None:
         """code: what its command ended with, None while it has not ended."""
         if code == NOT_SHARED_EXIT_CODE:
-            raise ConfigError(
-                f"{host.name} has no folder {self._workspace}. All nodes must share the store's local folder: put "
-                "store.url, or store.local, where all of them see it."
-            )
+            raise ConfigError(f"{host.name} has no folder {self._workspace}. {SHARE_IT}")
         if time.monotonic() > deadline:
             command = shlex.join(self._ssh_command(host))
             how = "has not ended" if code is None else f"ended with code {code}"

@@ -2,23 +2,19 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
 
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, NodeLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.rl.fleet import sampler_node
 from nanodag.rl.fleet.sampler_node import SamplerNode
 from nanodag.worker import nodes
-from nanodag.worker.job import write_job
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import digest, make_job, run, same_in_the_end
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def cluster(tmp_path, monkeypatch):
     (tmp_path / "reach").write_text('shift; exec "$@"')
     (tmp_path / "hostfile").write_text("one slots=2\nhere slots=2\ntwo slots=2\nsmall slots=1\n")
     monkeypatch.setattr(nodes, "_own_names", lambda: {"here"})
-    monkeypatch.setattr(sampler_node, "seen_address", lambda host: "127.0.0.1")
+    monkeypatch.setattr(nodes, "seen_address", lambda host: "127.0.0.1")
     return ClusterConfig(hostfile=str(tmp_path / "hostfile"), ssh_command=f"sh {tmp_path}/reach {{host}}")
 
 
@@ -66,16 +62,14 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
     assert (tmp_path / "usage-sampler-3.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_a_stage_with_samplers_on_nodes_of_their_own_ends_on_the_bytes_of_one_node(cluster, tmp_path):
-    jobs = []
-    for name, sampler in (("alone", {"replicas": 2}), ("nodes", {"replicas": 2, "nodes": 2})):
-        (tmp_path / name).mkdir()
-        placement = "separate" if "nodes" in sampler else "beside"
-        sampler |= {"context": 64, "max_batch": 16}
-        job = make_job(tmp_path / name, sampler=sampler, placement=placement)
-        jobs.append(replace(job, context={"cluster": cluster.model_dump(mode="json")}))
-        write_job(jobs[-1])
-        run(jobs[-1])
-    assert digest(jobs[1].output) == digest(jobs[0].output)
-    same_in_the_end(jobs[1], jobs[0])
+def test_a_node_of_samplers_that_is_not_there_is_asked_again_and_then_named(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.2)
+    (tmp_path / "reach").write_text(f"echo no way >> {tmp_path}/tries; echo no way; exit 255")
+    node = SamplerNode(cluster, "two", tmp_path, number=0)
+    with pytest.raises(NodeLost, match="(?s)two, a node of samplers, could not be reached in 0 s.*no way"):
+        node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
+    assert len((tmp_path / "tries").read_text().splitlines()) > 1
+    (tmp_path / "reach").write_text(f"exit {nodes.NOT_SHARED_EXIT_CODE}")
+    with pytest.raises(ConfigError, match="two has no folder .* All nodes must share"):
+        node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
