@@ -12,7 +12,8 @@ def num_gpus_of(stage: StageBase, available: int) -> int:
     num_ranks = int(stage.resources.num_ranks) // stage.resources.num_nodes
     if isinstance(stage, RLStage) and stage.placement == "separate":
         assert isinstance(stage.sampler.gpus, tuple)  # derived
-        return num_ranks + len(stage.sampler.gpus)
+        own = stage.sampler.gpus
+        return max([num_ranks + len(own), *(number + 1 for number in own)])  # a number counts from the node's first
     if isinstance(stage, RLStage):
         gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel
         return max(num_ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, available))

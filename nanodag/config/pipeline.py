@@ -21,6 +21,7 @@ from pydantic_core import PydanticKnownError
 
 from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import find_kind, known
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Auto, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
@@ -257,6 +258,16 @@ class Pipeline(Section):
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
+        if isinstance(stage, RLStage) and stage.sampler.nodes:
+            if self.cluster.hostfile == "none":
+                raise ValueError(
+                    f"stages.{name}.sampler.nodes {stage.sampler.nodes} needs cluster.hostfile to say which machines"
+                )
+            if stage.weights.sync == "distributed":
+                raise ValueError(
+                    f"stages.{name}.weights.sync: distributed broadcasts on this machine, and sampler.nodes is "
+                    f"{stage.sampler.nodes}; use disk"
+                )
 
 
 def order_of(pipeline: Pipeline) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from nanodag.host.machine import visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
 from nanodag.sampler.engine import Engine
 from nanodag.worker.devices import gpu_of_replica
 
@@ -136,7 +136,7 @@ class Replicas:
         self.context, self.num_replicas = context, count
         self._max_batch, self._token = settings.max_batch, secrets.token_hex(16)
         self._logs = tempfile.TemporaryDirectory(prefix="nanodag-evaluation-")
-        self._servers: list[SamplerProcess] = []
+        self._servers: list[ServerProcess] = []
         with ThreadPoolExecutor(count) as pool:
             starting = [pool.submit(self._start, settings, number) for number in range(count)]
         try:

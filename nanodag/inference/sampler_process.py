@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from nanodag.errors import SamplerLost
 from nanodag.host.patience import Patience
+from nanodag.host.ports import LOOPBACK
 from nanodag.inference.server_environment import server_environment
 
 POLL_S = 0.02
@@ -96,6 +97,22 @@ class ServerProcess:
         self.stop()
 
 
+class Elsewhere(Protocol):
+    """Another machine that servers are started on. host: what they listen on, in their command. folder: that both
+    machines see."""
+
+    host: str
+    folder: Path
+
+    def spawn(self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str) -> ServerProcess:
+        """Start a command there; what it prints is appended to log_path. It may not be ready yet."""
+        ...
+
+    def address(self, server: ServerProcess) -> str:
+        """What that machine is reached at; empty until it has answered."""
+        ...
+
+
 class SamplerProcess(ServerProcess):
     """A running embedded sampler."""
 
@@ -119,15 +136,17 @@ class SamplerProcess(ServerProcess):
         port: int = 0,
         token: str = "",
         start_timeout_s: float = 120.0,
-    ) -> "SamplerProcess":
-        """Start a server and wait until it answers. Its output is appended to ``log_path``.
+        elsewhere: Elsewhere | None = None,
+    ) -> ServerProcess:
+        """Start a server and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine.
 
         token: that requests must bear, "" for none. gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; "" for
         those of this process. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
         the last lines of the log, if it ends or does not answer in time.
         """
         log_path = Path(log_path)
-        with tempfile.TemporaryDirectory(prefix="nanodag-sampler-") as folder:
+        place = None if elsewhere is None else elsewhere.folder
+        with tempfile.TemporaryDirectory(prefix="nanodag-sampler-", dir=place) as folder:
             ready_file = Path(folder) / "ready.json"
             options: dict[str, object] = {
                 "model-path": model_path, "dtype": dtype, "device": device, "max-running-requests": max_batch,
@@ -138,18 +157,20 @@ class SamplerProcess(ServerProcess):
                 options["context-length"] = context_length
             if cache_bytes is not None:
                 options["cache-bytes"] = cache_bytes
+            options |= {} if elsewhere is None else {"host": elsewhere.host}
             command = [sys.executable, "-m", "nanodag.sampler"]
             command += [f"--{name}={value}" for name, value in options.items()]
             command += ["--deterministic"] if deterministic else []
             # Spinning OpenMP threads starve the other process on a small machine.
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
             environment |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-            sampler = cls.spawn(command, log_path=log_path, env=environment, token=token)
+            spawn = cls.spawn if elsewhere is None else elsewhere.spawn
+            sampler: ServerProcess = spawn(command, log_path=log_path, env=environment, token=token)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)
                 port = int(json.loads(ready_file.read_text())["port"])
             except BaseException:
                 sampler.stop()
                 raise
-        sampler.url = f"http://127.0.0.1:{port}"
+        sampler.url = f"http://{LOOPBACK if elsewhere is None else elsewhere.address(sampler)}:{port}"
         return sampler

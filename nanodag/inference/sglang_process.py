@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from nanodag.host.ports import free_port, network_environment
-from nanodag.inference.sampler_process import ServerProcess
+from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.inference.sampler_process import Elsewhere, ServerProcess
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option, arguments
 
@@ -49,18 +49,21 @@ class SGLangProcess(ServerProcess):
         tensor_parallel: int = 1,
         cache_tokens: int | None = None,
         first_gpu: int = 0,
+        gpus: str = "",
         threads: int = 1,
         seed: int = 0,
         options: Mapping[str, Option] | None = None,
         token: str = "",
         start_timeout_s: float = 600.0,
-    ) -> "SGLangProcess":
-        """Start a server and wait until it answers. Its output is appended to ``log_path``.
+        elsewhere: Elsewhere | None = None,
+    ) -> ServerProcess:
+        """Start a server and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine.
 
         python: the interpreter of SGLang's environment. max_batch: samples that run at once. context_length: prompt
         and answer together. memory_fraction: of what is free when it starts, the most that weights and cache may take.
         cache_tokens: the most that the cache holds, so that it takes one amount whoever starts first; by default
-        max_batch contexts. options: further ones of SGLang's, by name; they go before those given here. token: that
+        max_batch contexts. gpus: those that it sees, as CUDA_VISIBLE_DEVICES names them, "" for those of this process;
+        first_gpu: among them. options: further ones of SGLang's, by name; they go before those given here. token: that
         requests must bear, "" for none.
 
         Raises SamplerLost, with the last lines of the log, if it ends or does not answer in time.
@@ -68,7 +71,7 @@ class SGLangProcess(ServerProcess):
         port, most = free_port(), max_batch * (context_length + CONTEXT_RESERVE)
         settings: dict[str, Option] = {
             "model-path": str(model_path),
-            "host": "127.0.0.1",
+            "host": LOOPBACK if elsewhere is None else elsewhere.host,
             "port": port,
             "dtype": dtype,
             "context-length": context_length + CONTEXT_RESERVE,
@@ -86,9 +89,20 @@ class SGLangProcess(ServerProcess):
         }
         command = [str(python), str(SHIM), *arguments(settings)]
         url, environment = f"http://127.0.0.1:{port}", sglang_environment(device, threads)
-        server = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        server: ServerProcess
+        if elsewhere is None:
+            server = cls.spawn(command, log_path=Path(log_path), env=environment, token=token, url=url)
+        else:
+            server = elsewhere.spawn(command, log_path=Path(log_path), env=environment, token=token)
+
+        def is_ready() -> bool:
+            if elsewhere is not None and (address := elsewhere.address(server)):
+                server.url = f"http://{address}:{port}"
+            return bool(server.url) and is_healthy(f"{server.url}/health")
+
         try:
-            server.wait_until(lambda: is_healthy(f"{server.url}/health"), start_timeout_s)
+            server.wait_until(is_ready, start_timeout_s)
         except BaseException:
             server.kill()
             raise
@@ -96,9 +110,9 @@ class SGLangProcess(ServerProcess):
 
 
 def is_healthy(url: str) -> bool:
-    """Whether a server on this machine answers there that it serves."""
+    """Whether a server answers there that it serves."""
     try:  # a client costs far more than a connection, which is refused for a minute
-        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=1.0).close()
+        socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=1.0).close()
         answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
     except (OSError, httpx.TransportError):
         return False

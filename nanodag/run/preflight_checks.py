@@ -70,7 +70,7 @@ class Checks:
     def stage(self, name: str) -> None:
         """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
-        if stage.resources.num_nodes > 1:
+        if stage.resources.num_nodes > 1 or (isinstance(stage, RLStage) and stage.sampler.nodes):
             hostfile = self._pipeline.cluster.hostfile
             self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if ":" in stage.kind:

@@ -14,6 +14,7 @@ from typing import Any
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.gpus import num_gpus_of, spare_gpus_of
 from nanodag.config.kinds import find_kind
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import StageFailed
 from nanodag.host.machine import visible_gpus
 from nanodag.run.record import Run, StageResult
@@ -61,7 +62,8 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
 
 def _cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
     """What a worker is told of other machines: nothing, for a stage on this one alone."""
-    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.resources.num_nodes > 1 else {}
+    has_others = stage.resources.num_nodes > 1 or (isinstance(stage, RLStage) and stage.sampler.nodes)
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if has_others else {}
 
 
 def work(

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nanodag.host.ports import network_environment
-from nanodag.worker.nodes import NOT_SHARED_EXIT_CODE, address_towards
+from nanodag.worker.nodes import ADDRESS, NOT_SHARED_EXIT_CODE, address_towards
 
 
 def main() -> int:
@@ -19,14 +19,16 @@ def main() -> int:
     if not up.parent.is_dir():
         return NOT_SHARED_EXIT_CODE
     os.environ.update(message["environment"])
-    os.environ.update(network_environment(address_towards(message["address"])))
+    own = address_towards(message["address"])
+    os.environ.update(network_environment(own))
     channel = os.dup(0)
     os.set_inheritable(channel, True)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what runs here has nothing to read
-    up.write_text(message["token"])
+    up.write_text(f"{message['token']} {own}")
+    command = [part.replace(ADDRESS, own) for part in message["command"]]
     os.execv(
         sys.executable,
-        [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *message["command"]],
+        [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *command],
     )
 
 

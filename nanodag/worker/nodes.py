@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -38,6 +39,8 @@ from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, 
 log = logging.getLogger(__name__)
 
 NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: nanodag.worker.node has no folder of that name
+ADDRESS = "{address}"  # in a command: that of the node that runs it, as this machine reaches it
+SHARE_IT = "All nodes must share the store's local folder: put store.url, or store.local, where all of them see it."
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
 END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
@@ -215,10 +218,7 @@ class Nodes:
     def _refuse_if_in_vain(self, host: Host, code: int | None, deadline: float) -> None:
         """code: what its command ended with, None while it has not ended."""
         if code == NOT_SHARED_EXIT_CODE:
-            raise ConfigError(
-                f"{host.name} has no folder {self._workspace}. All nodes must share the store's local folder: put "
-                "store.url, or store.local, where all of them see it."
-            )
+            raise ConfigError(f"{host.name} has no folder {self._workspace}. {SHARE_IT}")
         if time.monotonic() > deadline:
             command = shlex.join(self._ssh_command(host))
             how = "has not ended" if code is None else f"ended with code {code}"
@@ -228,38 +228,89 @@ class Nodes:
             )
 
     def _ssh_command(self, host: Host) -> list[str]:
-        command = [part.replace("{host}", host.name) for part in shlex.split(self._cluster.ssh_command)]
-        return [*command, sys.executable, "-m", "nanodag.worker.node"]
+        return reaching(self._cluster, host.name)
 
     def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Process:
-        # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-        command = self._ssh_command(host)
-        process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-        message = {
-            "command": self.command(number, module),
-            "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
-            "address": self.address,
-            "usage": str(self._workspace / f"usage-{number}.jsonl"),
-            "up": str(self._up_path(number)),
-            "token": self._token,
-        }
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-        return process
+        return start_there(
+            self._cluster,
+            host.name,
+            self.command(number, module),
+            environment,
+            address=self.address,
+            usage=self._workspace / f"usage-{number}.jsonl",
+            up=self._up_path(number),
+            token=self._token,
+        )
 
     def _close(self, process: Process) -> None:
         assert process.stdin is not None
         process.stdin.close()
 
     def _is_up(self, number: int) -> bool:
-        try:
-            return self._up_path(number).read_text() == self._token
-        except FileNotFoundError:
-            return False
+        return bool(address_of(self._up_path(number), self._token))
 
     def _up_path(self, number: int) -> Path:
         return self._workspace / f"node-{number}.up"
+
+
+def reaching(cluster: ClusterConfig, host: str) -> list[str]:
+    """The command that runs `nanodag.worker.node` on another machine."""
+    command = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
+    return [*command, sys.executable, "-m", "nanodag.worker.node"]
+
+
+def start_there(
+    cluster: ClusterConfig,
+    host: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    address: str,
+    usage: Path,
+    up: Path,
+    token: str,
+    output: IO[bytes] | None = None,
+) -> Process:
+    """Run a command on another machine; the process that stands for it here. It is ended there when this one's stdin
+    ends. address: this machine's, as that one reaches it. up: the file that it writes when it has heard of the command,
+    with the token; `address_of` reads it. output: where what it prints goes, this process's by default."""
+    # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
+    process = subprocess.Popen(
+        reaching(cluster, host),
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
+    )
+    message = {
+        "command": list(command),
+        "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
+        "address": address,
+        "usage": str(usage),
+        "up": str(up),
+        "token": token,
+    }
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+    return process
+
+
+def address_of(up: Path, token: str) -> str:
+    """The address of a node that has written this file with this token; empty until it has."""
+    with contextlib.suppress(FileNotFoundError):
+        found, _, address = up.read_text().partition(" ")
+        return address if found == token else ""
+    return ""
+
+
+def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> list[str]:
+    """The hosts of samplers that have nodes of their own: those after the trainer's. Raises as `chosen`."""
+    path = Path(os.path.expandvars(cluster.hostfile))
+    each = int(resources.num_ranks) // resources.num_nodes
+    found = chosen(read_hostfile(path), nodes=resources.num_nodes + count, ranks_per_node=each, path=path)
+    return [host.name for host in found[resources.num_nodes :]]
 
 
 def _wait_for_all(processes: Mapping[str, Process]) -> int:

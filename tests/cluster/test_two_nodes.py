@@ -153,3 +153,33 @@ def test_rl_with_its_trainer_on_two_nodes_is_that_of_two_ranks_on_one(nodes, tmp
         found[number] = [line["loss"] for line in rl_stages.metrics(job)]
         assert (job.output / "model.safetensors").exists()
     assert len(found[1]) == 3 and found[2] == found[1]
+
+
+def test_rl_whose_samplers_node_loses_its_power_ends_on_the_bytes_of_one_node(nodes, tmp_path_factory):
+    jobs = []
+    for count in (0, 1):
+        folder = tmp_path_factory.mktemp("rl")
+        sampler = {"replicas": 2, "nodes": count, "context": 64, "max_batch": 16}
+        placement = "separate" if count else "beside"
+        jobs.append(rl_stages.make_job(folder, sampler=sampler, placement=placement, num_steps=8))
+        rl_stages.slow_rewards(folder)
+    alone, job = jobs
+    rl_stages.run(alone)
+    job = dataclasses.replace(job, context=cluster(job.workspace.parent, nodes))
+    write_job(job)
+    environment = os.environ | {"PYTHONPATH": str(job.workspace.parent)}
+    command = nodes.on(nodes.here, [sys.executable, "-m", "nanodag.rl", str(job.workspace / "job.json")])
+    (job.workspace / rl_stages.STARTED).touch()
+    with (job.workspace / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    rl_stages.wait_for_step(job, process, 2)
+    assert nodes.kill(nodes.there) >= 4  # of each sampler the watchdog and the server
+    assert subprocess.run(["ip", "netns", "del", nodes.there], check=False).returncode == 0
+    powered = threading.Timer(5.0, lambda: nodes.plug(nodes.there))
+    powered.start()
+    code = process.wait(timeout=300)
+    powered.join()
+    said = (job.workspace / "worker.log").read_text()
+    assert code == 0 and f"{nodes.there}, a node of samplers: not reached" in said, said[-6000:]
+    rl_stages.same_in_the_end(job, alone)
+    assert not nodes.pids(nodes.there)

@@ -58,13 +58,14 @@ def test_samplers_are_beside_the_trainer_unless_turns_keep_the_optimizer_on_the_
         (["rl.sampler.gpus=2"], 6, (6, 7), 2),
         (["rl.sampler.gpus=4", "rl.sampler.tensor_parallel=2"], 4, (4, 5, 6, 7), 2),
         (["rl.sampler.gpus=[0,3]"], 6, (0, 3), 2),
+        (["rl.sampler.gpus=2", "rl.num_ranks=1"], 1, (6, 7), 2),
         (["rl.sampler.gpus=7", "rl.num_ranks=1"], 1, (1, 2, 3, 4, 5, 6, 7), 7),
     ],
 )
 def test_gpus_of_samplers_are_not_the_trainers_and_replicas_follow_from_them(overrides, ranks, gpus, replicas):
     stage = stage_on("8xH100+sglang", SEPARATE, *overrides)
     found = (stage.resources.num_ranks, stage.sampler.gpus, stage.sampler.replicas, stage.sampler.memory_fraction)
-    assert found == (ranks, gpus, replicas, 0.9) and num_gpus_of(stage, 8) == ranks + len(gpus)
+    assert found == (ranks, gpus, replicas, 0.9) and num_gpus_of(stage, 8) == 8
 
 
 def test_samplers_of_other_nodes_have_all_of_their_gpus():

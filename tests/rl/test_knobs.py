@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.rl.control.best_weights import is_patience_over
-from nanodag.rl.control.controller import Controller
+from nanodag.rl.control.checks import check_mismatch
 from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.trainer.learning_rate import rate_at
 from tests.forks import run_script
@@ -113,12 +112,11 @@ def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
 def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, found, is_stale, limit):
     resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
     config = derive_sampler("rl", stage(resources=resources, seed=1, **settings), MACHINE, None, {})
-    controller = SimpleNamespace(_config=config)
     if not limit:
-        Controller._check_mismatch(controller, found, is_stale=is_stale)
+        check_mismatch(found, config.weights, is_stale=is_stale)
         return
     with pytest.raises(StageFailed, match=limit):
-        Controller._check_mismatch(controller, found, is_stale=is_stale)
+        check_mismatch(found, config.weights, is_stale=is_stale)
 
 
 def test_patience_ends_after_so_many_evaluations_behind_the_best():

@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from nanodag.errors import ConfigError
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.control.services import Services
 from tests.rl.stages import make_job
 
@@ -49,9 +51,60 @@ def test_an_sglang_server_has_its_gpus_and_an_amount_of_memory(launched):
     # 2 layers of 2 heads of 8 numbers, keys and values, 4 bytes each: 256 bytes a token
     sampler = {"engine": "sglang", "tensor_parallel": 2, "cache_bytes": 256 * 1000, "deterministic": False}
     found = launched(SGLangProcess, sampler, "0,1,2,3,4,5,6,7")
-    assert [settings["first_gpu"] for settings in found] == [0, 2, 4, 6]
+    assert [settings["gpus"] for settings in found] == ["0,1", "2,3", "4,5", "6,7"]
     assert {settings["cache_tokens"] for settings in found} == {1000}
     assert {settings["memory_fraction"] for settings in found} == {0.9}
+
+
+EIGHT = tuple("01234567")
+TABLE = [
+    # gpus, own, ranks, replicas, tensor_parallel -> the trainer's, the samplers'
+    (EIGHT, (), 8, 8, 1, "0,1,2,3,4,5,6,7", list(EIGHT)),
+    (EIGHT, (4, 5, 6, 7), 4, 4, 1, "0,1,2,3", ["4", "5", "6", "7"]),
+    (EIGHT, (6, 7), 6, 2, 1, "0,1,2,3,4,5", ["6", "7"]),
+    (EIGHT, (4, 5, 6, 7), 4, 2, 2, "0,1,2,3", ["4,5", "6,7"]),
+    (EIGHT, (0, 3, 5, 6), 2, 2, 2, "1,2,4,7", ["0,3", "5,6"]),
+    (EIGHT, (), 8, 4, 2, "0,1,2,3,4,5,6,7", ["0,1", "2,3", "4,5", "6,7"]),
+    (("8", "GPU-a", "11"), (2,), 2, 1, 1, "8,GPU-a", ["11"]),
+    (("3",), (), 1, 3, 1, "3", ["3", "3", "3"]),
+    (("0", "2"), (1,), 1, 2, 1, "0", ["2", "2"]),
+]
+
+
+@pytest.mark.parametrize(("gpus", "own", "ranks", "replicas", "parallel", "trainer", "samplers"), TABLE)
+def test_each_side_sees_its_gpus(gpus, own, ranks, replicas, parallel, trainer, samplers):
+    found = places_of(gpus, own=own, num_ranks=ranks, replicas=replicas, tensor_parallel=parallel)
+    assert found == Places(trainer, tuple(samplers))
+    if own:
+        assert not set(trainer.split(",")) & set(",".join(samplers).split(","))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "why"),
+    [
+        (("0", "1"), {"own": (2,), "num_ranks": 1}, "names GPU 2, and the stage has 2"),
+        (("0", "1"), {"own": (1,), "num_ranks": 2}, "2 ranks have 1 GPUs beside the samplers' 1"),
+        (("0", "1"), {"own": (1,), "num_ranks": 1, "tensor_parallel": 2}, "more than the 1 GPUs"),
+    ],
+)
+def test_a_side_without_gpus_enough_is_refused(gpus, settings, why):
+    with pytest.raises(ConfigError, match=why):
+        places_of(gpus, replicas=1, **settings)
+
+
+def test_ranks_of_a_separate_stage_see_the_gpus_that_samplers_leave(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11")
+    resources = {"num_ranks": 2, "threads": 1, "device": "cuda"}
+    sampler = {"context": 64, "gpus": (1, 3), "replicas": 2}
+    services = Services(make_job(tmp_path, resources=resources, sampler=sampler, placement="separate"))
+    seen = {}
+    monkeypatch.setattr(services.children, "start", lambda name, command, env: seen.update({name: env}))
+    try:
+        services._start_trainer()
+    finally:
+        services.link.close()
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in seen.values()} == {"8,10"}
+    assert [env["LOCAL_RANK"] for env in seen.values()] == ["0", "1"]
 
 
 class Noted(Exception):

@@ -33,7 +33,11 @@ def finished(job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
-@pytest.mark.parametrize("sync", [{}, {"sync": "distributed", "sync_bucket_bytes": 4000}])
+@pytest.mark.parametrize(
+    "sync",
+    [{}, {"sync": "distributed", "sync_bucket_bytes": 4000}, {"placement": "shared", "lends_states": True}],
+    ids=["disk", "distributed", "in turns"],
+)
 def test_two_ranks_train_two_steps_on_what_sglang_samples_with_their_weights(tmp_path, sync):
     job = make_job(
         tmp_path,
@@ -49,7 +53,7 @@ def test_two_ranks_train_two_steps_on_what_sglang_samples_with_their_weights(tmp
     for line in steps:
         assert line["mismatch_largest"] < 1e-3 and line["trained_tokens"] > 0
     # The weights that the stage begins with, and those after each step; fused as SGLang holds them.
-    how = "broadcast in 9 buckets" if sync else "loaded"
+    how = "broadcast in 9 buckets" if "sync" in sync else "loaded"
     for version in (0, 1, 2):
         assert any(f"weights {version}: {how}" in line and "19 tensors verified" in line for line in log.splitlines())
     assert len(read_ledger(job.records / "ledger.jsonl")) == 4

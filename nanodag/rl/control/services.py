@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
@@ -33,19 +34,20 @@ from nanodag.model.headers import faults_of_config, head_parameters, matrix_para
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.lending import Lending, NotLent
 from nanodag.rl.control.one_side import NoTrainer
+from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.fleet.attached import Attachments, Needed
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.sampler_node import SamplerNode
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
-from nanodag.worker.devices import gpu_of_replica
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
-from nanodag.worker.nodes import Nodes
+from nanodag.worker.nodes import Nodes, sampler_hosts
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +77,20 @@ class Services:
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         if self._config.sampler.engine == "sglang" and self.num_samplers:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
+        sampler = self._config.sampler
+        self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
+        self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []
+        copies = 2 + self._config.rollout.max_staleness
         self.sync_folder = sync_folder(
             job.workspace,
             self.model.num_bytes,
-            num_copies=2 + self._config.rollout.max_staleness,
-            is_shared=not all_here(self._config.sampler),
+            num_copies=copies,
+            is_shared=bool(self._hosts) or not all_here(sampler),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ChildServer] = []
         self._router: Router | None = None
+        self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
         self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
@@ -193,8 +200,9 @@ class Services:
 
     def _start_trainer(self) -> None:
         config, num_ranks = self._config, self.link.num_ranks
-        environment = worker_environment(int(config.resources.threads), device=str(config.resources.device))
         assert isinstance(self.link, RankLink)
+        gpus = self._places.trainer if self._places is not None and config.sampler.gpus else ""
+        environment = worker_environment(int(config.resources.threads), device=self._device, gpus=gpus)
         environment[ADDRESS_VARIABLE] = self.link.address
         if self._nodes is not None:
             for name, process in self._nodes.start("nanodag.rl.trainer.trainer", environment).items():
@@ -207,6 +215,24 @@ class Services:
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer.trainer", str(self._job.workspace / "job.json")]
             self.children.start(f"Trainer rank {rank}", command, variables)
+
+    def _find_places(self) -> Places:
+        config = self._config
+        return places_of(
+            [str(number) for number in range(len(visible_gpus()))] if self._hosts else visible_gpus(),
+            own=config.sampler.gpus if isinstance(config.sampler.gpus, tuple) else (),
+            num_ranks=int(config.resources.num_ranks) // config.resources.num_nodes,
+            replicas=self._samplers_each,
+            tensor_parallel=config.sampler.tensor_parallel,
+        )
+
+    @property
+    def _samplers_each(self) -> int:
+        """Samplers of a node that has some: as many on each."""
+        return -(-self.num_samplers // max(1, len(self._hosts)))
+
+    def _gpus_of(self, number: int) -> str:
+        return "" if self._places is None else self._places.samplers[number % self._samplers_each]
 
     @property
     def _device(self) -> Device:
@@ -304,22 +330,25 @@ class Services:
             log_path=self._job.workspace / f"sampler-{number}.log",
             dtype=SAMPLER_DTYPES[config.precision],
             device=self._device,
-            gpu=gpu_of_replica(number) if self._device == "cuda" else "",
+            gpu=self._gpus_of(number),
             max_batch=self._samples_each,
             context_length=self.context,
             cache_bytes=int(config.cache_bytes),
             deterministic=bool(config.deterministic),
-            threads=1 if config.deterministic else max(1, int(resources.threads) // self.num_samplers),
+            threads=1 if config.deterministic else max(1, int(resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             weight_version=version,
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
+            elsewhere=self._node_of(number),
         )
 
-    def _first_gpu(self, number: int) -> int:
-        """Of an SGLang server, among those that this process may use; on a CPU it is a NUMA node."""
-        tensor_parallel = self._config.sampler.tensor_parallel
-        return number * tensor_parallel % len(visible_gpus()) if self._device == "cuda" else 0
+    def _node_of(self, number: int) -> SamplerNode | None:
+        """Where a sampler is started; None for here."""
+        if not self._hosts:
+            return None
+        host = self._hosts[number // self._samplers_each]
+        return SamplerNode(self._cluster, host, self._job.workspace, number=number)
 
     def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
         config, resources = self._config.sampler, self._config.resources
@@ -340,12 +369,13 @@ class Services:
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             tensor_parallel=config.tensor_parallel,
-            first_gpu=self._first_gpu(number),
-            threads=max(1, int(resources.threads) // self.num_samplers),
+            gpus=self._gpus_of(number),
+            threads=max(1, int(resources.threads) // self._samplers_each),
             seed=int(self._config.seed) + number,
             options={**defaults, **config.options},
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
+            elsewhere=self._node_of(number),
         )
 
 

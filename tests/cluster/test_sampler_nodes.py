@@ -1,0 +1,75 @@
+"""Samplers on nodes of their own: which hosts they get, and that they end with who started them."""
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from nanodag.config.pipeline import ClusterConfig
+from nanodag.config.stage_base import Resources
+from nanodag.errors import ConfigError, NodeLost
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.rl.fleet.sampler_node import SamplerNode
+from nanodag.worker import nodes
+from tests.rl.models import save_tiny_model
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Three nodes of which the others are processes of this machine."""
+    (tmp_path / "reach").write_text('shift; exec "$@"')
+    (tmp_path / "hostfile").write_text("one slots=2\nhere slots=2\ntwo slots=2\nsmall slots=1\n")
+    monkeypatch.setattr(nodes, "_own_names", lambda: {"here"})
+    monkeypatch.setattr(nodes, "seen_address", lambda host: "127.0.0.1")
+    return ClusterConfig(hostfile=str(tmp_path / "hostfile"), ssh_command=f"sh {tmp_path}/reach {{host}}")
+
+
+def test_samplers_have_the_hosts_after_the_trainers(cluster):
+    two, one = Resources(num_ranks=4, nodes=2, device="cpu"), Resources(num_ranks=2, nodes=1, device="cpu")
+    assert nodes.sampler_hosts(cluster, two, 1) == ["two"]
+    assert nodes.sampler_hosts(cluster, one, 2) == ["one", "two"]
+    with pytest.raises(ConfigError, match="takes 4 nodes with 2 ranks each"):
+        nodes.sampler_hosts(cluster, two, 2)
+
+
+def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hung_up(cluster, tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    node = SamplerNode(cluster, "two", tmp_path, number=3)
+    request = Request(input_ids=[1, 2], params=SamplingParams(max_new_tokens=3, ignore_eos=True))
+
+    async def asked(url):
+        async with SamplerClient(url, token="secret") as client:
+            return await client.generate([request])
+
+    server = SamplerProcess.start(
+        model, log_path=tmp_path / "log", dtype="float32", context_length=32, token="secret", elsewhere=node
+    )
+    try:
+        assert server.url.startswith("http://127.0.0.1:") and server.is_alive
+        ((answer,),) = asyncio.run(asked(server.url))
+        assert len(answer.output_ids) == 3
+        below = psutil.Process(server.pid).children(recursive=True)
+        assert below and "ready on port" in server.last_log_lines()
+    finally:
+        server.stop()
+    deadline = time.monotonic() + 30
+    while any(process.is_running() for process in below) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server.is_alive and not any(process.is_running() for process in below)
+    assert (tmp_path / "usage-sampler-3.jsonl").exists()
+
+
+def test_a_node_of_samplers_that_is_not_there_is_asked_again_and_then_named(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.2)
+    (tmp_path / "reach").write_text(f"echo no way >> {tmp_path}/tries; echo no way; exit 255")
+    node = SamplerNode(cluster, "two", tmp_path, number=0)
+    with pytest.raises(NodeLost, match="(?s)two, a node of samplers, could not be reached in 0 s.*no way"):
+        node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
+    assert len((tmp_path / "tries").read_text().splitlines()) > 1
+    (tmp_path / "reach").write_text(f"exit {nodes.NOT_SHARED_EXIT_CODE}")
+    with pytest.raises(ConfigError, match="two has no folder .* All nodes must share"):
+        node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
