@@ -88,8 +88,8 @@ class Samplers:
     router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
     come; None to wait for them.
 
-    provide: awaited with a folder of weights that one is about to be started with, or to take. give: how a server of
-    others that came back takes a folder's weights, by its client; raises SamplerError.
+    provide: awaited with a folder of weights that one is about to be started with, or to take. give: awaited with a
+    client, a folder and its version, gives one the weights.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Samplers:
         self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
-        self.give: Callable[[SamplerClient, Path, int], Coroutine[Any, Any, None]] = self._give_by_folder
+        self.give: Callable[[SamplerClient, Path, int], Awaitable[None]] = self._by_folder
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -213,7 +213,9 @@ class Samplers:
                     await self._watched(replica, replica.client.abort(sent))
 
     async def members(self) -> list[Member]:
-        """All of them, when all have answered; servers of others that are here."""
+        """All of them, when all have answered; servers of others that are here. They are to be given weights: none that
+        comes back takes any by itself until `paused` has ended."""
+        await self._no_more_given()
         await self._on_each(lambda replica, client: client.model_info())
         return [Member(replica.number, replica.server, replica.client) for replica in self._here]
 
@@ -236,13 +238,16 @@ class Samplers:
 
         Nothing is sampled: requests in flight are paused, or were ended; also by one that is started again meanwhile.
         Not without `pause`: then who changes weights waits for them."""
-        self._may_give.clear()
         try:
-            await asyncio.gather(*self._giving, return_exceptions=True)
+            await self._no_more_given()
             async with self._all_paused():
                 yield
         finally:
             self._may_give.set()
+
+    async def _no_more_given(self) -> None:
+        self._may_give.clear()
+        await asyncio.gather(*self._giving, return_exceptions=True)
 
     @asynccontextmanager
     async def _all_paused(self) -> AsyncIterator[None]:
@@ -293,17 +298,20 @@ class Samplers:
             if replica.folder == folder:
                 return
             server = replica.server
-            await self.provide(folder)
             watch = replica.watch
             watch.is_excused = True
             try:
-                await client.update_weights_from_disk(path, version, flush_cache=self.forgets or not replica.is_up)
+                await self.give(client, folder, version)
                 if server is replica.server and replica.is_here:
                     self._has_current(replica)
             finally:
                 watch.is_excused = self._is_paused
 
         await self._on_each(take)
+
+    async def _by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
+        await self.provide(folder)
+        await client.update_weights_from_disk(str(folder), version, flush_cache=self.forgets)
 
     async def versions(self) -> list[str]:
         """The weights that each sampler says it has."""
@@ -575,10 +583,6 @@ class Samplers:
             except SamplerError:
                 if folder == self._model:
                     raise  # else the folder may be gone: it is to have others by now
-
-    async def _give_by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
-        await self.provide(folder)
-        await client.update_weights_from_disk(str(folder), version)
 
     def _has_current(self, replica: Replica) -> None:
         """Note that it has the weights that all are to have; a server of others is up then."""
