@@ -350,6 +350,8 @@ def _seconds(
     stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: _Step
 ) -> tuple[float | None, float | None]:
     """By the clock, and of a CPU's cores."""
+    if not samplers.process.count:  # nobody knows the machines of others
+        return None, None
     rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
     sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
     trained *= stage.optimizer.epochs_per_step

@@ -27,7 +27,7 @@ class TwoNodes:
     def plug(self, node: str) -> None:
         """Add the other node, and the cable to it."""
         self._add(node)
-        ends = [f"nd{os.getpid() % 100000}{end}" for end in "ab"]  # an interface's name has 15 characters at most
+        ends = [f"nd{os.getpid() % 100000}-{node.rpartition('.')[2]}{end}" for end in "ab"]  # 15 characters at most
         run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         run("ip", "link", "set", ends[0], "netns", self.here)
         run("ip", "-n", self.here, "link", "set", ends[0], "master", "cable")
@@ -53,6 +53,27 @@ class TwoNodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return len(pids)
+
+    @contextlib.contextmanager
+    def cut(self, node: str) -> Iterator[None]:
+        """Inside, nothing reaches a node that was plugged in, nor comes from there; no connection is told."""
+        end = ["ip", "-n", node, "link", "set", f"nd{os.getpid() % 100000}-{node.rpartition('.')[2]}b"]
+        run(*end, "down")
+        try:
+            yield
+        finally:
+            run(*end, "up")
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[str]:
+        """A third node."""
+        node = f"{self.here.rpartition('.')[0]}.3"
+        try:
+            self.plug(node)
+            yield node
+        finally:
+            self.kill(node)
+            subprocess.run(["ip", "netns", "del", node], check=False, capture_output=True)
 
     def on(self, node: str, command: Sequence[str]) -> list[str]:
         """A command as it is run on a node."""

@@ -180,6 +180,16 @@ def test_only_the_stages_that_are_to_be_run_are_looked_at():
     check_plan(resolved("speedrun", CPU), machine_of(CPU), stages=["tokenizer"])
 
 
+def test_servers_of_others_take_nothing_of_this_machine_and_nobody_knows_how_long_they_take():
+    pipeline = resolved("pocket", CPU)
+    rl = pipeline.stages["rl"]
+    sampler = rl.sampler.model_copy(update={"urls": ("http://node2:1",), "replicas": 0})
+    stages = {**pipeline.stages, "rl": rl.model_copy(update={"sampler": sampler})}
+    plan = stage_of(plan_of(pipeline.model_copy(update={"stages": stages}), machine_of(CPU)), "rl")
+    assert [process.count for process in plan.processes if process.name == "sampler"] == [0] and plan.seconds is None
+    assert stage_of(plan_of(pipeline, machine_of(CPU)), "rl").seconds > 0
+
+
 def test_a_stage_of_a_work_pool_is_not_held_against_this_machine():
     pool = ("pretrain.work_pool=gpus", "pretrain.device=cuda", "server.database=postgresql+asyncpg://u@h/d")
     plan = planned("single-gpu", GPU, *pool, "pretrain.micro_batch_tokens=524288")

@@ -248,8 +248,8 @@ def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(t
             count = sampled_by(servers[0])
             await asyncio.gather(*(samplers.generate(ASKED) for _ in range(3)))
             servers[0].can_answer.set()
-            await asyncio.gather(*under_way)  # it answers what it was asked before
-            assert sampled_by(servers[0]) == count
+            await asyncio.gather(*under_way)  # it answers what it was asked before, nobody else does
+            assert sampled_by(servers[0]) == count and sum(sampled_by(*servers)) == 1 + 2 + 2 + 3
             await given(samplers, tmp_path, 2)
             assert [server.weights for server in servers] == ["one", "two"]
 

@@ -1,69 +1,14 @@
 """A whole RL stage on servers that somebody else runs, by `nanodag sampler serve`, and kills, and starts again."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from contextlib import ExitStack
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from nanodag.errors import MissingTool
-from nanodag.host.ports import free_port
 from nanodag.inference.sglang_install import find_python
+from tests.rl.operators import Operator
 from tests.rl.stages import make_job, metrics, run, same_in_the_end, start, wait_for_step
-
-KEY = "of-this-operator-and-nobody-else"
-
-
-class Operator:
-    """Whoever runs the servers. options: of the command, for all of them."""
-
-    def __init__(self, folder, model, *options, patience_s=300):
-        self.key_file, self.log, self.patience_s = folder / "key", folder / "servers.log", patience_s
-        self.key_file.write_text(KEY)
-        self.command = [sys.executable, "-c", "from nanodag.cli import main; main()", "sampler", "serve"]
-        self.command += [f"--model={model}", f"--api-key-file={self.key_file}", "--dtype=float32", *options]
-        self.running = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for process in self.running.values():
-            process.kill()
-            process.wait()
-
-    def start(self, url=""):
-        """A server; again at the same address where one is given."""
-        port = urlsplit(url).port or free_port()
-        with self.log.open("ab") as log:
-            process = subprocess.Popen([*self.command, f"--port={port}"], stdout=log, stderr=log)
-        self.running[f"http://127.0.0.1:{port}"] = process
-        return f"http://127.0.0.1:{port}"
-
-    def wait(self):
-        """Until all of them answer."""
-        deadline = time.monotonic() + self.patience_s
-        for url, process in self.running.items():
-            while True:
-                try:
-                    if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    assert process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
-                    time.sleep(0.05)
-
-    def kill(self, url):
-        process = self.running.pop(url)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-
-    def named(self, *urls):
-        return [f"{url} {self.key_file}" for url in urls]
 
 
 def made(folder, **config):

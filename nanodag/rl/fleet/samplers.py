@@ -139,7 +139,7 @@ class Samplers:
         self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
-        self.give: Callable[[SamplerClient, Path, int], Coroutine[Any, Any, None]] = self._give_by_folder
+        self.give: Callable[[SamplerClient, Path, int], Awaitable[None]] = self._by_folder
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -219,7 +219,9 @@ class Samplers:
                     await self._watched(replica, replica.client.abort(sent))
 
     async def members(self) -> list[Member]:
-        """All of them, when all have answered; servers of others that are here."""
+        """All of them, when all have answered; servers of others that are here. They are to be given weights: none that
+        comes back takes any by itself until `paused` has ended."""
+        await self._no_more_given()
         await self._on_each(lambda replica, client: client.model_info())
         return [Member(replica.number, replica.server, replica.client) for replica in self._here]
 
@@ -242,13 +244,16 @@ class Samplers:
 
         Nothing is sampled: requests in flight are paused, or were ended; also by one that is started again meanwhile.
         Not without `pause`: then who changes weights waits for them."""
-        self._may_give.clear()
         try:
-            await asyncio.gather(*self._giving, return_exceptions=True)
+            await self._no_more_given()
             async with self._all_paused():
                 yield
         finally:
             self._may_give.set()
+
+    async def _no_more_given(self) -> None:
+        self._may_give.clear()
+        await asyncio.gather(*self._giving, return_exceptions=True)
 
     @asynccontextmanager
     async def _all_paused(self) -> AsyncIterator[None]:
