@@ -13,8 +13,12 @@ import pytest
 
 from nanodag.config.pipeline import read_stage
 from nanodag.worker.job import Job, read_job, write_job
+from tests.cluster.gives_weights import CUT_S
 from tests.cluster.namespaces import SSH_COMMAND, two_nodes
+from tests.cluster.test_listening import listening
 from tests.rl import stages as rl_stages
+from tests.rl.models import save_tiny_model
+from tests.rl.test_broadcast_sync import expected
 from tests.train import stages
 
 pytestmark = pytest.mark.slow
@@ -153,3 +157,33 @@ def test_rl_with_its_trainer_on_two_nodes_is_that_of_two_ranks_on_one(nodes, tmp
         found[number] = [line["loss"] for line in rl_stages.metrics(job)]
         assert (job.output / "model.safetensors").exists()
     assert len(found[1]) == 3 and found[2] == found[1]
+
+
+def test_a_sampler_on_another_node_has_the_trainers_weights_to_the_bit_though_the_link_is_cut_meanwhile(
+    nodes, tmp_path
+):
+    models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
+    sampler = ["-m", "nanodag.sampler", "--host", nodes.there, "--port", "30000", "--context-length", "64"]
+    log = (tmp_path / "sampler.log").open("w")
+    server = subprocess.Popen(
+        nodes.on(nodes.there, [sys.executable, *sampler, "--model-path", str(models[0])]), stdout=log, stderr=log
+    )
+    out = tmp_path / "found.json"
+    try:
+        wait = f"import httpx, time\nwhile True:\n    try:\n        httpx.get('http://{nodes.there}:30000/health')\n"
+        wait += "        break\n    except httpx.TransportError:\n        time.sleep(0.2)\n"
+        subprocess.run(nodes.on(nodes.here, [sys.executable, "-c", wait]), check=True, timeout=120)
+        arguments = [*map(str, models), f"http://{nodes.there}:30000", str(out)]
+        command = nodes.on(nodes.here, [sys.executable, "-m", "tests.cluster.gives_weights", *arguments])
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+        outside = {address for _, address in listening(server.pid)}
+    finally:
+        server.kill()
+        server.wait()
+    found = json.loads(out.read_text())
+    first, second = expected(models[1]), expected(models[2])
+    assert found["both"] == [[first]] * 2 and found["folder"] == [second] and found["kept"] == [first]
+    assert found["after"] == [[second]] * 2 and "export" not in found["asked"]
+    assert found["took"] > CUT_S
+    assert set(found["listening"]) <= {"127.0.0.1", nodes.here} and outside == {nodes.there}
