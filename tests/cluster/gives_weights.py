@@ -53,7 +53,9 @@ def cut_the_link() -> None:
 
 async def work(models: list[Path], url: str, folder: Path) -> dict[str, object]:
     trainer = Trainer(models[1], timeout_s=60.0)
-    here = SamplerProcess.start(models[0], log_path=folder / "log", weight_version=0, max_batch=2, context_length=64)
+    here = SamplerProcess.start(
+        models[0], log_path=folder / "beside.log", weight_version=0, max_batch=2, context_length=64
+    )
     samplers = Samplers([here, Elsewhere(url)], model=models[0], version=0, launch=no_launch, connect=SamplerClient)
     sync = DistributedSync(samplers, trainer.ask, check_every=1, timeout_s=60.0, is_beside=True)
     found: dict[str, object] = {}

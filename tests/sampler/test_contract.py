@@ -22,7 +22,7 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.shared_tensors import handles
+from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
 
 CONTEXT = 1024
@@ -267,9 +267,9 @@ def test_weights_in_shared_memory_are_held_to_the_bit_and_sampled_with(sampler):
         await client.begin_weight_update()
         for part in (names[:1], names[1:]):
             flat = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in part])
-            shared = handles(flat, {name: tuple(tensors[name].shape) for name in part}, torch.float32, 1)
-            await client.take_weights(shared, version=6 if names[-1] in part else None)
-            flat.fill_(1)  # a copy was taken
+            kept, handles = share(flat, {name: tuple(tensors[name].shape) for name in part}, torch.float32, 1)
+            await client.take_weights(handles, version=6 if names[-1] in part else None)
+            kept.fill_(1)  # a copy was taken
         await client.end_weight_update()
         ((found,),), (held,) = await client.generate([request()]), await client.fingerprints()
         await client.update_weights_from_disk(sampler.first, 0)

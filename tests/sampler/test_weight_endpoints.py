@@ -16,7 +16,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.shared_tensors import handles
+from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
 
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -132,9 +132,14 @@ def test_what_is_no_handle_of_tensors_is_refused_and_runs_nothing(server, tmp_pa
         def __reduce__(self):
             return (Path.touch, (tmp_path / "touched",))
 
-    gone = handles(torch.ones(8, dtype=torch.uint8), {"a": (2,)}, torch.float32, 1)[0]  # its tensor ends here
-    for handle, reason in ((b"no pickle", "no handle"), (pickle.dumps(Evil()), "has no place in it"), (gone, "file")):
-        text = handle if isinstance(handle, str) else base64.b64encode(handle).decode()
+    _, (handle,) = share(torch.ones(8, dtype=torch.uint8), {"a": (2,)}, torch.float32, 1)
+    gone = base64.b64decode(handle).replace(b"/torch_", b"/gone__")
+    for handle, reason in (
+        (b"no pickle", "no handle"),
+        (pickle.dumps(Evil()), "has no place in it"),
+        (gone, "shared memory"),
+    ):
+        text = base64.b64encode(handle).decode()
         answers = [
             httpx.post(f"{server.url}/{path}", json=body, timeout=60, trust_env=False)
             for path, body in (

@@ -222,7 +222,7 @@ class DistributedSync:
 
     async def _opened(self, clients: Sequence[SamplerClient]) -> list[Coroutine[Any, Any, None]]:
         """Have rank 0 listen for samplers in a new group: a call for each, with which it joins."""
-        address = self._address or _address_for(clients)
+        address = self._address or address_for(clients)
         name = self._name = f"weights-{secrets.token_hex(8)}"  # a server keeps the name of one that it could not leave
         size = 1 + len(clients) * self._ranks_each
         where = {"address": address, "backend": self._backend}
@@ -284,7 +284,7 @@ def is_here(client: SamplerClient) -> bool:
     return host == "localhost"
 
 
-def _address_for(clients: Sequence[SamplerClient]) -> str:
+def address_for(clients: Sequence[SamplerClient]) -> str:
     """The address of this machine by which it reaches samplers elsewhere; loopback where there are none."""
     elsewhere = [urlsplit(client.url).hostname or "" for client in clients if not is_here(client)]
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
