@@ -86,9 +86,11 @@ class Engine:
         num_slots, self.context_length = plan_cache(
             self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
         )
+        weights = self.load(Path(model_path))
+        self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
         self.model = SamplerModel(
             self.checkpoint.architecture,
-            self.load(Path(model_path)),
+            weights,
             num_slots=num_slots,
             capacity=slot_tokens(self.context_length),
             cache_dtype=cache_dtype,
@@ -215,9 +217,8 @@ class Engine:
     def builder(self, source: str) -> WeightsBuilder:
         """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
         state: any thread may call it and use what it returns."""
-        layer, dtype = self.model.weights.layers[0], DTYPES[self.dtype_name]
-        has_bias = (layer.qkv_bias is not None, layer.output_bias is not None)
-        return WeightsBuilder(self.checkpoint.architecture, dtype, self.device, source=source, has_bias=has_bias)
+        architecture, dtype = self.checkpoint.architecture, DTYPES[self.dtype_name]
+        return WeightsBuilder(architecture, dtype, self.device, source=source, has_bias=self._has_bias)
 
     @torch.inference_mode()
     def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:

@@ -92,8 +92,9 @@ class DistributedSync:
         async with AsyncExitStack() as standing:
             if not self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
+            members = await self._samplers.members()
             async with self._group_in_use:
-                members, replies, failure = await self._give_all(folder, version, fingerprint=is_checked)
+                replies, failure = await self._give_all(members, folder, version, fingerprint=is_checked)
             still = time.monotonic() if self._is_beside and self._samplers.pauses else began
             if self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
@@ -144,9 +145,10 @@ class DistributedSync:
     def _how(self) -> str:
         return "broadcast"
 
-    async def _give_all(self, folder: Path, version: int, *, fingerprint: bool) -> tuple[list[Member], Replies, str]:
-        """To whom, the trainer's replies, and what went wrong on whichever side, else ""."""
-        members = await self._samplers.members()
+    async def _give_all(
+        self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
+    ) -> tuple[Replies, str]:
+        """The trainer's replies, and what went wrong on whichever side, else ""."""
         failure = await self._meet(members)
         # From here on, so that one that is lost in the middle is not started with the weights before.
         self._now_given(folder, version)
@@ -155,7 +157,7 @@ class DistributedSync:
         replies, found = await self._both(work, members, calls)
         if failure or found:
             self._members = []
-        return members, replies, failure or found
+        return replies, failure or found
 
     # Of use to them all
 
