@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.rl.fleet.samplers import Member, Samplers
-from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, check_weights
+from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
 
 log = logging.getLogger(__name__)
 
@@ -109,15 +109,11 @@ class DistributedSync:
         loaded = time.monotonic()
         num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self.costs.note(num_bytes, loaded - began, still_s=loaded - still)
-        expected: Mapping[str, str] = replies[0]["fingerprints"]
-        if expected:
-            await check_weights(self._samplers, version, expected)
-        checked = f", {len(expected)} tensors verified in {time.monotonic() - loaded:.3f} s" if expected else ""
         how = f"{self._how()} in {counted(len(self._buckets), 'bucket')}"
-        if failure:
-            how = f"loaded after they could not be {self._how()},"
-        log.info("weights %d: %s in %.3f s, samplers stood still for %.3f s%s", version, how, loaded - began,
-                 loaded - still, checked)  # fmt: skip
+        how = f"loaded after they could not be {self._how()}," if failure else how
+        checked = await verified(self._samplers, version, replies[0]["fingerprints"])
+        took = f"{loaded - began:.3f} s, for {loaded - still:.3f} s samplers stood still"
+        log.info("weights %d: %s in %s%s", version, how, took, checked)
 
     async def write(self, folder: Path) -> None:
         """Have the folder of what was given last exist, for one that is started with it. Of older weights there is
