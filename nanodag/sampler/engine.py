@@ -90,9 +90,11 @@ class Engine:
         num_slots, self.context_length = plan_cache(
             self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
         )
+        weights = self.load(Path(model_path))
+        self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
         self.model = SamplerModel(
             self.checkpoint.architecture,
-            self.load(Path(model_path)),
+            weights,
             num_slots=num_slots,
             capacity=slot_tokens(self.context_length),
             cache_dtype=cache_dtype,

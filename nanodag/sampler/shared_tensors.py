@@ -36,20 +36,26 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-def handles(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, count: int) -> list[str]:
-    """So many handles, in base64, of tensors whose bytes lie one after the other in flat, (num_bytes,) uint8.
+def share(
+    flat: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, count: int
+) -> tuple[Tensor, list[str]]:
+    """What to keep as long as it is shared, and so many handles, in base64. flat: (num_bytes,) uint8, tensors whose
+    bytes lie one after the other; on a CPU it is copied into shared memory.
 
-    On a CPU the bytes are moved to shared memory. Raises RuntimeError where there is no room for them.
+    Raises RuntimeError where there is no room for it.
     """
     # By file descriptors, torch's default, a receiver must be a child of this process.
     set_sharing_strategy("file_system")
+    if flat.device.type == "cpu":  # what flat is a view of must not move there as a whole
+        storage = torch.UntypedStorage._new_using_filename_cpu(flat.nbytes)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage).copy_(flat)  # type: ignore[call-overload]
     metadata, begin = [], 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
         place = {"start_idx": begin, "end_idx": begin + size, "numel": size}
         metadata.append(SimpleNamespace(name=name, shape=torch.Size(shape), dtype=dtype, **place))
         begin += size
-    return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(count)]
+    return flat, [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(count)]
 
 
 def opened(handle: bytes, device: torch.device) -> dict[str, Tensor]:

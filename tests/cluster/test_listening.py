@@ -11,8 +11,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nanodag.host.ports import network_environment
+from nanodag.host.ports import address_towards, network_environment, own_address
 from nanodag.inference.bound_store import BoundStore
+from nanodag.inference.client import SamplerClient
+from nanodag.rl.fleet.broadcast_sync import address_for, is_here
 from nanodag.worker.launch import worker_command
 from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
@@ -96,3 +98,18 @@ def test_torchrun_and_its_ranks_listen_on_loopback_only(tmp_path):
     text = (tmp_path / "log").read_text()
     assert process.returncode == 0 and text.count("met") == 2, text[-3000:]
     assert_loopback_only(found, "nanodag.train.torchrun", "a_rank")
+
+
+def test_an_address_is_found_by_its_interface_and_by_whom_it_reaches_and_others_are_refused():
+    assert own_address("lo") == own_address("127.0.0.1") == address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"'192\.0\.2\.1' is neither an address nor an interface.*lo 127\.0\.0\.1"):
+        own_address("192.0.2.1")
+
+
+def test_weights_go_out_on_loopback_unless_a_sampler_is_elsewhere():
+    ours = SamplerClient("http://localhost:1")
+    assert is_here(ours) and is_here(SamplerClient("http://127.0.0.1:1")) and not is_here(SamplerClient("http://a:1"))
+    assert address_for([ours]) == "127.0.0.1"
+    elsewhere = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == 2]
+    for address in elsewhere:
+        assert address_for([ours, SamplerClient(f"http://{address}:1")]) == address

@@ -13,8 +13,11 @@ import pytest
 
 from nanodag.config.pipeline import read_stage
 from nanodag.worker.job import Job, read_job, write_job
+from tests.cluster.gives_weights import CUT_S
 from tests.cluster.namespaces import SSH_COMMAND, two_nodes
 from tests.rl import stages as rl_stages
+from tests.rl.models import save_tiny_model
+from tests.rl.test_broadcast_sync import expected
 from tests.train import stages
 
 pytestmark = pytest.mark.slow
@@ -183,3 +186,39 @@ def test_rl_whose_samplers_node_loses_its_power_ends_on_the_bytes_of_one_node(no
     assert code == 0 and f"{nodes.there}, a node of samplers: not reached" in said, said[-6000:]
     rl_stages.same_in_the_end(job, alone)
     assert not nodes.pids(nodes.there)
+
+
+def test_a_sampler_on_another_node_has_the_trainers_weights_to_the_bit_though_the_link_is_cut_meanwhile(
+    nodes, tmp_path
+):
+    models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
+    sampler = ["-m", "nanodag.sampler", "--host", nodes.there, "--port", "30000", "--context-length", "64"]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(
+        nodes.on(nodes.there, [sys.executable, *sampler, "--model-path", str(models[0])]), stdout=log, stderr=log
+    )
+    out = tmp_path / "found.json"
+    try:
+        wait = f"import httpx, time\nwhile True:\n    try:\n        httpx.get('http://{nodes.there}:30000/health')\n"
+        wait += "        break\n    except httpx.TransportError:\n        time.sleep(0.2)\n"
+        subprocess.run(nodes.on(nodes.here, [sys.executable, "-c", wait]), check=True, timeout=120)
+        arguments = [*map(str, models), f"http://{nodes.there}:30000", str(out)]
+        command = nodes.on(nodes.here, [sys.executable, "-m", "tests.cluster.gives_weights", *arguments])
+        giving, listening = subprocess.Popen(command, stdout=log, stderr=log), set()
+        while giving.poll() is None:
+            seen = subprocess.run(nodes.on(nodes.there, ["ss", "-ltnH"]), check=True, capture_output=True, text=True)
+            listening |= {line.split()[3] for line in seen.stdout.splitlines()}
+            time.sleep(0.2)
+        assert giving.returncode == 0, (tmp_path / "log").read_text()[-4000:]
+    finally:
+        server.kill()
+        server.wait()
+        log.close()
+    found = json.loads(out.read_text())
+    first, second = expected(models[1]), expected(models[2])
+    assert found["both"] == [[first]] * 2 and found["folder"] == [second] and found["kept"] == [first]
+    assert found["after"] == [[second]] * 2 and "export" not in found["asked"]
+    assert found["took"] > CUT_S
+    assert set(found["listening"]) <= {"127.0.0.1", nodes.here}
+    assert {address.rpartition(":")[0] for address in listening} == {nodes.there}
+    assert len(listening) > 1  # its own port, and that of the group

@@ -18,6 +18,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.folder import write_like
+from nanodag.rl.fleet import broadcast_sync
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.shared_sync import SharedSync
@@ -195,6 +196,59 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
     assert trainer.asked.count("export") == 1 and trainer.asked[-3:] == ["open_group", "join_group", "broadcast"]
 
 
+@pytest.mark.parametrize("way", ASKED)
+def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_swap_alone(pair, models, tmp_path, way):
+    trainer = Trainer(models[1])
+    trainer.weights.before = lambda names: time.sleep(0.03)
+    answered: list[float] = []
+
+    async def ask(samplers):
+        while True:
+            await logprobs(samplers)
+            answered.append(time.monotonic())
+
+    async def work(sync, samplers):
+        asking = asyncio.ensure_future(ask(samplers))
+        await sync.load(tmp_path / "policy-1", 1)
+        began = time.monotonic()
+        await sync.load(tmp_path / "policy-2", 2)
+        ended = time.monotonic()
+        asking.cancel()
+        return sync.costs.taken(), sum(began < when < ended for when in answered)
+
+    costs, during = with_sync(pair, models[0], trainer, work, way=way, check_every=0, pause="in_place")
+    seconds = costs["sync_bytes"] / 1e9 / costs["sync_gb_per_second"]
+    assert costs["sync_bytes"] == 2 * sum(trainer.weights.num_bytes.values())
+    assert during > 5 and costs["seconds_samplers_still"] < 0.5 * seconds
+
+
+def test_a_sampler_on_another_machine_is_sent_what_was_given_last_or_a_folder_through_a_group_of_its_own(
+    pair, models, tmp_path, monkeypatch
+):
+    trainer = Trainer(models[1])
+
+    async def work(sync, samplers):
+        await sync.load(tmp_path / "policy-1", 1)
+        trainer.weights.take(models[0])  # it trained on
+        monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
+        (_, second) = await samplers.members()
+        await sync.give(second.client, models[2], 7)  # a folder that this machine has
+        by_folder = await second.client.fingerprints()
+        await sync.give(second.client, tmp_path / "policy-1", 1)
+        again = await second.client.fingerprints()
+        with pytest.raises(SamplerError, match="newer ones have replaced them"):
+            await sync.give(second.client, tmp_path / "policy-0", 0)
+        monkeypatch.undo()
+        await sync.load(tmp_path / "policy-2", 2)  # all are in one group again
+        return by_folder, again, await samplers.fingerprints()
+
+    by_folder, again, after = with_sync(pair, models[0], trainer, work)
+    assert (
+        by_folder == [expected(models[2])] and again == [expected(models[1])] and after == [[expected(models[0])]] * 2
+    )
+    assert "export" not in trainer.asked
+
+
 def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(pair, models, tmp_path):
     trainer = Trainer(models[1], timeout_s=2.0)
 
@@ -282,20 +336,26 @@ def stage(folder, **config):
     job = make_job(folder, num_steps=4, sync_check_every=1, resources=resources, sampler=sampler, **config)
     run(job)
     lines = (job.workspace / "worker.log").read_text().splitlines()
-    assert all(line["seconds_sync"] > 0 for line in metrics(job))
+    for line in metrics(job):
+        assert line["seconds_sync"] > 0 and line["sync_bytes"] > 0 and line["sync_gb_per_second"] > 0
     left = {path.name: path.read_bytes() for path in sorted(job.output.iterdir())}
     return [line for line in lines if ": weights " in line], left
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_two_zero_3_ranks_that_broadcast_end_on_the_same_bytes_as_with_files(tmp_path, staleness):
+@pytest.mark.parametrize(
+    ("sync", "staleness", "lora_rank"), [("distributed", 0, 0), ("distributed", 1, 2), ("ipc", 1, 0), ("ipc", 0, 2)]
+)
+def test_two_zero_3_ranks_that_give_buckets_end_on_the_same_bytes_as_with_files(tmp_path, sync, staleness, lora_rank):
     config = {"max_staleness": staleness, "correction": "tis"}
+    if lora_rank:
+        config |= {"lora_rank": lora_rank, "lora_alpha": 8}
     _, by_files = stage(tmp_path / "disk", **config)
-    lines, left = stage(tmp_path / "broadcast", sync="distributed", sync_bucket_bytes=4000, **config)
+    lines, left = stage(tmp_path / "buckets", sync=sync, sync_bucket_bytes=4000, **config)
     assert left == by_files
+    how = "broadcast" if sync == "distributed" else "shared"
     for version in range(5):
-        assert any(f"weights {version}: broadcast in 9 buckets" in line and "25 tensors ver" in line for line in lines)
+        assert any(f"weights {version}: {how} in 9 buckets" in line and "25 tensors ver" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -324,6 +384,9 @@ def test_what_cannot_work_is_refused_by_name(tmp_path):
     distributed = {"sync": "distributed", "sync_check_every": 0}
     with pytest.raises(ValidationError, match="sync_backend: nccl needs GPUs"):
         RLStage(**(config | {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cpu"}}))
+    two = {"device": "cuda", "num_ranks": 2}
+    with pytest.raises(ValidationError, match="sync: ipc with 2 GPUs"):
+        RLStage(**(config | {"weights": {"sync": "ipc", "sync_check_every": 0}, "resources": two}))
     with pytest.raises(ValidationError, match="sync_address lo means nothing with sync: ipc"):
         RLStage(**(config | {"weights": {"sync": "ipc", "sync_address": "lo"}}))
     with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):

@@ -22,6 +22,7 @@ from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
 
 CONTEXT = 1024
@@ -256,6 +257,27 @@ def test_broadcast_weights_are_held_to_the_bit_and_sampled_with(sampler):
     assert close(found, sampler.second, (1, 2, 3)) and not close(found, sampler.first, (1, 2, 3))
     assert held == fingerprints_of(sampler.engine, sampler.second)
     assert back == fingerprints_of(sampler.engine, sampler.first)
+
+
+def test_weights_in_shared_memory_are_held_to_the_bit_and_sampled_with(sampler):
+    tensors = {name: t.detach() for name, t in AutoModelForCausalLM.from_pretrained(sampler.second).named_parameters()}
+    names = list(tensors)
+
+    async def work(client):
+        await client.begin_weight_update()
+        for part in (names[:1], names[1:]):
+            flat = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in part])
+            kept, handles = share(flat, {name: tuple(tensors[name].shape) for name in part}, torch.float32, 1)
+            await client.take_weights(handles, version=6 if names[-1] in part else None)
+            kept.fill_(1)  # a copy was taken
+        await client.end_weight_update()
+        ((found,),), (held,) = await client.generate([request()]), await client.fingerprints()
+        await client.update_weights_from_disk(sampler.first, 0)
+        return found, held
+
+    found, held = sampler.ask(work)
+    assert found.token_versions() == ["6"] * 12 and close(found, sampler.second, (1, 2, 3))
+    assert held == fingerprints_of(sampler.engine, sampler.second)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -1,15 +1,22 @@
 """Weights by broadcast at the embedded sampler: what is wrong is answered 400, with the reason; old weights stay."""
 
 import asyncio
+import base64
+import hashlib
+import pickle
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.sampler.engine import Engine
+from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
 
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -118,6 +125,45 @@ def test_what_is_broadcast_tensor_by_tensor_is_taken_too(server, folders):
             await client.update_weights_from_disk(str(folders[0]), 0)
 
     asyncio.run(work())
+
+
+def test_what_is_no_handle_of_tensors_is_refused_and_runs_nothing(server, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "touched",))
+
+    _, (handle,) = share(torch.ones(8, dtype=torch.uint8), {"a": (2,)}, torch.float32, 1)
+    gone = base64.b64decode(handle).replace(b"/torch_", b"/gone__")
+    for handle, reason in (
+        (b"no pickle", "no handle"),
+        (pickle.dumps(Evil()), "has no place in it"),
+        (gone, "shared memory"),
+    ):
+        text = base64.b64encode(handle).decode()
+        answers = [
+            httpx.post(f"{server.url}/{path}", json=body, timeout=60, trust_env=False)
+            for path, body in (
+                ("begin_weight_update", {}),
+                ("update_weights_from_tensor", HANDLE | {"serialized_named_tensors": [text]}),
+                ("end_weight_update", {}),
+            )
+        ]
+        assert [answer.status_code for answer in answers] == [200, 400, 400]
+        assert reason in answers[1].text and "old weights are kept" in answers[2].text, answers[1].text
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_layer_is_built_when_its_last_tensor_comes_and_what_came_is_let_go(folders):
+    engine = Engine(folders[0], max_batch=1, context_length=64)
+    tensors = load_file(folders[1] / "model.safetensors")
+    order = sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())  # any
+    builder = engine.builder("here")
+    for name in order:
+        builder.add({name: tensors[name]})
+    assert not any(".layers." in name for name in builder._raw)
+    assert builder.whole().sums() == engine.load(folders[1]).sums()
+    with pytest.raises(BadRequest, match=f"'{order[0]}' in here came twice"):
+        builder.add({order[0]: tensors[order[0]]})
 
 
 def test_an_answer_does_not_wait_for_the_clients_acknowledgement(server):

@@ -3,6 +3,7 @@
 Every case trains on the same tokens, dealt out to ranks and micro-batches. Rank 0 writes what came out as JSON.
 """
 
+import gc
 import json
 import sys
 import warnings
@@ -121,7 +122,10 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     cases = json.loads(sys.argv[2])
-    found = [run(case) for case in cases]
+    found = []
+    for case in cases:
+        found.append(run(case))
+        gc.collect()  # an engine is a circle, with buffers of 2 GB
     if int(torch.distributed.get_rank()) == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     leave()

@@ -235,6 +235,12 @@ class RLStage(StageBase):
             )
         if weights.sync_backend == "nccl" and self.resources.device == "cpu":
             raise ValueError("weights.sync_backend: nccl needs GPUs, and resources.device is cpu; use gloo")
+        gpus = [number for number in (ranks, sampler.replicas, sampler.tensor_parallel) if number != "auto"]
+        if weights.sync == "ipc" and self.resources.device == "cuda" and max(gpus) > 1:
+            raise ValueError(
+                f"weights.sync: ipc with {max(gpus)} GPUs: rank 0 shares memory of its own GPU, which samplers on "
+                "others cannot open; use disk or distributed"
+            )
         if weights.sync_check_every in ("auto", 0):
             return
         if sampler.tensor_parallel > 1:

@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.rl.fleet.samplers import Member, Samplers
-from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, check_weights
+from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,9 @@ class DistributedSync:
         async with AsyncExitStack() as standing:
             if not self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
+            members = await self._samplers.members()
             async with self._group_in_use:
-                members, replies, failure = await self._give_all(folder, version, fingerprint=is_checked)
+                replies, failure = await self._give_all(members, folder, version, fingerprint=is_checked)
             still = time.monotonic() if self._is_beside and self._samplers.pauses else began
             if self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
@@ -108,15 +109,11 @@ class DistributedSync:
         loaded = time.monotonic()
         num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self.costs.note(num_bytes, loaded - began, still_s=loaded - still)
-        expected: Mapping[str, str] = replies[0]["fingerprints"]
-        if expected:
-            await check_weights(self._samplers, version, expected)
-        checked = f", {len(expected)} tensors verified in {time.monotonic() - loaded:.3f} s" if expected else ""
         how = f"{self._how()} in {counted(len(self._buckets), 'bucket')}"
-        if failure:
-            how = f"loaded after they could not be {self._how()},"
-        log.info("weights %d: %s in %.3f s, samplers stood still for %.3f s%s", version, how, loaded - began,
-                 loaded - still, checked)  # fmt: skip
+        how = f"loaded after they could not be {self._how()}," if failure else how
+        checked = await verified(self._samplers, version, replies[0]["fingerprints"])
+        took = f"{loaded - began:.3f} s, for {loaded - still:.3f} s samplers stood still"
+        log.info("weights %d: %s in %s%s", version, how, took, checked)
 
     async def write(self, folder: Path) -> None:
         """Have the folder of what was given last exist, for one that is started with it. Of older weights there is
@@ -144,9 +141,10 @@ class DistributedSync:
     def _how(self) -> str:
         return "broadcast"
 
-    async def _give_all(self, folder: Path, version: int, *, fingerprint: bool) -> tuple[list[Member], Replies, str]:
-        """To whom, the trainer's replies, and what went wrong on whichever side, else ""."""
-        members = await self._samplers.members()
+    async def _give_all(
+        self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
+    ) -> tuple[Replies, str]:
+        """The trainer's replies, and what went wrong on whichever side, else ""."""
         failure = await self._meet(members)
         # From here on, so that one that is lost in the middle is not started with the weights before.
         self._now_given(folder, version)
@@ -155,7 +153,7 @@ class DistributedSync:
         replies, found = await self._both(work, members, calls)
         if failure or found:
             self._members = []
-        return members, replies, failure or found
+        return replies, failure or found
 
     # Of use to them all
 
@@ -222,7 +220,7 @@ class DistributedSync:
 
     async def _opened(self, clients: Sequence[SamplerClient]) -> list[Coroutine[Any, Any, None]]:
         """Have rank 0 listen for samplers in a new group: a call for each, with which it joins."""
-        address = self._address or _address_for(clients)
+        address = self._address or address_for(clients)
         name = self._name = f"weights-{secrets.token_hex(8)}"  # a server keeps the name of one that it could not leave
         size = 1 + len(clients) * self._ranks_each
         where = {"address": address, "backend": self._backend}
@@ -284,7 +282,7 @@ def is_here(client: SamplerClient) -> bool:
     return host == "localhost"
 
 
-def _address_for(clients: Sequence[SamplerClient]) -> str:
+def address_for(clients: Sequence[SamplerClient]) -> str:
     """The address of this machine by which it reaches samplers elsewhere; loopback where there are none."""
     elsewhere = [urlsplit(client.url).hostname or "" for client in clients if not is_here(client)]
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK

@@ -139,7 +139,7 @@ class Samplers:
         self._sent: dict[str, str] = {}  # rid -> the name under which the router has it
         self._is_closed = False
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
-        self.give: Callable[[SamplerClient, Path, int], Awaitable[None]] = self._by_folder
+        self.give: Callable[[SamplerClient, Path, int], Coroutine[Any, Any, None]] = self._give_by_folder
         self.num_restarts = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:

@@ -19,8 +19,9 @@ class SharedSync(DistributedSync):
     def _how(self) -> str:
         return "shared"
 
-    async def _give_all(self, folder: Path, version: int, *, fingerprint: bool) -> tuple[list[Member], Replies, str]:
-        members = await self._samplers.members()
+    async def _give_all(
+        self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
+    ) -> tuple[Replies, str]:
         if elsewhere := [member.client.url for member in members if not is_here(member.client)]:
             raise SamplerError(
                 f"weights.sync: ipc reaches samplers of this machine alone, and {elsewhere[0]} is on another one; "
@@ -41,7 +42,7 @@ class SharedSync(DistributedSync):
                     for place, member in enumerate(members)
                 ]
                 failure = await self._settled(members, calls)
-        return members, replies, failure
+        return replies, failure
 
     async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
         """One sampler's copy of a bucket. handles: one for each of its ranks."""

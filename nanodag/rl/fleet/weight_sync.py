@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanodag.errors import SamplerError
+from nanodag.errors.words import counted
 from nanodag.rl.fleet.samplers import Samplers
 
 log = logging.getLogger(__name__)
@@ -31,18 +32,16 @@ class SyncCosts:
     """What syncs have cost since it was asked last."""
 
     def __init__(self) -> None:
-        self._num_bytes, self._seconds, self._still_s = 0, 0.0, 0.0
+        self._noted: list[tuple[int, float, float]] = []
 
     def note(self, num_bytes: int, seconds: float, *, still_s: float = 0.0) -> None:
         """A sync, or a half of one. still_s: for which the samplers stood still because of it."""
-        self._num_bytes += num_bytes
-        self._seconds += seconds
-        self._still_s += still_s
+        self._noted.append((num_bytes, seconds, still_s))
 
     def taken(self) -> dict[str, float]:
-        """As metrics; none where there was no sync."""
-        num_bytes, seconds, still_s = self._num_bytes, self._seconds, self._still_s
-        self.__init__()  # type: ignore[misc]
+        """As metrics; none where nothing was given."""
+        num_bytes, seconds, still_s = (sum(each) for each in zip(*self._noted, (0, 0.0, 0.0), strict=True))
+        self._noted = []
         if not num_bytes:
             return {}
         rate = num_bytes / 1e9 / max(seconds, 1e-9)
@@ -107,10 +106,7 @@ class DiskSync:
         loaded = time.monotonic()
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         self.costs.note(num_bytes, loaded - began, still_s=loaded - began)
-        expected = self._fingerprints.pop(version, {})
-        if expected:
-            await check_weights(self._samplers, version, expected)
-        checked = f", {len(expected)} tensors verified in {time.monotonic() - loaded:.3f} s" if expected else ""
+        checked = await verified(self._samplers, version, self._fingerprints.pop(version, {}))
         log.info("weights %d: loaded in %.3f s%s", version, loaded - began, checked)
 
     async def write(self, folder: Path) -> None:
@@ -124,8 +120,12 @@ async def check_versions(samplers: Samplers, version: int) -> None:
         raise SamplerError(f"The samplers say that they have weights {held_versions} after they were given {version}.")
 
 
-async def check_weights(samplers: Samplers, version: int, expected: Mapping[str, str]) -> None:
-    """Raise SamplerError, with the names of tensors, when a sampler holds others than the trainer gave away."""
+async def verified(samplers: Samplers, version: int, expected: Mapping[str, str]) -> str:
+    """What was verified, for a message; "" where there is nothing to compare with. Raises SamplerError, with the names
+    of tensors, when a sampler holds others than the trainer gave away."""
+    if not expected:
+        return ""
+    began = time.monotonic()
     for number, ranks in enumerate(await samplers.fingerprints()):
         for held in ranks:
             if wrong := differing(expected, held):
@@ -134,6 +134,7 @@ async def check_weights(samplers: Samplers, version: int, expected: Mapping[str,
                     f"{samplers.describe(number)} does not hold the trainer's weights of version {version}: "
                     f"{'; '.join(wrong[:MAX_NAMED])}{more}."
                 )
+    return f", {counted(len(expected), 'tensor')} verified in {time.monotonic() - began:.3f} s"
 
 
 def differing(expected: Mapping[str, str], held: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanodag.rl.trainer.broadcast import Broadcaster
 from nanodag.rl.trainer.buckets import Buckets, Source
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.shared_tensors import handles
+from nanodag.sampler.shared_tensors import share
 
 
 class WeightGiver:
@@ -76,11 +76,10 @@ class WeightGiver:
             if number + 1 == len(self.buckets):
                 reply["fingerprints"] = self._fingerprints.all()
         try:
-            reply["handles"] = handles(flat, self.buckets.shapes(number), self.buckets.dtype, count)
+            self._shared, found = share(flat, self.buckets.shapes(number), self.buckets.dtype, count)
         except RuntimeError as error:
             return reply | {"failure": f"a bucket could not be shared: {error}"}
-        self._shared = flat
-        return reply
+        return reply | {"handles": found}
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
         """As of `Buckets`."""
