@@ -29,9 +29,9 @@ MODEL = {
     "vocab_size": 600, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
     "head_dim": 64, "intermediate_size": 1024, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
-NUM_PROMPTS = 64
+PROMPTS_A_CLIENT = 3  # each side runs every prompt: when one comes again, no slot holds it any more
 PROMPT_TOKENS = 32
-BATCHES = 4  # a round: enough for a CPU time that ticks of 10 ms do not blur
+BATCHES = 6  # a round: each prompt twice, and enough for a CPU time that ticks of 10 ms do not blur
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Seen:
     """What clients of one side saw."""
 
     num_tokens: int = 0
+    num_cached: int = 0  # of prompts, not run again
     first_s: list[float] = field(default_factory=list)
     between_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -86,7 +87,7 @@ async def measure(args: argparse.Namespace, url: str, server: psutil.Process) ->
     streamed, batched = Seen(), Seen()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as client:
-        alone = {number: await whole(client, number, args.new) for number in range(NUM_PROMPTS)}
+        alone = {n: await whole(client, n, args.new) for n in range(PROMPTS_A_CLIENT * args.clients)}
         for _ in range(args.rounds):
             for seen, work in ((streamed, streams(args, client, streamed)), (batched, batches(args, client, batched))):
                 before = cpu_s(engine), cpu_s(server)
@@ -112,8 +113,8 @@ async def streams(args: argparse.Namespace, client: httpx.AsyncClient, seen: See
 
     async def one_client(number: int) -> None:
         while time.monotonic() < until:
-            await stream(client, number % NUM_PROMPTS, args.new, seen)
-            number += 1
+            await stream(client, number, args.new, seen)
+            number = (number + args.clients) % (PROMPTS_A_CLIENT * args.clients)
 
     await asyncio.gather(*(one_client(number) for number in range(args.clients)))
 
@@ -130,7 +131,9 @@ async def stream(client: httpx.AsyncClient, number: int, new: int, seen: Seen) -
             if reply.status_code != 200 or "error" in event:
                 seen.errors.append(line)
                 return
-            seen.num_tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+            if usage := event.get("usage"):
+                seen.num_tokens += usage["completion_tokens"]
+                seen.num_cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             if event["choices"]:
                 text += event["choices"][0]["text"]
                 now = time.monotonic()
@@ -142,13 +145,15 @@ async def stream(client: httpx.AsyncClient, number: int, new: int, seen: Seen) -
 
 
 async def batches(args: argparse.Namespace, client: httpx.AsyncClient, seen: Seen) -> None:
-    for _ in range(BATCHES):
-        wanted = [body(number % NUM_PROMPTS, args.new) for number in range(args.clients)]
+    for batch in range(BATCHES):
+        first = batch % PROMPTS_A_CLIENT * args.clients
+        wanted = [body(first + number, args.new) for number in range(args.clients)]
         params = [{"max_new_tokens": args.new, "ignore_eos": True, "sampling_seed": one["seed"]} for one in wanted]
         content = {"input_ids": [one["prompt"] for one in wanted], "sampling_params": params}
         reply = await client.post("/generate", json=content)
         reply.raise_for_status()
         seen.num_tokens += sum(len(one["output_ids"]) for one in reply.json())
+        seen.num_cached += sum(one["meta_info"]["cached_tokens"] for one in reply.json())
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -164,6 +169,7 @@ def report(streamed: Seen, batched: Seen, alone: dict[int, str]) -> None:
         cuts = statistics.quantiles(values, n=100)
         print(f"{name}: p50 {cuts[49] * 1e3:,.0f} ms, p95 {cuts[94] * 1e3:,.0f} ms, p99 {cuts[98] * 1e3:,.0f} ms")
     speeds = [seen.num_tokens / seen.engine_s for seen in (streamed, batched)]
+    print(f"prompt tokens that were not run: streamed {streamed.num_cached:,}, batches {batched.num_cached:,}")
     print(f"engine, tokens per CPU-second: streamed {speeds[0]:,.0f}, batches {speeds[1]:,.0f}", end="")
     print(f" ({speeds[0] / speeds[1] - 1:+.1%})")
     print(

@@ -1,7 +1,7 @@
 """Evals by schedule: the newest model of each chosen run and stage, compared with the nights before.
 
 eval ┐
-eval ├─> trend page ─> nothing got worse ─> webhook
+eval ├─> trend page ─> nothing got worse
 eval ┘
 """
 
@@ -23,7 +23,8 @@ from nanodag.nightly.findings import NightFindings
 from nanodag.nightly.nights import Skipped, begin_night, check_night
 from nanodag.nightly.switch import cron_of
 from nanodag.run.record import pipeline_file
-from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend, webhook
+from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend
+from tasks.notify import tell
 from tasks.stage_task import ending, outcome, own_flow_run
 
 
@@ -32,7 +33,13 @@ def _flow_run_name() -> str:
     return str(parameters.get("name") or f"nightly {flow_run.scheduled_start_time or datetime.now():%Y-%m-%d %H:%M}")
 
 
-@flow(name="nightly_eval", flow_run_name=_flow_run_name, task_runner=ThreadPoolTaskRunner(max_workers=64))
+@flow(
+    name="nightly_eval",
+    flow_run_name=_flow_run_name,
+    task_runner=ThreadPoolTaskRunner(max_workers=64),
+    on_failure=[tell],
+    on_crashed=[tell],
+)
 def nightly_eval(
     name: str = "", preset: str = "auto", overrides: tuple[str, ...] = (), file: str = "", by_schedule: bool = False
 ) -> State[Any]:
@@ -62,10 +69,7 @@ def nightly_eval(
         page = trend(night, evaluated(night, futures), return_state=True)
         if page.is_completed():
             findings: NightFindings = page.result()
-            verdict = nothing_got_worse(findings, return_state=True)
-            ends.append(verdict)
-            if not verdict.is_completed() and night.settings.nightly.webhook != "none":
-                ends.append(webhook(night.settings.nightly.webhook, findings, return_state=True))
+            ends.append(nothing_got_worse(findings, return_state=True))
     failed = [state for state in [*ends, page] if not state.is_completed()]
     return Failed(message="\n".join(state.message or "" for state in failed)) if failed else ends[0]
 

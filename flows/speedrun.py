@@ -14,11 +14,18 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
+from tasks.notify import tell
 from tasks.run_summary import concluded
 from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit
 
 
-@flow(name="speedrun", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
+@flow(
+    name="speedrun",
+    flow_run_name="{name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=64),
+    on_failure=[tell],
+    on_crashed=[tell],
+)
 def speedrun(
     name: str,
     preset: str = "auto",

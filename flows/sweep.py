@@ -12,11 +12,18 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.errors.words import counted
 from nanodag.sweep.begin import begin_sweep, find_built
+from tasks.notify import tell
 from tasks.stage_task import ending, outcome, own_flow_run
 from tasks.sweep import build_missing, comparison
 
 
-@flow(name="sweep", flow_run_name="{name}", task_runner=ThreadPoolTaskRunner(max_workers=64))
+@flow(
+    name="sweep",
+    flow_run_name="{name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=64),
+    on_failure=[tell],
+    on_crashed=[tell],
+)
 def sweep(
     name: str,
     grid: tuple[str, ...] = (),

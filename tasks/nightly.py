@@ -1,4 +1,4 @@
-"""What a night does: its evals, the trend page, the verdict, and telling somebody."""
+"""What a night does: its evals, the trend page and the verdict."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed, State
-from prefect.tasks import exponential_backoff
 
 from nanodag.errors.words import counted
-from nanodag.nightly.findings import NightFindings, conclude, post
+from nanodag.nightly.findings import NightFindings, conclude
 from nanodag.nightly.nights import Night
 from nanodag.run.record import StageResult
-from tasks.stage_task import may_pass, submit
+from tasks.stage_task import submit
 
 EVENT = "nanodag.nightly.worse"
 _OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
@@ -62,15 +61,3 @@ def nothing_got_worse(found: NightFindings) -> State[Any]:
     return Failed(
         message="\n".join([f"{len(found.worse)} of {counted(found.num_scores, 'score')} got worse:", *found.worse])
     )
-
-
-@task(
-    name="webhook",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(backoff_factor=5),
-    retry_condition_fn=may_pass,
-    **_OPTIONS,
-)
-def webhook(address: str, found: NightFindings) -> None:
-    """Post what got worse to the address in the config."""
-    post(address, found.as_json())

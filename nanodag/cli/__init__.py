@@ -55,6 +55,23 @@ def run(
 
 
 @app.command()
+def notify(
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    file: File = "",
+) -> None:
+    """Send a trial message to what notify.webhook names, which hears of runs and nights that fail.
+
+    \b
+    nanodag notify
+    nanodag notify notify.webhook=env:NANODAG_WEBHOOK
+    """
+    from nanodag.cli.notify import send_trial
+
+    send_trial(overrides or [], preset=preset, file=file)
+
+
+@app.command()
 def rerun(
     run: ThisRun,
     overrides: Overrides = None,

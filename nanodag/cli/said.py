@@ -12,7 +12,7 @@ from collections.abc import Sequence
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}
 # What else they are told goes on to the flow's process, so they keep it.
-TAKE_OVERRIDES = (("run",), ("sweep",), ("config",), ("nightly", "run"), ("nightly", "on"))
+TAKE_OVERRIDES = (("run",), ("sweep",), ("config",), ("notify",), ("nightly", "run"), ("nightly", "on"))
 _said: list[str] = []
 
 

@@ -39,9 +39,6 @@ class NightlyConfig(Section):
     """Chance that a night on which nothing is worse says otherwise."""
     compare_nights: int = Field(30, ge=1, le=1000)
     """Nights back over which the best is looked for."""
-    webhook: str = Field("none", pattern=r"^(none|env:\w+|https?://\S+)$")
-    """An address that gets a message after a night that got worse: a URL, `env:NAME` for one in an environment
-    variable, or `none`."""
 
     @field_validator("schedule")
     @classmethod

@@ -23,6 +23,7 @@ from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
+from nanodag.config.notify import NotifyConfig
 from nanodag.config.section import Auto, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.config.tracking import TrackingConfig
@@ -189,6 +190,8 @@ class Pipeline(Section):
     """Trackers that get the metrics."""
     nightly: NightlyConfig = NightlyConfig()
     """Evaluation by schedule."""
+    notify: NotifyConfig = NotifyConfig()
+    """Who hears of what failed or got worse."""
     stages: dict[str, AnyStage] = Field(min_length=1)
     """The DAG: stage name -> stage."""
 

@@ -10,6 +10,7 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -117,7 +118,8 @@ class SamplerClient:
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
-        body = {**_body_of([request]), "stream": True}
+        body = {**_body_of([request]), "stream": True, "tells_once": True}
+        so_far: Completion | None = None
         try:
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
                 if response.status != OK:
@@ -127,9 +129,10 @@ class SamplerClient:
                         event = from_json(line.removeprefix(b"data: "))
                         if "error" in event:
                             raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
-                        completion = completion_from_wire(event)
-                        _raise_failure(completion)
-                        yield completion
+                        part = completion_from_wire(event)
+                        _raise_failure(part)
+                        so_far = part if so_far is None or not part.num_told_tokens else _joined(so_far, part)
+                        yield so_far
         except LOST as error:
             raise self._lost("/generate", error) from error
 
@@ -334,6 +337,17 @@ def _raise_failure(completion: Completion) -> None:
         return
     message = f"the sampler failed at {completion.rid}: {reason.message}"
     raise BadRequest(message) if reason.status_code == HTTPStatus.BAD_REQUEST else SamplerError(message)
+
+
+def _joined(before: Completion, part: Completion) -> Completion:
+    """All of a sample, of all before a part and the part."""
+    return replace(
+        part,
+        output_ids=before.output_ids + part.output_ids,
+        logprobs=before.logprobs + part.logprobs,
+        top_logprobs=[*before.top_logprobs, *part.top_logprobs],
+        num_told_tokens=0,
+    )
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -137,7 +137,8 @@ class Completion:
     ``prompt_ids``, ``prompt_logprobs``: of a scored prompt, log_softmax(logits) at temperature 1, as in SGLang, None
     for the first token; empty if not asked. ``top_logprobs``, ``prompt_top_logprobs``: the likeliest tokens at each
     place, of the same distributions; empty if not asked. ``weight_version``: the weights at the end.
-    ``finish_reason`` is None for a part of a stream.
+    ``finish_reason`` is None for a part of a stream. ``num_told_tokens``: output tokens that are left out, because an
+    earlier part of the stream had them.
     """
 
     rid: str
@@ -147,6 +148,7 @@ class Completion:
     weight_version: str
     weight_versions: list[VersionSpan]
     num_prompt_tokens: int
+    num_told_tokens: int = 0
     num_cached_tokens: int = 0
     text: str | None = None
     prompt_logprobs: Sequence[float | None] = ()
@@ -201,6 +203,9 @@ class GenerateBody(Wire):
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
     top_logprobs_num: NumTop | list[NumTop] = 0
     stream: bool = False
+    tells_once: bool = False
+    """Of a stream: an event has the tokens that none before it had, and no text. SGLang does not know it, and passes
+    over it: there an event has all so far."""
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> "GenerateBody":
@@ -328,13 +333,15 @@ def completion_to_wire(completion: Completion, *, return_logprob: bool) -> dict[
         "id": completion.rid,
         "finish_reason": _finish_to_wire(completion),
         "prompt_tokens": completion.num_prompt_tokens,
-        "completion_tokens": len(completion.output_ids),
+        "completion_tokens": completion.num_told_tokens + len(completion.output_ids),
         "cached_tokens": completion.num_cached_tokens,
         "weight_version": completion.weight_version,
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions
         ],
     }
+    if completion.num_told_tokens:
+        meta["told_tokens"] = completion.num_told_tokens
     if return_logprob:
         pairs = zip(completion.logprobs, completion.output_ids, strict=True)
         scored = zip(completion.prompt_logprobs, completion.prompt_ids, strict=True)
@@ -363,7 +370,7 @@ def _finish_to_wire(completion: Completion) -> dict[str, Any] | None:
     if reason.type == "stop":
         return {"type": "stop", "matched": reason.matched}
     if reason.type == "length":
-        return {"type": "length", "length": len(completion.output_ids)}
+        return {"type": "length", "length": completion.num_told_tokens + len(completion.output_ids)}
     return {"type": "abort", "message": reason.message, "status_code": reason.status_code, "err_type": None}
 
 
@@ -392,6 +399,7 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         weight_version=version,
         weight_versions=[VersionSpan(version=str(s["version"]), start=s["start"], end=s["end"]) for s in spans],
         num_prompt_tokens=meta.get("prompt_tokens", 0),  # SGLang leaves it out where a request was ended in its queue
+        num_told_tokens=meta.get("told_tokens", 0),
         num_cached_tokens=meta.get("cached_tokens") or 0,
         text=answer.get("text"),
         top_logprobs=[_top_from_wire(top) or [] for top in meta.get("output_top_logprobs") or ()],

@@ -14,8 +14,9 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.kind import MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig, EvalStage
 from nanodag.config.kinds.import_model import ImportStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
@@ -144,14 +145,19 @@ def _fits(record: RunRecord, pattern: str) -> bool:
 
 
 def _stages_of(fitting: Sequence[RunRecord], pipeline: Pipeline) -> list[str]:
-    """The chosen stages; for `all` those of the newest fitting run that make a model and have an eval stage."""
+    """The chosen stages; for `all` those of the newest fitting run that make a model and have an eval stage, or
+    benchmarks of their own."""
     if pipeline.nightly.stages != "all":
         return list(pipeline.nightly.stages)
     if not fitting:
         return []
     stages = fitting[-1].pipeline["stages"]
     evaluated = [raw["inputs"].get("model") for raw in stages.values() if _makes(raw, SCORES)]
-    return [name for name in fitting[-1].stages if name in evaluated and _makes(stages[name], MODEL)]
+    return [
+        name
+        for name in fitting[-1].stages
+        if (name in evaluated or _own_benchmarks(stages.get(name))) and _makes(stages[name], MODEL)
+    ]
 
 
 def _makes(raw: Mapping[str, Any], product: str) -> bool:
@@ -167,16 +173,18 @@ def _newest_with(fitting: Sequence[RunRecord], stage: str) -> RunRecord | None:
 def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject:
     record = store.own_run(record.run)  # its evals may name code
     artifact = store.get(f"{record.run}:{stage}")
-    evals = {}
+    evals: dict[str, tuple[str, AnyStage]] = {}
     for name, raw in record.pipeline["stages"].items():
-        if _makes(raw, SCORES) and raw["inputs"].get("model") == stage:
-            try:
+        try:
+            if _makes(raw, SCORES) and raw["inputs"].get("model") == stage:
                 evals[_night_name(label, stage, name)] = (name, read_stage(raw))
-            except ValidationError as error:
-                raise ConfigError(
-                    f"Stage {name} of run {record.run}, which another nanodag wrote, cannot be read ({error}). Run "
-                    f"that pipeline again, or leave it out of nightly.runs."
-                ) from error
+            elif name == stage and _own_benchmarks(raw):
+                evals[_night_name(label, stage, "own")] = (name, _own_eval(name, read_stage(raw)))
+        except ValidationError as error:
+            raise ConfigError(
+                f"Stage {name} of run {record.run}, which another nanodag wrote, cannot be read ({error}). Run "
+                f"that pipeline again, or leave it out of nightly.runs."
+            ) from error
     return Subject(
         label=label,
         stage=stage,
@@ -185,6 +193,25 @@ def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject
         model=result_of(stage, artifact, was_found=True),
         evals=evals,
     )
+
+
+def _own_benchmarks(raw: Mapping[str, Any] | None) -> bool:
+    """Whether a recorded stage asks its policy benchmarks while it trains."""
+    return (
+        raw is not None
+        and issubclass(recorded_kind(raw["kind"]).config, RLStage)
+        and bool(raw["evaluation"]["benchmarks"])
+    )
+
+
+def _own_eval(name: str, stage: AnyStage) -> EvalStage:
+    """The benchmarks that an RL stage asks its policy, with the same items, samples and seeds, as an eval stage."""
+    assert isinstance(stage, RLStage)
+    fields = set(BenchmarkConfig.model_fields)
+    asked = [one.model_dump(mode="json", include=fields) for one in stage.evaluation.benchmarks]
+    longest = stage.rollout.max_new_tokens
+    made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": asked, "seed": stage.seed}
+    return EvalStage.model_validate(made | {"max_new_tokens": longest})
 
 
 def _pinned(label: str, pipeline: Pipeline) -> Subject:

@@ -51,14 +51,16 @@ class NightComparison:
         return {**name, **rest, "found": self.found.as_json() if self.found else None}
 
     def __str__(self) -> str:
-        """`newest/sft sort exact_match 0.412, 0.430 before: -0.018 (adjusted p 0.0012) against last night`."""
+        """`newest/sft sort exact_match 0.412, 0.43 before: -0.018 [-0.029, -0.007] (adjusted p 0.0012) against last
+        night (nightly-3)`. The interval is the difference's, of 95 %."""
         where = "/".join(part for part in (self.score.label, self.score.stage) if part)
         lead = f"{where} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
         return (
             f"{lead} {self.found.value_b:.4g}, {self.found.value_a:.4g} before: {self.found.difference:+.4g} "
-            f"(adjusted p {self.adjusted:.2g}) against {self.against} ({self.night})"
+            f"[{self.found.low:+.3g}, {self.found.high:+.3g}] (adjusted p {self.adjusted:.2g}) "
+            f"against {self.against} ({self.night})"
         )
 
 

@@ -1,14 +1,12 @@
 """What a night comes to: scores, comparisons and the trend page, kept in the store and in the night's record."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.cron import zone_of
-from nanodag.errors import ConfigError, ServerBusy, ServerError
 from nanodag.errors.words import counted
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
@@ -17,7 +15,6 @@ from nanodag.run.composed import note_page, publish_page
 from nanodag.run.record import StageResult
 
 PAGE_STAGE = "trend"
-WEBHOOK_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class NightFindings:
     markdown: str
 
     def as_json(self) -> dict[str, Any]:
-        """For an event or a webhook; `text` is what chat programs show."""
+        """For an event."""
         text = "\n".join(
             [f"nanodag {self.night}: {len(self.worse)} of {counted(self.num_scores, 'score')} got worse", *self.worse]
         )
@@ -71,35 +68,3 @@ def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:
     note_page(night.run, PAGE_STAGE, artifact)
     page = store.materialize(artifact) / "trend.html"
     return NightFindings(night=night.run.name, num_scores=len(scores), worse=worse, page=page, markdown=markdown)
-
-
-def post(webhook: str, body: Mapping[str, Any]) -> None:
-    """POST a night's findings as JSON. webhook: as in the config, not `none`.
-
-    Raises ConfigError when its environment variable is not set, ServerError when the other side does not take it;
-    ServerBusy, which is one, when it may take it later: it was not reached, or answered 429 or 5xx.
-    """
-    import httpx
-
-    address = webhook
-    if webhook.startswith("env:"):
-        name = webhook.removeprefix("env:")
-        address = os.environ.get(name, "")
-        if not address:
-            raise ConfigError(
-                f"nightly.webhook is {webhook!r}, but {name} is not set where the flows are served. Set it and restart "
-                "with: nanodag server stop; nanodag server start"
-            )
-    where = address.partition("?")[0].rsplit("/", 1)[0]  # the rest of such an address is often a secret
-    try:
-        answer = httpx.post(address, json=dict(body), timeout=WEBHOOK_TIMEOUT_S, follow_redirects=False)
-    except httpx.HTTPError as error:
-        may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
-        raise (ServerBusy if may_pass else ServerError)(
-            f"nightly.webhook: {where}/... cannot be reached ({type(error).__name__}: {error})."
-        ) from error
-    if answer.status_code >= 300:
-        may_pass = answer.status_code == 429 or answer.status_code >= 500
-        raise (ServerBusy if may_pass else ServerError)(
-            f"nightly.webhook: {where}/... answered {answer.status_code}: {answer.text[:200]}"
-        )

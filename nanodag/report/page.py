@@ -191,6 +191,9 @@ def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
         panels = plots.supervised_panels(stage) if issubclass(stage.kind.config, SupervisedStage) else panels
         if panels:
             parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
+        if issubclass(stage.kind.config, RLStage) and (policy := tables.policy_table(stage)):
+            note = "Score and 95 % interval of each model by itself. The best of many is in part the luckiest one."
+            parts.append(Part(heading=f"{stage.name}: its own evaluations", note=note, table=policy))
     if reached := tables.reached_table(stages):
         parts.append(Part(heading="What each stage reached", table=reached))
     return PageSection(title="Training", parts=parts) if parts else None

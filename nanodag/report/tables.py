@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config.resolve import leaves
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
 from nanodag.report.lineage import sources_of
 
+BOUNDS = ("low", "high")
 COUNTS = ("too_long", "unparsed", "truncated")
 """What an evaluation counts by themselves: prompts, answers in which nothing was parsed, answers cut at their limit."""
 
@@ -212,6 +214,45 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
         if shown and not stage.kind.is_about_others:
             rows.append([Cell(text=stage.name), Cell(text=" · ".join(shown))])
     return Table(headers=["stage", "reached"], rows=rows) if rows else None
+
+
+def policy_table(stage: ReportedStage) -> Table | None:
+    """What an RL stage's own evaluations came to: its start, its best and its last weights. None without any."""
+    asked: dict[str, list[Mapping[str, Any]]] = {}
+    for line in stage.lines:
+        name = line.get("benchmark") or HELD_OUT
+        if line["event"] == "eval" and _policy_score(line, name) is not None:
+            asked.setdefault(name, []).append(line)
+    rows = []
+    for name, lines in asked.items():
+        sign = 1 if lines[-1].get("higher_is_better", True) else -1
+        best = max(lines, key=lambda line: (sign * number(line, _policy_field(name)), -line["step"]))
+        start = lines[0] if lines[0]["step"] == 0 else None
+        metric = lines[-1].get("metric", "reward")
+        lead = Cell(text="held-out prompts" if name == HELD_OUT else name, detail=metric)
+        cells = [_policy_cell(line, name) if line is not None else Cell(text="") for line in (start, best, lines[-1])]
+        rows.append([lead, *cells])
+    headers = ["evaluation", "start", "best", "last"]
+    return Table(headers=headers, rows=rows, numeric=(1, 2, 3)) if rows else None
+
+
+def _policy_field(name: str) -> str:
+    return HELD_OUT if name == HELD_OUT else f"benchmark_{name}"
+
+
+def _policy_score(line: Mapping[str, Any], name: str) -> float | None:
+    return line.get(_policy_field(name))
+
+
+def _policy_cell(line: Mapping[str, Any], name: str) -> Cell:
+    """A score and its 95 % interval; a reward as it is, as it may be no share."""
+    digits = 3 if name == HELD_OUT or not words.is_share(line["metric"]) else 1
+    scale = 1 if digits == 3 else 100
+    value, *bounds = (
+        f"{scale * number(line, field):.{digits}f}" for field in (_policy_field(name), *BOUNDS) if field in line
+    )
+    within = f"{' to '.join(bounds)}, " if bounds else ""
+    return Cell(text=value, detail=f"{within}step {line['step']}")
 
 
 def samples_table(columns: Sequence[Column]) -> Table | None:

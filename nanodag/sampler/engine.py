@@ -40,6 +40,12 @@ STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
 BATCH_PREFILL_TOKENS = 1024
 """Prompt tokens that are run together: activations of more no longer fit a core's cache."""
+REPORT_CPU_S = 60e-6
+"""What telling of one stream costs this process, HTTP included: half a token of a model of 6 M parameters."""
+MAX_REPORT_SHARE = 0.05
+"""Of the engine's time, for streams whose parts are joined; many streams are told of less often, so that it holds."""
+MAX_SILENCE_S = 0.5
+"""Of a stream for the sake of that share."""
 
 
 class Engine:
@@ -70,7 +76,8 @@ class Engine:
         less than MIN_CONTEXT, with fewer samples; num_slots says how many fit. cache_bytes: of keys and values, which
         are float32 on a CPU, else in the weights' dtype. seed: of requests that bring none.
         deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
-        stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token.
+        stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token. Many
+        streams report less often, see MAX_REPORT_SHARE.
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
         """
@@ -115,7 +122,8 @@ class Engine:
         self.weight_version = weight_version
         self.num_generated_tokens = 0
         self._seed = seed
-        self._stream_every_s, self._stream_due = stream_every_s, 0.0
+        self._stream_every_s = stream_every_s
+        self._told_at = self._told_at_cpu = 0.0  # when streams were told of last: clock, thread
         self._request_numbers = itertools.count()
         self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
         self._row_prompts: dict[int, bytes] = {}
@@ -126,9 +134,12 @@ class Engine:
         if request.params.stop and self.text is None:
             raise BadRequest(f"stop strings need a tokenizer, and there is none in {self.checkpoint.path}")
 
-    def submit(self, request: Request, listener: Listener, *, stream: bool = False) -> ActiveRequest:
+    def submit(
+        self, request: Request, listener: Listener, *, stream: bool = False, tells_once: bool = False
+    ) -> ActiveRequest:
         """Queue a request; ``listener`` is called from ``step`` when a sample ends, and at every token if streaming.
 
+        tells_once: the listener of a stream hears of each token once, and of no text; else of all so far.
         A prompt that is to be scored is scored here and now, and the listener of a request for nothing else is called.
 
         Raises BadRequest as ``validate`` does.
@@ -148,6 +159,7 @@ class Engine:
             seed=int(sample_key(self._seed, number)) if params.sampling_seed is None else params.sampling_seed,
             listener=listener,
             wants_stream=stream,
+            tells_once=tells_once,
         )
         if running.is_scored:
             scores = self.model.prompt_logprobs(running.prompt, running.num_top)
@@ -407,25 +419,33 @@ class Engine:
         )
 
     def _text_of(self, sample: ActiveSample, reason: FinishReason | None) -> str | None:
-        if self.text is None:
+        if self.text is None or sample.running.tells_once:
             return None
         has_stop_token = reason is not None and reason.type == "stop"
         return self.text.answer(sample.output_ids, sample.running.request.params, has_stop_token=has_stop_token)
 
+    def _streams_are_due(self) -> bool:
+        """Whether all streams are told of now."""
+        if not self._stream_every_s:
+            return True
+        since_s, worked_s = time.monotonic() - self._told_at, time.thread_time() - self._told_at_cpu
+        worth_s = len(self.table.watched) * REPORT_CPU_S / MAX_REPORT_SHARE
+        if since_s < self._stream_every_s or (worked_s < worth_s and since_s < MAX_SILENCE_S):
+            return False
+        self._told_at, self._told_at_cpu = time.monotonic(), time.thread_time()
+        return True
+
     def _report_watched(self, ended: np.ndarray) -> np.ndarray:
         """Send what streams, and end what met a stop string; returns the rows that are still to be ended."""
         table, remaining = self.table, set(ended.tolist())
-        now = time.monotonic()
-        is_due = now >= self._stream_due
-        if is_due:
-            self._stream_due = now + self._stream_every_s
+        is_due = self._streams_are_due()
         for row in sorted(table.watched):
             sample = table.sample_at(row)
             count, params = int(table.counts[row]), sample.running.request.params
             if not (is_due or count == 1 or params.stop):
                 continue
-            sample.output_ids = table.output_ids[row, :count].tolist()
-            sample.logprobs = table.logprobs[row, :count].tolist()
+            sample.output_ids += table.output_ids[row, len(sample.output_ids) : count].tolist()
+            sample.logprobs += table.logprobs[row, len(sample.logprobs) : count].tolist()
             matched = self.text.matched_stop(sample.output_ids, params) if self.text and params.stop else None
             if matched is not None:
                 text, stop = matched
@@ -434,6 +454,7 @@ class Engine:
             elif sample.running.wants_stream and row not in remaining and (is_due or count == 1):
                 so_far = self._text_of(sample, None)
                 sample.running.listener(sample.index, completion(sample, None, self.weight_version, so_far))
+                sample.num_told = count if sample.running.tells_once else 0
         return np.array(sorted(remaining), dtype=np.int64)
 
 

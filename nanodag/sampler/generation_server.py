@@ -8,8 +8,10 @@ its requests with it.
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +66,11 @@ class SamplerServer:
         self._numbers = itertools.count()
         self.traffic = Traffic(loop)
         self.weights = WeightEndpoints(engine, self.traffic)
+
+    @cached_property
+    def _post(self) -> "_Post":
+        """Made at first use: it belongs to the event loop that it is made in."""
+        return _Post(asyncio.get_running_loop())
 
     def application(self) -> Starlette:
         post, get = ["POST"], ["GET"]
@@ -183,17 +190,20 @@ class SamplerServer:
 
     async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
         queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
-        wake = asyncio.get_running_loop().call_soon_threadsafe
+        post = self._post
 
         def listener_of(prompt: int) -> Listener:
             def listen(index: int, completion: Completion) -> None:
-                wake(queue.put_nowait, (prompt, index, completion))
+                post.send(queue, (prompt, index, completion))
 
             return listen
 
         try:
             running = await self.traffic.in_loop(
-                lambda: [self.engine.submit(r, listener_of(p), stream=True) for p, r in enumerate(requests)]
+                lambda: [
+                    self.engine.submit(r, listener_of(p), stream=True, tells_once=body.tells_once)
+                    for p, r in enumerate(requests)
+                ]
             )
         except BaseException:
             await self.traffic.leave(rids)
@@ -208,7 +218,7 @@ class SamplerServer:
     async def _events(
         self, body: GenerateBody, requests: list[Request], queue: "asyncio.Queue[tuple[int, int, Completion]]"
     ) -> AsyncIterator[bytes]:
-        """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
+        """Server-sent events: each holds all of a sample so far, or what is new of it; the last is [DONE]."""
         num_open = sum(request.params.n for request in requests)
         firsts = list(itertools.accumulate((request.params.n for request in requests), initial=0))
         is_single = not body.is_batch and num_open == 1
@@ -219,7 +229,8 @@ class SamplerServer:
             if not is_single:
                 event["index"] = firsts[prompt] + index
             yield b"data: " + to_json(event) + b"\n\n"
-            await asyncio.sleep(0)  # lets the loop see that the client has left
+            if not queue.empty():
+                await asyncio.sleep(0)  # lets the loop see that the client has left
         yield b"data: [DONE]\n\n"
 
     async def flush_cache(self, http: HttpRequest) -> Response:
@@ -315,6 +326,28 @@ class SamplerServer:
                 "weight_version": engine.weight_version,
             }
         )
+
+
+class _Post:
+    """What the engine's thread tells coroutines. The event loop is woken once for all that it is told in a step: a
+    wake is a system call, and dearer than what there is to tell."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._is_woken = loop, False
+        self._letters: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+
+    def send(self, queue: "asyncio.Queue[Any]", letter: object) -> None:
+        """From the engine's thread."""
+        self._letters.append((queue, letter))
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # before it looks: what is sent from here on wakes again
+        while self._letters:
+            queue, letter = self._letters.popleft()
+            queue.put_nowait(letter)
 
 
 class _EventStream(StreamingResponse):

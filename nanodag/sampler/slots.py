@@ -29,6 +29,7 @@ class ActiveRequest:
     seed: int
     listener: Listener
     wants_stream: bool
+    tells_once: bool  # the listener of a stream hears of each token once, and of no text
     prompt_logprobs: list[float] = field(default_factory=list)  # (T - 1,), empty if not asked
     prompt_top_logprobs: list[Top] = field(default_factory=list)  # (T - 1,), empty if not asked
 
@@ -54,6 +55,7 @@ class ActiveSample:
     top_logprobs: list[Top] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_told: int = 0  # tokens that the listener will not hear of again
 
     def prefix(self) -> np.ndarray:
         """(T,) int64: what has to be in the cache before the next token can be drawn."""
@@ -190,11 +192,9 @@ class SlotTable:
         return rows[stopped | (counts + 1 >= self.limits[rows])]
 
 
-def completion(
-    sample: ActiveSample, reason: FinishReason | None, version: str, text: str | None, num_tokens: int | None = None
-) -> Completion:
-    """What there is of a sample, for its listener."""
-    count = len(sample.output_ids) if num_tokens is None else num_tokens
+def completion(sample: ActiveSample, reason: FinishReason | None, version: str, text: str | None) -> Completion:
+    """What there is of a sample, for its listener; where it hears of each token once, what it has not heard of."""
+    count, told = len(sample.output_ids), sample.num_told
     starts = [start for _, start in sample.spans] + [count]
     spans = [
         VersionSpan(version=name, start=start, end=end)
@@ -202,19 +202,20 @@ def completion(
         if end > start
     ]
     running = sample.running
-    is_only = running.request.params.n == 1
+    is_only, tells_prompt = running.request.params.n == 1, running.is_scored and not told
     return Completion(
         rid=running.rid if is_only else f"{running.rid}_{sample.index}",
-        output_ids=sample.output_ids[:count],
-        logprobs=sample.logprobs[:count] if running.request.return_logprob else [],
+        output_ids=sample.output_ids[told:],
+        logprobs=sample.logprobs[told:] if running.request.return_logprob else [],
         finish_reason=reason,
         weight_version=spans[-1].version if spans else version,
         weight_versions=spans,
         num_prompt_tokens=len(running.prompt),
+        num_told_tokens=told,
         num_cached_tokens=sample.num_cached_tokens,
         text=text,
-        prompt_logprobs=[None, *running.prompt_logprobs] if running.is_scored else [],
-        prompt_ids=running.prompt.tolist() if running.is_scored else [],
-        top_logprobs=sample.top_logprobs[:count],
-        prompt_top_logprobs=[None, *running.prompt_top_logprobs] if running.is_scored and running.num_top else [],
+        prompt_logprobs=[None, *running.prompt_logprobs] if tells_prompt else [],
+        prompt_ids=running.prompt.tolist() if tells_prompt else [],
+        top_logprobs=sample.top_logprobs[told:count],
+        prompt_top_logprobs=[None, *running.prompt_top_logprobs] if tells_prompt and running.num_top else [],
     )

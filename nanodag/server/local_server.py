@@ -145,6 +145,10 @@ class LocalServer:
         (self.home / "server.json").unlink(missing_ok=True)
         return was_up or were_strays
 
+    def environment(self, running: RunningServer) -> dict[str, str]:
+        """For a process that asks the server."""
+        return self._environment(running.port)
+
     def _settings(self) -> str:
         """What a change of makes another server necessary. Of the login only when its file changed."""
         has_login = self._password_file != NO_LOGIN

@@ -49,10 +49,11 @@ def emitted(monkeypatch):
 
 
 @pytest.fixture
-def listener():
-    """The address of an HTTP server that keeps what is posted to it, and what it has."""
+def posted(monkeypatch):
+    """What is posted to the address that env:HOOK names."""
     with listening() as (url, posted):
-        yield f"{url}/hook", posted
+        monkeypatch.setenv("HOOK", f"{url}/hook")
+        yield posted
 
 
 def make_main_2(project, num_right):
@@ -62,9 +63,8 @@ def make_main_2(project, num_right):
     assert speedrun("main-2", preset="tiny", overrides=overrides, return_state=True).is_completed()
 
 
-def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, project, emitted, listener, unchecked):
-    address, posted = listener
-    overrides = ["nightly.runs={main: main-*}", f"nightly.webhook={address}"]
+def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, project, emitted, posted, unchecked):
+    overrides = ["nightly.runs={main: main-*}", "notify.webhook=env:HOOK"]
     first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert first.is_completed(), first.message
     scores = store.read_run("nightly-1").night.scores
@@ -82,14 +82,16 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     assert "main/sft x exact_match 0.8, 1 before: -0.2" in second.message and "(nightly-1)" in second.message
     ((event, payload),) = emitted
     assert event == "nanodag.nightly.worse" and len(payload["worse"]) == 2
-    assert posted == [payload] and posted[0]["text"].startswith("nanodag nightly-2: 2 of 2 scores got worse\nmain/")
+    (told,) = posted
+    assert told["text"].startswith("nanodag nightly_eval nightly-2: Failed\n2 of 2 scores got worse:\nmain/")
+    assert payload["worse"][0] in told["message"] and "nanodag nightly show nightly-2" in told["text"]
     record = store.read_run("nightly-2")
     assert record.state == "completed", "its evals are all there; what is worse is the models"
     night = json.loads((store.materialize(store.get("nightly-2:trend")) / "night.json").read_text())
     assert [c["is_worse"] for c in night["comparisons"]] == [True, True]
 
     third = nightly_eval(name="nightly-3", overrides=overrides, return_state=True)
-    assert third.is_completed(), "the same answers as last night are no news"
+    assert third.is_completed() and len(posted) == 1, "the same answers as last night are no news"
     entry = store.read_run("nightly-3").stages["trend"]
     page = (store.materialize(store.attempt(*entry.artifact)) / "trend.html").read_text()
     assert page.count("<svg") == 2 and "unchanged" in page and "src=" not in page and "http-equiv" not in page
@@ -110,6 +112,13 @@ def test_a_night_with_an_unknown_benchmark_is_refused_before_an_eval_starts(stor
     assert state.is_failed() and said in state.message
     record = store.read_run("nightly-1")
     assert record.state == "failed" and {s.state for s in record.stages.values()} == {"not run"}
+
+
+def test_a_night_that_cannot_begin_is_told_of(project, posted):
+    state = nightly_eval(name="nightly-1", overrides=["notify.webhook=env:HOOK"], return_state=True)
+    assert state.is_failed()
+    (told,) = posted
+    assert (told["run"], told["state"]) == ("nightly-1", "Failed") and "ArtifactNotFound" in told["message"]
 
 
 def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell, unchecked):

@@ -3,6 +3,7 @@
 import pytest
 
 from nanodag.config import Pipeline
+from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.host.machine import detect
 from nanodag.nightly.choose import choose, night_pipeline
@@ -27,6 +28,30 @@ def test_the_newest_run_that_has_the_stage_is_chosen(store, tmp_path):
         "model-main-sft",
     )
     assert list(subject.evals) == ["main-sft-eval_sft"]
+
+
+def test_an_rl_stages_own_benchmarks_are_asked_as_it_asks_them(store, tmp_path):
+    write_run(store, tmp_path, "main-1", created=1.0)
+    asked = {"name": "sort", "source": "file:x.txt", "num_samples": 4, "temperature": 0.7}
+    config = {"kind": "rl", "inputs": {"model": "sft"}, "data": ["file:x"], "seed": 7}
+    made = RLStage.of(**config, rollout={"max_new_tokens": 96}, evaluation={"benchmarks": [asked | {"every": 3}]})
+
+    def with_rl(record):
+        stages = {**record.pipeline["stages"], "rl": made.model_dump(mode="json")}
+        rl = record.stages["sft"].changed(kind="rl")
+        return record.changed(pipeline={**record.pipeline, "stages": stages}, stages={**record.stages, "rl": rl})
+
+    store.change_run("main-1", with_rl)
+    pipeline = pipeline_with()
+    choice = choose(store, pipeline)
+    assert [(subject.stage, list(subject.evals)) for subject in choice.subjects] == [
+        ("sft", ["newest-sft-eval_sft"]),
+        ("rl", ["newest-rl-own"]),
+    ]
+    stage = night_pipeline(pipeline, choice, detect()).stages["newest-rl-own"]
+    (one,) = stage.benchmarks
+    assert (one.name, one.num_samples, one.temperature) == ("sort", 4, 0.7)
+    assert (stage.inputs, stage.seed, stage.max_new_tokens) == ({"model": "model-newest-rl"}, 7, 96)
 
 
 def test_nights_and_points_of_a_sweep_are_no_newest_run(store, tmp_path):

@@ -17,7 +17,7 @@ from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.plots import Panel, panels_svg, rl_panels, running_mean, supervised_panels
-from nanodag.report.tables import config_table, examples_of, reached_table, scores_table, stages_table
+from nanodag.report.tables import config_table, examples_of, policy_table, reached_table, scores_table, stages_table
 from nanodag.worker.job import Job, write_job
 
 
@@ -364,6 +364,28 @@ def test_curves_show_what_was_recorded(run):
     assert (scores.title, scores.lines, scores.marked) == ("Benchmarks", {"sort": ([3.0], [0.25])}, ("sort",))
     panel = Panel(title="a < b", x_label="step", lines={"x": (range(2000), range(2000))})
     ElementTree.fromstring(panels_svg([panel, panel], name="p"))
+
+
+def test_a_policys_own_evaluations_are_a_table_of_start_best_and_last(run):
+    stage = stages_of(run)["rl"]
+    assert policy_table(stage) is None
+    for step, right, loss in ((0, 0.25, 2.0), (10, 0.75, 1.0), (20, 0.5, 1.5)):
+        asked = {"event": "eval", "step": step, "low": right - 0.125, "high": right + 0.125}
+        stage.lines.append({**asked, "eval_reward": right})
+        if step:
+            stage.lines.append({**asked, "benchmark": "sort", "metric": "exact_match", "benchmark_sort": right})
+        bits = {"metric": "bits_per_byte", "higher_is_better": False, "benchmark_bits": loss}
+        stage.lines.append({"event": "eval", "step": step, "benchmark": "bits", **bits})
+    table = policy_table(stage)
+    assert texts(table) == [
+        ["held-out prompts", "0.250", "0.750", "0.500"],
+        ["bits", "2.000", "1.000", "1.500"],
+        ["sort", "", "75.0", "50.0"],
+    ]
+    assert [cell.detail for cell in table.rows[2]] == [
+        "exact_match", "", "62.5 to 87.5, step 10", "37.5 to 62.5, step 20",
+    ]  # fmt: skip
+    assert table.rows[1][2].detail == "step 10"
 
 
 def test_what_a_stage_reached_is_said_in_one_line(run):

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
+from nanodag.evaluation.intervals import score_of
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import rollout_metrics
@@ -124,6 +125,7 @@ class Records:
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
         several = [name for name in metrics if name.startswith("pass_at_") and name != "pass_at_n"]
         values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
+        values |= _interval(rollouts)
         path = self._folder / f"eval-{step:08d}.jsonl"
         write_rollouts(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)
@@ -152,6 +154,9 @@ class Records:
             benchmark=name,
             metric=result.metric,
             seconds_evaluate=seconds,
+            higher_is_better=result.higher_is_better,
+            low=score.low,
+            high=score.high,
             **{f"benchmark_{name}": score.value, f"benchmark_{name}_stderr": score.stderr, **result.counts},
         )
         log.info("step %d: %s", step, result)
@@ -172,6 +177,18 @@ class Records:
         self._metrics.close()
         self._ledger.close()
         self._timeline.close()
+
+
+def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of the mean reward, 95 %, over prompts: answers to one prompt are alike. Empty for less than two prompts."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            rewards.setdefault(rollout.group_id, []).append(rollout.reward)
+    if len(rewards) < 2:
+        return {}
+    score = score_of([sum(group) / len(group) for group in rewards.values()])
+    return {"low": score.low, "high": score.high}
 
 
 def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:

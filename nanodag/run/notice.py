@@ -1,0 +1,73 @@
+"""Telling somebody how a run ended: what is said, and a webhook that it is posted to."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nanodag.errors import ConfigError, ServerBusy, ServerError
+
+TIMEOUT_S = 20.0
+MAX_TEXT = 3000
+"""Characters: chat programs refuse, or cut, longer messages."""
+
+
+def notice(*, flow: str, run: str, state: str, message: str, look: str) -> dict[str, str]:
+    """What is told of a flow run that ended badly. state: Prefect's name of how. message: a line for each stage that
+    failed or score that got worse. look: the address of its page. `text` is what chat programs show."""
+    text = f"nanodag {flow} {run}: {state}\n{message}"
+    if len(text) > MAX_TEXT:
+        text = text[:MAX_TEXT] + " ..."
+    night = flow == "nightly_eval"
+    command = f"nanodag nightly show {run}" if night else f"nanodag status {run}"
+    where = f"Look: {command}" + (f", or {look}" if look else "")
+    return {"flow": flow, "run": run, "state": state, "message": message, "look": look, "text": f"{text}\n{where}"}
+
+
+def post(webhook: str, body: Mapping[str, Any]) -> None:
+    """POST a message as JSON. webhook: `env:NAME`.
+
+    Raises ConfigError when its environment variable is not set, ServerError when the other side does not take it;
+    ServerBusy, which is one, when it may take it later: it was not reached, or answered 429 or 5xx. The address is
+    neither logged nor in a message: it is often a secret.
+    """
+    import httpx
+
+    name = webhook.removeprefix("env:")
+    address = os.environ.get(name, "")
+    if not address:
+        raise ConfigError(
+            f"notify.webhook is {webhook!r}, but {name} is not set where the flows are served. Set it and restart "
+            "with: nanodag server stop; nanodag server start"
+        )
+    try:
+        with _not_logged():
+            answer = httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+        kind = type(error).__name__
+        raise (ServerBusy if may_pass else ServerError)(
+            f"notify.webhook: the address in {name} cannot be reached ({kind})."
+        ) from None
+    if answer.status_code >= 300:
+        may_pass = answer.status_code == 429 or answer.status_code >= 500
+        raise (ServerBusy if may_pass else ServerError)(
+            f"notify.webhook: the address in {name} answered {answer.status_code}: {answer.text[:200]}"
+        )
+
+
+@contextmanager
+def _not_logged() -> Iterator[None]:
+    """httpx logs the whole address of every request."""
+    mine, log = threading.get_ident(), logging.getLogger("httpx")
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    log.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_others)
