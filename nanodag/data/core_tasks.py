@@ -85,12 +85,19 @@ def bundle_url(folder: str) -> str:
 def find_files(url: str) -> dict[str, Path]:
     """The file of each task below the folder where a `file:` URL's pattern begins.
 
-    Raises SourceError naming the files of tasks that are not there: a mean over fewer tasks is another number.
+    Raises SourceError naming the files of tasks that are not there, for a mean over fewer tasks is another number, and
+    those of a task that is there twice.
     """
     parts = Path(url.removeprefix("file:")).parts
     root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
-    path_by_task = {path.name.split(".")[0]: path for path in sorted(root.rglob("*.jsonl*"))}
-    if missing := sorted({task.file for task in TASKS} - path_by_task.keys()):
+    wanted = {task.file for task in TASKS}
+    path_by_task: dict[str, Path] = {}
+    for path in sorted(root.rglob("*.jsonl*")):
+        name = path.name.split(".")[0]
+        if name in wanted and name in path_by_task:
+            raise SourceError(f"CORE's {name} is there twice: {path_by_task[name]} and {path}. Remove one of them.")
+        path_by_task[name] = path
+    if missing := sorted(wanted - path_by_task.keys()):
         raise SourceError(
             f"CORE needs all of its tasks; {root} lacks {', '.join(f'{name}.jsonl' for name in missing)}."
         )

@@ -123,7 +123,13 @@ def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):
     assert (centred(0.25, 0.25), centred(1.0, 0.62), centred(0.5, 0.0)) == (0.0, 1.0, 0.5)
 
 
-def test_a_task_that_is_missing_is_named(bundle):
-    next(bundle.rglob("squad.jsonl")).unlink()
+def test_a_task_that_is_missing_or_there_twice_is_named(bundle):
+    squad = next(bundle.rglob("squad.jsonl"))
+    (bundle / "copy.squad.jsonl").write_bytes(squad.read_bytes())  # no task's name
+    (bundle / "squad.jsonl.gz").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"CORE's squad is there twice: .*squad\.jsonl.* and "):
+        find_files(f"file:{bundle}/*/*.jsonl")
+    (bundle / "squad.jsonl.gz").unlink()
+    squad.unlink()
     with pytest.raises(SourceError, match=r"lacks squad\.jsonl"):
         find_files(f"file:{bundle}/*/*.jsonl")
