@@ -19,7 +19,7 @@ ROWS = {"multiple_choice": CHOICE, "schema": SCHEMA, "language_modeling": TEXT}
 
 def write_bundle(folder: Path) -> Path:
     """12 rows a task, more than its worked examples; the folder of the bundle's files."""
-    for number, task in enumerate(TASKS):
+    for number, task in enumerate({task.file: task for task in TASKS}.values()):  # two share a file
         category = folder / "eval_data" / f"category{number % 3}"
         category.mkdir(parents=True, exist_ok=True)
         lines = ROWS[task.kind] * 2

@@ -127,7 +127,7 @@ def test_a_task_that_is_missing_or_there_twice_is_named(bundle):
     squad = next(bundle.rglob("squad.jsonl"))
     (bundle / "copy.squad.jsonl").write_bytes(squad.read_bytes())  # no task's name
     (bundle / "squad.jsonl.gz").write_bytes(b"")
-    with pytest.raises(SourceError, match=r"CORE's squad is there twice: .*squad\.jsonl and .*squad\.jsonl\.gz|gz and"):
+    with pytest.raises(SourceError, match=r"CORE's squad is there twice: .*squad\.jsonl.* and "):
         find_files(f"file:{bundle}/*/*.jsonl")
     (bundle / "squad.jsonl.gz").unlink()
     squad.unlink()
