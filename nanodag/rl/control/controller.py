@@ -407,11 +407,13 @@ class Controller:
         totals, model = self._state["totals"], self._services.model
         done = {name: by_number(values) for name, values in self._state["evals"].items()}
         evals = done.pop(HELD_OUT, {})
-        metrics: dict[str, Any] = {"steps": steps, "version": self._state["version"]}
+        metrics: dict[str, Any] = {"steps": steps}
+        if self._config.has_trainer:  # else there is nothing that could be said to have been learned
+            lines = self._job.metrics_path.read_text("utf-8").splitlines()
+            metrics |= {"version": self._state["version"], **learning_of([json.loads(line) for line in lines])}
         if self._config.evaluation.patience:
             metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if self._best is not None else {}
-        metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         if evals:
             metrics |= {"eval_reward": evals[max(evals)]} | ({"eval_reward_before": evals[0]} if 0 in evals else {})
         for name, values in done.items():
