@@ -2,13 +2,13 @@
 
     python -m benchmarks.long_rows [--ranks 1 2] [--tokens 4096] [--responses 2] [--layers 6] [--width 256]
 
-Each rank is a process of its own, on a CPU. It makes a step on a few short rollouts first, so that optimizer states,
-kernels and buffers are there. Then it makes one on the long ones, and says what that added to the peak of its resident
-memory. The last line compares the largest rank with one rank alone."""
+Each rank is a process of its own, on a CPU, in the environment that our workers get. It makes a step on a few short
+rollouts first, so that optimizer states, kernels and buffers are there. Then it makes one on the long ones, and says
+what that added to the peak of its resident memory. The last line compares the largest rank with one rank alone.
+"""
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,6 +16,8 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+
+from nanodag.worker.launch import worker_environment
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -116,7 +118,7 @@ def measured(
         own = {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
         command = [sys.executable, "-m", "benchmarks.long_rows", "--one", str(folder), "--ranks", str(num_ranks)]
         command += ["--tokens", str(num_tokens), "--responses", str(num_responses), "--precision", precision]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        environment = {**worker_environment(1, device="cpu"), **own}
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     found = []
     for process in processes:

@@ -401,12 +401,14 @@ class Controller:
                 self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
-        metrics: dict[str, Any] = {"steps": steps, "version": self._state["version"]}
+        metrics: dict[str, Any] = {"steps": steps}
+        if self._config.has_trainer:  # else there is nothing that could be said to have been learned
+            lines = self._job.metrics_path.read_text("utf-8").splitlines()
+            metrics |= {"version": self._state["version"], **learning_of([json.loads(line) for line in lines])}
         if self._config.evaluation.patience:
             metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if kept is not None else {}
         metrics |= leave(self._job) if leave is not None else {}
-        metrics |= learning_of([json.loads(line) for line in self._job.metrics_path.read_text("utf-8").splitlines()])
         metrics |= self._evaluations.metrics()
         # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
         # logits.

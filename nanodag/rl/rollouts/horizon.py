@@ -26,6 +26,6 @@ def with_num_steps(config: RLStage, mirror: Path | None = None) -> RLStage:
     num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.prompts_per_step))
     log.info("%s make %g epochs of %s.", counted(num_steps, "step"), config.num_epochs, counted(num_prompts, "prompt"))
     try:
-        return RLStage.model_validate({**config.model_dump(), "num_steps": num_steps, "num_epochs": 0.0})
+        return type(config).model_validate({**config.model_dump(), "num_steps": num_steps, "num_epochs": 0.0})
     except ValueError as error:
         raise ConfigError(f"num_epochs {config.num_epochs:g} of {num_prompts} prompts: {error}") from error
