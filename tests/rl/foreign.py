@@ -40,7 +40,8 @@ class Foreign(FakeServer):
         self.key, self.sees = key, sees
         self.weights, self.version = "its own", "default"
         self.asked: list[str] = []
-        self.hangs_at = ""
+        self.hangs_at: set[str] = set()
+        self.hangs_on_weights = False
         self.can_answer = asyncio.Event()
         self.can_answer.set()
         self.model = {"is_generation": True, "architecture": {**asdict(SHAPE), "rope": asdict(ROPE)}}
@@ -52,7 +53,7 @@ class Foreign(FakeServer):
 
     async def execute(self, name, request, body):
         self.asked.append(name)
-        if name == self.hangs_at:
+        if name in self.hangs_at:
             await asyncio.sleep(3600)
         if self.key and name != "health_generate" and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "no key"}}, status=401)
@@ -77,6 +78,8 @@ class Foreign(FakeServer):
             raise ValueError(f"no config.json in {folder}")
         if (folder / "config.json").exists():  # what real samplers say of a model that they do not know
             raise ValueError((folder / "config.json").read_text())
+        if self.hangs_on_weights:
+            await asyncio.sleep(3600)
         self.weights, self.version = read_weights(folder), body["weight_version"]
         return {}
 

@@ -142,9 +142,28 @@ def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(tmp_pat
         async with fleet(tmp_path, servers) as samplers:
             await given(samplers, tmp_path, 1)
             servers[0].can_answer.clear()
-            servers[0].hangs_at = "health_generate"
+            servers[0].hangs_at = {"health_generate"}
             await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
             assert sampled_by(servers[1]) == [2] and servers[0].is_alive
+
+    asyncio.run(work())
+
+
+def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
+            async with asyncio.timeout(1):  # less than a request may take
+                await given(samplers, tmp_path, 2)
+            servers[0].hangs_at = {"health_generate"}
+            servers[0].hangs_on_weights = True
+            count = servers[0].asked.count("update_weights_from_disk")
+            await until(lambda: servers[0].asked.count("update_weights_from_disk") > count + 1)  # the probe before
+            async with asyncio.timeout(1):
+                await given(samplers, tmp_path, 1)
+            assert await samplers.versions() == ["1"] and servers[1].weights == "one"
 
     asyncio.run(work())
 
@@ -209,11 +228,11 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path):
 def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(tmp_path):
     async def work():
         hung = Foreign()
-        hung.hangs_at = "server_info"
+        hung.hangs_at = {"server_info"}
         async with fleet(tmp_path, [hung], timeout_s=0.02, patience_s=0.1) as samplers:
             with pytest.raises(SamplerLost, match=r"None|No sampler is up.*no answer within 0.02 s"):
                 await given(samplers, tmp_path, 1)
-            hung.hangs_at = ""
+            hung.hangs_at = set()
             await given(samplers, tmp_path, 1)
             assert await samplers.versions() == ["1"]
 

@@ -131,6 +131,7 @@ class Samplers:
         self._may_give = asyncio.Event()
         self._may_give.set()
         self._giving: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Future[None]] = set()
         self._router = router
         if router is not None:
             router.urls = lambda: [r.server.url for r in self._replicas if r.is_up and r.server.is_alive]
@@ -399,7 +400,7 @@ class Samplers:
         returning = [replica.restart for replica in self._replicas if replica.url and replica.restart is not None]
         for task in returning:
             task.cancel()
-        await asyncio.gather(*returning, return_exceptions=True)
+        await asyncio.gather(*returning, *self._closing, return_exceptions=True)
         replicas = [replica for replica in self._replicas if hasattr(replica, "client")]
         await asyncio.gather(*(replica.watch.leave() for replica in replicas))
         await asyncio.gather(*(replica.client.close() for replica in replicas))
@@ -571,6 +572,9 @@ class Samplers:
         replica.lost_in_a_row += 1
         replica.is_here = False
         replica.server.kill()
+        closing = asyncio.ensure_future(replica.client.close())  # ends what it was asked
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
         if replica.restart is None:  # else it was about to come back, and sees that it may not
             self._begin(replica, self._come_back(replica))
 
@@ -625,7 +629,8 @@ class Samplers:
             folder, version = self._model, self._version
             if replica.folder == folder:
                 return self._has_current(replica)
-            giving = asyncio.ensure_future(self.give(client, folder, version))
+            replica.watch.is_excused = True
+            giving = asyncio.ensure_future(replica.watch.over(self.give(client, folder, version)))
             self._giving.add(giving)
             giving.add_done_callback(self._giving.discard)
             try:
@@ -635,6 +640,8 @@ class Samplers:
             except SamplerError:
                 if folder == self._model:
                     raise  # else the folder may be gone: it is to have others by now
+            finally:
+                replica.watch.is_excused = False
 
     async def _give_by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
         await self.provide(folder)
@@ -674,6 +681,7 @@ class Samplers:
             replica.client,
             every_s=self._health_every_s,
             timeout_s=self._health_timeout_s,
+            must_answer=bool(replica.url),
             on_end=partial(self._noticed, replica, server),
         )
 

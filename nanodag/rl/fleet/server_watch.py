@@ -43,7 +43,8 @@ class ServerWatch:
 
     A server that does not answer for timeout_s, or says for as long that it cannot serve, is killed: its requests in
     flight then fail at once. SGLang says so when its scheduler hangs. A server that is paused to take weights may say
-    so, too (is_excused). on_end: called when the server was killed, or has ended by itself.
+    so, too (is_excused), and say nothing at all, unless it must_answer: its machine may be cut off. on_end: called when
+    the server was killed, or has ended by itself.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class ServerWatch:
         *,
         every_s: float,
         timeout_s: float,
+        must_answer: bool = False,
         on_end: Callable[[SamplerLost], None] = lambda error: None,
     ) -> None:
         self._server, self._client = server, client
         self._every_s, self._timeout_s = every_s, timeout_s
+        self._must_answer = must_answer
         self._on_end = on_end
         self._num_calls = 0
         self._looking: asyncio.Task[None] | None = None
@@ -93,6 +96,7 @@ class ServerWatch:
         """Return when it has ended, or was killed."""
         well = time.monotonic()
         while True:
+            is_silent = False
             await asyncio.sleep(self._every_s)
             try:
                 async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
@@ -101,10 +105,10 @@ class ServerWatch:
             except SamplerLost:  # of this health request alone: other requests may continue
                 is_well = False
             except TimeoutError:
-                is_well, well = False, -math.inf
+                is_well, is_silent, well = False, True, -math.inf
             if not self._server.is_alive:
                 return self._on_end(SamplerLost(f"the server at {self._server.url} has ended"))
-            if is_well or self.is_excused:
+            if is_well or (self.is_excused and not (is_silent and self._must_answer)):
                 well = time.monotonic()
             elif time.monotonic() - well > self._timeout_s:
                 log.warning("%s has not been well for %g s: killed", self._server.url, self._timeout_s)
