@@ -23,6 +23,15 @@ class ScoredToken:
     start: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallPart:
+    """A piece of a tool call's arguments. index: of the call in its answer. name: in a call's first piece alone."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
 @dataclass(kw_only=True)
 class New:
     """What came of an answer since it was last looked at."""
@@ -55,6 +64,7 @@ class ParsedAnswer:
         self._is_cut = False
         self._scored: deque[ScoredToken] = deque()
         self._num_said = self._num_calls_said = 0
+        self._told: list[int] = []  # of each call that a stream told of: characters of its arguments
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -94,6 +104,20 @@ class ParsedAnswer:
             new.scored.append(self._scored.popleft())
         return new
 
+    def call_parts(self) -> list[CallPart]:
+        """What came of calls since this was asked last, the one that is still open included."""
+        open_call = self.reader.told() if self.finish_reason is None else None
+        parts = []
+        for index, call in enumerate([*self.calls, *([open_call] if open_call is not None else [])]):
+            is_new = index == len(self._told)
+            if is_new:
+                self._told.append(0)
+            if is_new or len(call.arguments) > self._told[index]:
+                piece = call.arguments[self._told[index] :]
+                parts.append(CallPart(index=index, name=call.name if is_new else None, arguments=piece))
+                self._told[index] = len(call.arguments)
+        return parts
+
     def _token(self, completion: Completion, place: int, *, is_end: bool) -> None:
         token = completion.output_ids[place]
         self.num_tokens += 1
@@ -122,7 +146,7 @@ class ParsedAnswer:
     def _end(self, reason: FinishReason) -> None:
         self._add(self.reader.take(-1, self._decoding.rest()) + self.reader.end())
         if self.finish_reason is None:
-            self.finish_reason = "tool_calls" if self.calls else reason.type
+            self.finish_reason = "tool_calls" if self.calls and not self.reader.is_cut else reason.type
             self.stop_reason = reason.matched
 
     def _num_held(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanodag.api.answer import New, ScoredToken
+from nanodag.api.answer import CallPart, New, ScoredToken
 from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, CompletionBody
 from nanodag.api.served_model import ServedModel
@@ -79,9 +79,8 @@ class ChatReply(Reply):
         parts = []
         if new.content or new.scored:
             parts.append(self._part(sample, {"content": new.content}, self._scores(new.scored)))
-        first = len(sample.answer.calls) - len(new.calls)
-        for place, call in enumerate(new.calls, first):
-            parts.append(self._part(sample, {"tool_calls": [{"index": place, **_call(call)}]}, None))
+        for piece in sample.answer.call_parts():
+            parts.append(self._part(sample, {"tool_calls": [_call_part(piece)]}, None))
         if sample.answer.finish_reason is not None:
             parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
         return parts
@@ -183,6 +182,13 @@ def _end(sample: SampledChoice) -> dict[str, Any]:
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _call_part(piece: CallPart) -> dict[str, Any]:
+    """As OpenAI streams a call: its id, type and name in the first piece, its arguments over all of them."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_call(Call(piece.name, piece.arguments))}
 
 
 def _named(tokens: TokenText, token: int, logprob: float | None) -> dict[str, Any]:

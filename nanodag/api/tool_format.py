@@ -6,6 +6,7 @@ read by that. The reader is transformers' ResponseParser.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,9 +39,16 @@ class Call:
 
 
 class Reader(Protocol):
-    """Takes an answer's tokens; gives the text that is no call, and the calls."""
+    """Takes an answer's tokens; gives the text that is no call, and the calls. is_cut: the last of them was not closed;
+    it is a call all the same, as a client was told of it."""
 
     calls: list[Call]
+    is_cut: bool
+
+    def told(self) -> Call | None:
+        """The call that is open, with what is certain of its arguments, to be told to a client: it stays a call then,
+        whatever becomes of it. None where there is none, or its name is not known yet."""
+        ...
 
     def take(self, token: int, piece: str) -> str:
         """What this token adds to the content."""
@@ -54,9 +62,14 @@ class Reader(Protocol):
 class PlainReader:
     """All is content. names: special tokens that are to be seen all the same."""
 
+    is_cut = False
+
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self.calls: list[Call] = []
+
+    def told(self) -> Call | None:
+        return None
 
     def take(self, token: int, piece: str) -> str:
         return self._names.get(token, "") + piece
@@ -72,23 +85,35 @@ class NativeReader:
         """is_open: the prompt ended with the token that opens a call."""
         self._renderer, self._tool = renderer, tool
         self._text = "" if is_open else None
+        self._is_told = self.is_cut = False
         self.calls: list[Call] = []
+
+    def told(self) -> Call | None:
+        if self._text is None:
+            return None
+        self._is_told = True
+        return Call(self._tool.function.name, self._arguments().removesuffix('"}'))
+
+    def _arguments(self) -> str:
+        return json.dumps({argument_of(self._tool): self._text}, ensure_ascii=False)
 
     def take(self, token: int, piece: str) -> str:
         if token == self._renderer.call_begin:
-            self._text = ""
+            self._text = (self._text or "") if self._is_told else ""
         elif self._text is None:
             return piece
         elif token == self._renderer.call_end:
-            arguments = json.dumps({argument_of(self._tool): self._text}, ensure_ascii=False)
-            self.calls.append(Call(self._tool.function.name, arguments))
-            self._text = None
+            self.calls.append(Call(self._tool.function.name, self._arguments()))
+            self._text, self._is_told = None, False
         else:
             self._text += piece
         return ""
 
     def end(self) -> str:
-        """A call that was never closed is content."""
+        """A call that was never closed is content, where nobody was told of it."""
+        if self._is_told and (cut := self.told()) is not None:
+            self.calls.append(cut)
+            self._text, self.is_cut = None, True
         text, self._text = self._text, None
         return text or ""
 
@@ -105,12 +130,18 @@ class TemplateReader:
         # Around a call that is none, which is content; a template may have patterns in their place.
         self._open, self._close = calls.get("open") or "", calls.get("close") or ""
         self._raw = ""  # of the call that is open
+        self._is_told = self.is_cut = False
         self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
         self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
         return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
+
+    def told(self) -> Call | None:
+        call = None if self._is_lost else _begun(self._raw)
+        self._is_told = self._is_told or call is not None
+        return call
 
     def end(self) -> str:
         self._close = ""  # a call that is open now was never closed by the model
@@ -121,7 +152,7 @@ class TemplateReader:
             return self._events(parse())
         except (ValueError, KeyError, TypeError):  # the model wrote what its own template does not allow
             self._is_lost = True
-            return f"{self._open}{self._raw}{self._close}"
+            return self._no_call()
 
     def _events(self, events: Sequence[Mapping[str, Any]]) -> str:
         content = ""
@@ -134,18 +165,52 @@ class TemplateReader:
                     content += event["text"]
             elif event["type"] == "region_close" and is_call:
                 content += self._called(event["value"])
-                self._raw = ""
+                self._raw, self._is_told = "", False
         return content
 
     def _called(self, value: Any) -> str:
         """Note a call; what is none is content."""
         call = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return f"{self._open}{self._raw}{self._close}"
+            return self._no_call()
+        if self._is_told and (begun := _begun(self._raw)) is not None:
+            self.calls.append(begun)  # in the model's own spelling, as its parts were told
+            return ""
         arguments = call.get("arguments", call.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.calls.append(Call(call["name"], text))
         return ""
+
+    def _no_call(self) -> str:
+        """What an open call that is none is as content; nothing where a client was told of it."""
+        if self._is_told and (begun := _begun(self._raw)) is not None:
+            self.calls.append(begun)
+            self.is_cut = True
+            return ""
+        return f"{self._open}{self._raw}{self._close}"
+
+
+_BEGIN = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+def _begun(raw: str) -> Call | None:
+    """The call that a text of Hermes' format begins, with its arguments as far as they go. None before its arguments
+    begin, and where its keys stand in another order: such a call is told when it is whole."""
+    match = _BEGIN.match(raw)
+    if match is None:
+        return None
+    depth, is_text, begin = 0, False, match.end()
+    characters = enumerate(raw[begin:], begin)
+    for place, character in characters:
+        if is_text and character == "\\":
+            next(characters, None)
+        elif character == '"':
+            is_text = not is_text
+        elif not is_text:
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            if depth == 0:
+                return Call(json.loads(match[1]), raw[begin : place + 1])
+    return Call(json.loads(match[1]), raw[begin:])
 
 
 def response_template(renderer: ChatRenderer) -> Mapping[str, Any] | None:

@@ -42,7 +42,7 @@ BATCH_PREFILL_TOKENS = 1024
 """Prompt tokens that are run together: activations of more no longer fit a core's cache."""
 REPORT_CPU_S = 60e-6
 """What telling of one stream costs this process, HTTP included: half a token of a model of 6 M parameters."""
-MAX_REPORT_SHARE = 0.05
+MAX_REPORT_SHARE = 0.03
 """Of the engine's time, for streams whose parts are joined; many streams are told of less often, so that it holds."""
 MAX_SILENCE_S = 0.5
 """Of a stream for the sake of that share."""

@@ -209,14 +209,21 @@ class SamplerServer:
             await self.traffic.leave(rids)
             raise
 
+        have_ended = asyncio.Event()
+
         async def end() -> None:
-            self._drop(running)
+            if not have_ended.is_set():
+                self._drop(running)
             await self.traffic.leave(rids)
 
-        return _EventStream(self._events(body, requests, queue), end)
+        return _EventStream(self._events(body, requests, queue, have_ended), end)
 
     async def _events(
-        self, body: GenerateBody, requests: list[Request], queue: "asyncio.Queue[tuple[int, int, Completion]]"
+        self,
+        body: GenerateBody,
+        requests: list[Request],
+        queue: "asyncio.Queue[tuple[int, int, Completion]]",
+        have_ended: asyncio.Event,
     ) -> AsyncIterator[bytes]:
         """Server-sent events: each holds all of a sample so far, or what is new of it; the last is [DONE]."""
         num_open = sum(request.params.n for request in requests)
@@ -231,6 +238,7 @@ class SamplerServer:
             yield b"data: " + to_json(event) + b"\n\n"
             if not queue.empty():
                 await asyncio.sleep(0)  # lets the loop see that the client has left
+        have_ended.set()
         yield b"data: [DONE]\n\n"
 
     async def flush_cache(self, http: HttpRequest) -> Response:

@@ -15,13 +15,16 @@ def texts_of(reply, body):
     """What each choice said; a call as NAME(ARGUMENTS)."""
     parts = events(reply) if body.get("stream") else [reply.json()]
     texts: dict[int, str] = {}
+    calls: dict[tuple[int, int], str] = {}
     for choice in (choice for part in parts for choice in part["choices"]):
         message = choice.get("delta") or choice.get("message") or {}
-        calls = [call["function"] for call in message.get("tool_calls") or []]
         text = (choice.get("text") or "") + (message.get("content") or "")
-        text += "".join(f"{call['name']}({call['arguments']})" for call in calls)
         texts[choice["index"]] = texts.get(choice["index"], "") + text
-    return texts
+        for place, call in enumerate(message.get("tool_calls") or []):  # streamed in pieces, the first with the name
+            where, function = (choice["index"], call.get("index", place)), call["function"]
+            begun = calls.get(where) or f"{function['name']}("
+            calls[where] = begun + function["arguments"]
+    return {index: text + "".join(f"{c})" for w, c in calls.items() if w[0] == index) for index, text in texts.items()}
 
 
 @pytest.mark.parametrize("number", range(len(RECORDED["requests"])))

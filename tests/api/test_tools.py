@@ -4,9 +4,13 @@ import json
 
 import pytest
 
+from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import Function, Message, Tool
 from nanodag.api.prompts import _folded
+from nanodag.api.served_model import Limits
+from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import HERMES, Call, TemplateReader, argument_of
+from nanodag.inference.protocol import FinishReason
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
 
 
@@ -46,9 +50,71 @@ def test_a_streamed_call_is_the_same_call(folder, sums):
         part["choices"][0] for part in events(chat(app_of(model_of(folder, sums)), tools=[CALCULATOR], stream=True))
     ]
     assert "".join(part["delta"].get("content", "") for part in parts) == "It is "
-    ((call,),) = [part["delta"]["tool_calls"] for part in parts if "tool_calls" in part["delta"]]
-    assert call["index"] == 0 and call["function"] == {"name": "calculator", "arguments": '{"expression": "12*34"}'}
+    first, *rest = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+    assert first["index"] == 0 and first["type"] == "function" and first["function"]["name"] == "calculator"
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in rest)
+    assert "".join(call["function"]["arguments"] for call in [first, *rest]) == '{"expression": "12*34"}'
     assert parts[-1]["finish_reason"] == "tool_calls"
+
+
+def streamed(folder, text, reason, **how):
+    """Calls and contents of an answer whose stream is looked at after every character: (name, pieces of arguments)."""
+    reader = TemplateReader(HERMES, "")
+    answer = ParsedAnswer(TokenText(folder), reader, stops=())
+    content, calls = "", []
+
+    def look():
+        nonlocal content
+        content += answer.new().content
+        for part in answer.call_parts():
+            assert (part.name is None) == (part.index < len(calls)), "a call has its name in its first piece alone"
+            if part.name is not None:
+                calls.append((part.name, []))
+            calls[part.index][1].append(part.arguments)
+
+    for character in text:
+        answer._add(reader.take(0, character))
+        look()
+    answer._end(FinishReason(type=reason))
+    look()
+    return content, calls, answer.finish_reason
+
+
+def test_arguments_are_streamed_in_pieces_as_the_model_writes_them(folder):
+    text = f"a<tool_call>\n{CALL}\n</tool_call><tool_call>{CALL}</tool_call>"
+    content, calls, reason = streamed(folder, text, "stop")
+    assert (content, reason, [name for name, _ in calls]) == ("a", "tool_calls", ["weather"] * 2)
+    for _, pieces in calls:
+        assert len(pieces) > 20 and json.loads("".join(pieces)) == {"city": "Zürich", "day": "now"}
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"a": "}\\"{", "b": {}}}', '{"a": "}\\"{", "b": {}}'),
+        ('{"name": "f", "parameters": {}}', "{}"),
+        ('{"arguments": {"x": 1}, "name": "f"}', '{"x": 1}'),  # told when it is whole
+    ],
+)
+def test_pieces_end_where_the_arguments_do(folder, call, arguments):
+    _, ((name, pieces),), reason = streamed(folder, f"<tool_call>{call}</tool_call>", "stop")
+    assert (name, "".join(pieces), reason) == ("f", arguments, "tool_calls")
+
+
+def test_a_call_that_was_told_and_is_cut_stays_a_call_with_what_it_has(folder):
+    cut = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    content, calls, reason = streamed(folder, cut, "length")
+    assert (content, reason) == ("", "length") and [(n, "".join(p)) for n, p in calls] == [("f", '{"a": "b')]
+    content, calls, reason = streamed(folder, '<tool_call>{"name": "f"', "length")
+    assert (content, calls, reason) == ('<tool_call>{"name": "f"', [], "length")
+
+
+def test_a_call_of_our_format_that_is_cut_stays_a_call_where_it_was_streamed(folder, ids_of):
+    backend = Scripted(ids_of("<|tool_call|>", "12*3"), pause_s=0.001)
+    asked = app_of(model_of(folder, backend), limits=Limits(events_per_s=1e6))
+    parts = [part["choices"][0] for part in events(chat(asked, tools=[CALCULATOR], stream=True))]
+    calls = [call["function"]["arguments"] for part in parts for call in part["delta"].get("tool_calls", ())]
+    assert "".join(calls) == '{"expression": "12*3' and parts[-1]["finish_reason"] == "length"
 
 
 def test_a_forced_call_is_opened_in_the_prompt(folder, ids_of):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+import nanodag.sampler.engine
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
@@ -61,6 +62,21 @@ def test_a_prompt_is_run_once_for_all_its_samples_even_if_they_wait_for_slots(en
     assert prompts == [[1, 2, 3]]
     assert len(completions) == 30
     assert [completion.num_cached_tokens for completion in completions] == [0] + [3] * 29
+
+
+@pytest.mark.parametrize(("silence_s", "told"), [(1e9, [1, 8]), (0.0, [1, 2, 3, 4, 5, 6, 7, 8])])
+def test_streams_take_no_more_than_their_share_of_the_engine_but_for_a_limit_of_silence(
+    folder, monkeypatch, silence_s, told
+):
+    monkeypatch.setattr(nanodag.sampler.engine, "REPORT_CPU_S", 1e9)
+    monkeypatch.setattr(nanodag.sampler.engine, "MAX_SILENCE_S", silence_s)
+    engine, counts = Engine(folder, max_batch=2, stream_every_s=1e-9), []
+    engine.submit(
+        request(max_new_tokens=8, ignore_eos=True), lambda _, now: counts.append(len(now.output_ids)), stream=True
+    )
+    while engine.has_work:
+        engine.step()
+    assert counts == told
 
 
 def test_a_prompt_that_was_overwritten_is_run_again(engine):

@@ -137,6 +137,21 @@ def test_a_stream_holds_all_so_far_and_ends_with_done(server):
     assert events[3]["text"].startswith(events[0]["text"])
 
 
+def test_a_stream_that_tells_once_has_every_token_once_and_no_text(post, server):
+    params = {"max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 3}
+    body = {"input_ids": [1, 2], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    whole = post("/generate", body).json()["meta_info"]
+    body |= {"stream": True, "tells_once": True}
+    with httpx.stream("POST", server.url + "/generate", json=body, trust_env=False) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    told = [event["meta_info"] for event in events]
+    assert [len(event["output_ids"]) for event in events] == [1] * 4 and "text" not in events[-1]
+    assert [meta["completion_tokens"] for meta in told] == [1, 2, 3, 4]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert [entry for meta in told for entry in meta[name]] == whole[name]
+    assert told[-1]["finish_reason"] == whole["finish_reason"] == {"type": "length", "length": 4}
+
+
 def test_the_streams_of_several_samples_are_told_apart_by_index(server):
     body = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3, "n": 2, "ignore_eos": True}}
     with httpx.stream("POST", server.url + "/generate", json=body | {"stream": True}, trust_env=False) as response:

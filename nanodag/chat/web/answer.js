@@ -60,7 +60,7 @@ export async function write(answer, turns, { column, settings, tools, maxRounds,
       answer.steps.push(step);
       answer.finish = "";
       const finish = await writeStep(step, answer, turns, { column, settings, tools, signal, changed });
-      if (!step.calls.length) {
+      if (!step.calls.length || finish === "length") { // a call that was cut is not carried out
         answer.finish = finish || "stop";
         return;
       }
