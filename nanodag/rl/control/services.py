@@ -13,7 +13,7 @@ from typing import Any, cast
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
-from nanodag.host.machine import visible_gpus
+from nanodag.host.machine import gpu_of_replica, visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
@@ -31,7 +31,6 @@ from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
-from nanodag.worker.devices import gpu_of_replica
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes
