@@ -27,7 +27,7 @@ from nanodag.plan.sizes import (
     mean_prompt,
     size_of,
 )
-from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, decoding_seconds, gpu_peak
+from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, SGLANG_START_S, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 ANSWERS_SHARE = 0.5
@@ -326,4 +326,5 @@ def _gpu_seconds(
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )
-    return None if decoding is None else EVALUATION_START_S + reading + decoding
+    start = EVALUATION_START_S + (SGLANG_START_S if engine == "sglang" else 0.0)
+    return None if decoding is None else start + reading + decoding

@@ -55,7 +55,7 @@ def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_b
 
 @pytest.mark.parametrize("way", group_attention.WAYS)
 def test_every_way_of_attention_gives_the_same_scores(way, tmp_path, monkeypatch):
-    """Those of the answers one by one: with heads of 16, as the compiled attention takes them, shared by two queries."""
+    """With heads of 16, as the compiled attention takes them, two queries to a key."""
     config = LlamaConfig(
         vocab_size=280, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, intermediate_size=48, initializer_range=0.4, max_position_embeddings=192,
