@@ -55,9 +55,13 @@ class Theirs(HFLM):
     is_chat = False
     under_way: Any = None
 
+    def __init__(self, *, new_tokens: int, **more: Any) -> None:
+        self._new_tokens = new_tokens
+        super().__init__(**more)
+
     @property
     def max_gen_toks(self) -> int:
-        return NEW_TOKENS
+        return self._new_tokens
 
     def switch_template(self, switches: Any) -> None:
         """No chat here."""
@@ -113,7 +117,7 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # Ours ends a text where the next document starts, too; `generate` would write that document as well.
     model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, tokenizer.bos_token_id} - {None})
-    theirs = Theirs(pretrained=model, tokenizer=tokenizer, batch_size=16)
+    theirs = Theirs(pretrained=model, tokenizer=tokenizer, batch_size=16, new_tokens=NEW_TOKENS)
     equal = total = 0
     with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
         for name in args.only or CASES:

@@ -7,7 +7,7 @@ Each side is a process of its own with one thread, since the libraries below it 
 HFLM first tries each of --batches on a benchmark; then both sides answer it in turn, --rounds times, HFLM with the
 batch that was fastest. Reported: tokens that ours reads and writes; CPU-seconds of the requests (tokenizer and model;
 the median); how many times as fast ours is in them; the same of the whole benchmark (items and scores too, which
-lm-eval makes on both sides). Written answers have NEW_TOKENS at most. The process fails where a bar is missed.
+lm-eval makes on both sides). Written answers have --new tokens at most. The process fails where a bar is missed.
 
 As on a processor without AVX-512 (ours asks the processor itself, so its compiled kernels keep AVX-512):
 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
@@ -33,7 +33,6 @@ from nanodag.worker.launch import worker_environment
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 SIDES = ("ours", "HFLM")
-NEW_TOKENS = 64
 ASKED = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -67,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=256, help="tokens of a written answer at most, as lm-eval has them")
     parser.add_argument("--only", nargs="*", default=[], choices=list(CASES))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -134,7 +134,7 @@ class Side:
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         command = [
             sys.executable, "-m", "benchmarks.evaluation", str(args.model), "--mirror", str(args.mirror),
-            "--precision", args.precision, "--items", str(args.items), "--side", name,
+            "--precision", args.precision, "--items", str(args.items), "--new", str(args.new), "--side", name,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=worker_environment(1)
@@ -196,7 +196,7 @@ def serve_side(args: argparse.Namespace) -> None:
 def our_model(args: argparse.Namespace) -> Any:
     from nanodag.evaluation.evaluated_model import EvaluatedModel
 
-    return EvaluatedModel(args.model, precision=args.precision, device="cpu", max_new_tokens=NEW_TOKENS)
+    return EvaluatedModel(args.model, precision=args.precision, device="cpu", max_new_tokens=args.new)
 
 
 def their_model(args: argparse.Namespace) -> Any:
@@ -208,7 +208,7 @@ def their_model(args: argparse.Namespace) -> Any:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, DTYPES[args.precision])).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, tokenizer.bos_token_id} - {None})
-    return Theirs(pretrained=model, tokenizer=tokenizer, batch_size=1)
+    return Theirs(pretrained=model, tokenizer=tokenizer, batch_size=1, new_tokens=args.new)
 
 
 if __name__ == "__main__":

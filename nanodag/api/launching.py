@@ -4,23 +4,21 @@ import argparse
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from nanodag.api.engines import Engines
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.errors import BadRequest, ConfigError, SourceError
-from nanodag.host.machine import detect
+from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
-from nanodag.inference.sglang_install import find_python
-from nanodag.inference.sglang_options import Option
-from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.inference.engine_process import EngineSettings, start_engine
+from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import check_same_shape, read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
-from nanodag.worker.devices import gpu_of_replica, visible_gpus
 
 STREAM_EVERY_S = 0.05
+SGLANG_START_S = 600.0
 LARGEST_SGLANG_CONTEXT = 8192  # unless another one is asked for
 SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas that share a device
 
@@ -48,24 +46,11 @@ def served_model(
     def connect(url: str) -> SamplerClient:
         return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s)
 
+    settings = _settings(args, device, context, token, num_models)
+
     def launch(number: int, weights: Path, version: str) -> ServerProcess:
         log_path = logs / f"{name.replace('/', '-')}-{number}.log"
-        if args.engine == "sglang":
-            return _sglang(args, weights, version, device, first + number, num_models, context, token, log_path)
-        return SamplerProcess.start(
-            weights,
-            log_path=log_path,
-            dtype=args.dtype,
-            device=device,
-            gpu=gpu_of_replica(first + number) if device == "cuda" else "",
-            max_batch=args.max_batch,
-            context_length=args.context_length,
-            deterministic=args.deterministic,
-            threads=1 if args.deterministic else args.threads,
-            weight_version=version,
-            stream_every_s=STREAM_EVERY_S,
-            token=token,
-        )
+        return start_engine(settings, first + number, weights, log_path=log_path, version=version)
 
     def check(weights: Path) -> None:
         if architecture is not None:
@@ -95,36 +80,35 @@ async def with_its_context(model: ServedModel) -> ServedModel:
     return replace(model, context_length=int((await engines.least_busy().client.model_info())["context_length"]))
 
 
-def _sglang(
-    args: argparse.Namespace,
-    folder: Path,
-    version: str,
-    device: Literal["cpu", "cuda"],
-    number: int,
-    num_models: int,
-    context: int,
-    token: str,
-    log_path: Path,
-) -> ServerProcess:
-    # With its tokenizer: grammars need it, and so does text by /generate.
-    options: dict[str, Option] = {"skip-tokenizer-init": False, "grammar-backend": "xgrammar"}
+def _settings(args: argparse.Namespace, device: Device, context: int, token: str, num_models: int) -> EngineSettings:
+    if args.engine == "embedded":
+        return EngineSettings(
+            engine="embedded",
+            device=device,
+            dtype=args.dtype,
+            max_batch=args.max_batch,
+            context_length=args.context_length,
+            threads=args.threads,
+            token=token,
+            deterministic=args.deterministic,
+            stream_every_s=STREAM_EVERY_S,
+        )
     num_gpus = len(visible_gpus()) if device == "cuda" else 1
     sharing = -(-args.replicas * num_models * args.tensor_parallel // num_gpus)
-    return SGLangProcess.start(
-        find_python(args.python, device),
-        folder,
-        log_path=log_path,
+    return EngineSettings(
+        engine="sglang",
         device=device,
         dtype="auto" if device == "cuda" else "float32",
         max_batch=args.max_batch,
         context_length=context,
-        weight_version=version,
-        memory_fraction=SGLANG_MEMORY[device] / sharing,
-        tensor_parallel=args.tensor_parallel,
-        first_gpu=number * args.tensor_parallel % num_gpus if device == "cuda" else 0,
         threads=args.threads,
-        options=options,
         token=token,
+        start_timeout_s=SGLANG_START_S,
+        python=args.python,
+        tensor_parallel=args.tensor_parallel,
+        memory_fraction=SGLANG_MEMORY[device] / sharing,
+        # With its tokenizer: grammars need it, and so does text by /generate.
+        options={"skip-tokenizer-init": False, "grammar-backend": "xgrammar"},
     )
 
 

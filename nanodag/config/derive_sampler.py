@@ -5,10 +5,12 @@ amount, a share of the whole device, and never a share of what is free at the mo
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanodag.config.footprint import USABLE
+from nanodag.config.kinds.evaluation import SGLANG_ONLY as SGLANG_ONLY_IN_EVALUATION
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
@@ -94,8 +96,7 @@ def derive_sampler(
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":  # what was set for SGLang means nothing to it
-        fields = type(config).model_fields
-        fill.updates |= {field: fields[field].get_default(call_default_factory=True) for field in SGLANG_ONLY}
+        fill.without(SGLANG_ONLY)
     tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
@@ -207,9 +208,19 @@ def derive_evaluation(
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
+    is_here = machine.sglang or config.python != "auto"
+    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
+    engine = fill("engine", engine, f"{machine}: {why}")
+    if engine == "embedded":
+        fill.without(SGLANG_ONLY_IN_EVALUATION)
+    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     gpus = stage.resources.gpus_per_node or machine.num_gpus
     replicas, why = replicas_of(
-        device=device, gpus=gpus, tensor_parallel=1, is_exact=True, threads=int(stage.resources.threads)
+        device=device,
+        gpus=gpus,
+        tensor_parallel=tensor_parallel,
+        is_exact=engine == "embedded",
+        threads=int(stage.resources.threads),
     )
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
@@ -220,12 +231,13 @@ def derive_evaluation(
         device=device,
         share=share,
         replicas=replicas,
-        tensor_parallel=1,
-        engine="embedded",
+        tensor_parallel=tensor_parallel,
+        engine=engine,
         weights=weights,
     )
     if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
-        room = min(room, int(USABLE * machine.gpu.memory) - 2 * weights - BESIDE_IN_EVALUATION)
+        left = int(USABLE * machine.gpu.memory) - weights - BESIDE_IN_EVALUATION
+        room = min(room, tensor_parallel * left - weights)
     fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
     benchmarks = []
     for number, benchmark in enumerate(stage.benchmarks):
@@ -245,6 +257,11 @@ class _Filler:
     def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
         self.updates: dict[str, Any] = {}
         self._section, self._name, self._origins = section, name, origins
+
+    def without(self, names: Sequence[str]) -> None:
+        """Settings that mean nothing here, as they are by default."""
+        fields = type(self._section).model_fields
+        self.updates |= {name: fields[name].get_default(call_default_factory=True) for name in names}
 
     def __call__(self, field: str, value: Any, why: str) -> Any:
         """The setting: what is given, else the value."""

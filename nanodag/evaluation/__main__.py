@@ -52,9 +52,8 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
         device=config.resources.device,
         micro_batch_tokens=int(config.micro_batch_tokens),
         max_new_tokens=config.max_new_tokens,
-        replicas=int(config.sampler.replicas),
-        sampler_batch=int(config.sampler.max_batch),
-        cache_bytes=int(config.sampler.cache_bytes),
+        sampler=config.sampler,
+        threads=int(config.resources.threads),
         bos=config.bos,
         on_progress=progress,
     )

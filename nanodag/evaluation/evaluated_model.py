@@ -1,4 +1,4 @@
-"""A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with embedded samplers.
+"""A checkpoint as lm-eval sees it: scores texts with the model that is trained, writes texts with samplers.
 
 Either is loaded when a benchmark first needs it; the model classes of transformers, which take seconds to import, are
 not. Plain text becomes the tokens that lm-eval's own HFLM makes of it: with the start-of-document token where the
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
 from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.written import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KEPT_TEXTS = 64
+ONE_EMBEDDED = EvalSamplerConfig(engine="embedded", replicas=1, max_batch=64, cache_bytes=2 << 30)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Progress = Callable[[int, int], None]
@@ -64,7 +67,7 @@ class EvaluatedModel(TemplateLM):
     is_chat: prompts come from the chat template. under_way: the benchmark. kept: what was written and scored for
     it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where the benchmark
     does not say. bos: as EvalStage's.
-    micro_batch_tokens: scored at once. replicas, sampler_batch, cache_bytes: of the samplers, as EvalSamplerConfig's.
+    micro_batch_tokens: scored at once. sampler: what writes, derived. threads: that it may use beside this process.
     on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
@@ -74,12 +77,11 @@ class EvaluatedModel(TemplateLM):
         folder: Path,
         *,
         precision: str,
-        device: str,
+        device: Device,
         micro_batch_tokens: int = 1024,
         max_new_tokens: int,
-        replicas: int = 1,
-        sampler_batch: int = 64,
-        cache_bytes: int = 2 << 30,
+        sampler: EvalSamplerConfig = ONE_EMBEDDED,
+        threads: int = 1,
         bos: str = "auto",
         on_progress: Progress = lambda done, total: None,
     ) -> None:
@@ -97,13 +99,15 @@ class EvaluatedModel(TemplateLM):
         self._precision = precision
         self._micro_batch_tokens = micro_batch_tokens
         self._max_new_tokens = max_new_tokens
-        self._replicas, self._sampler_batch, self._cache_bytes = replicas, sampler_batch, cache_bytes
+        self._sampler_config, self._threads = sampler, threads
         self._sampler: AnswerWriter | None = None
         self._on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
             self.max_positions = read_checkpoint(folder).architecture.max_positions
         self._bos = bos
+        # lm-eval asks for a context's tokens once for each of its choices.
+        self._encoded = lru_cache(maxsize=KEPT_TEXTS)(self._encode)
         if bos == "always" and self.tokenizer.bos_token_id is None:
             raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
 
@@ -123,9 +127,8 @@ class EvaluatedModel(TemplateLM):
             folder=self.folder,
             precision=self._precision,
             device=self._device,
-            replicas=self._replicas,
-            max_batch=self._sampler_batch,
-            cache_bytes=self._cache_bytes,
+            threads=self._threads,
+            config=self._sampler_config,
         )
         flops = 2.0 * matrix_parameters(self.folder) * num_tokens
         last = self._sampler
@@ -159,11 +162,16 @@ class EvaluatedModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids. Plain text gets what `bos` says in front, unless add_special_tokens is False or it is there."""
-        ids = self.tokenizer.encode(string, add_special_tokens=False)
-        has_start = ids[:1] == [self.tokenizer.bos_token_id]
-        if self.is_chat or add_special_tokens is False or self._bos == "never" or has_start:
-            return ids
-        return self.document(string) if self._bos == "always" else self.tokenizer.encode(string)
+        is_plain = not (self.is_chat or add_special_tokens is False or self._bos == "never")
+        return list(self._encoded(string, is_plain))
+
+    def _encode(self, string: str, is_plain: bool) -> tuple[int, ...]:
+        start: str | None = self.tokenizer.bos_token
+        if not is_plain or (start is not None and string.lstrip().startswith(start)):
+            ids = self.tokenizer.encode(string, add_special_tokens=False)
+            if not is_plain or ids[:1] == [self.tokenizer.bos_token_id]:
+                return tuple(ids)
+        return tuple(self.document(string) if self._bos == "always" else self.tokenizer.encode(string))
 
     def document(self, text: str) -> list[int]:
         """Token ids with the start-of-document token in front, where the tokenizer has one: as CORE is scored."""

@@ -1,8 +1,8 @@
-"""Texts by embedded samplers: one inside this process, or several, each a process on a GPU or core of its own.
-SGLang takes a minute to start, in which eight GPUs write the answers of a benchmark.
+"""Texts by samplers: an embedded one inside this process, or several of either engine, each a process on a GPU or core
+of its own, which are handed requests one by one as they get done with others.
 
-On a CPU a sampler has one thread and is deterministic, so an answer does not depend on how many of them there are, nor
-on what is written beside it.
+On a CPU an embedded sampler has one thread and is deterministic, so an answer does not depend on how many of them there
+are, nor on what is written beside it.
 """
 
 import asyncio
@@ -18,16 +18,23 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from nanodag.config.derive_sampler import SGLANG_STATIC, SHARE_OF_HOST
+from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.host.machine import visible_gpus
+from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_process import EngineSettings, start_engine
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
+from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.sglang_install import Device
+from nanodag.inference.sglang_process import CONTEXT_RESERVE
+from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.engine import Engine
-from nanodag.worker.devices import gpu_of_replica
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 REPLICA_FLOPS = 2e11  # what starting another sampler costs: some 3 s of a core
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
+SGLANG_CONTEXT = 8192  # as far as the model has so many positions: no later benchmark needs another start
 REQUEST_TIMEOUT_S = 6 * 3600.0  # of silence; a sampler that dies is noticed at once
 
 OnWritten = Callable[[int, Completion], None]
@@ -36,14 +43,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """max_batch: answers at once, of one sampler. cache_bytes: of its keys and values. replicas: samplers at most."""
+    """Of the samplers of one model. config: derived. threads: that this stage may use."""
 
     folder: Path
     precision: str
-    device: str
-    replicas: int
-    max_batch: int
-    cache_bytes: int
+    device: Device
+    threads: int
+    config: EvalSamplerConfig
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether an answer is the same whatever is written beside it."""
+        return self.device == "cpu" and self.config.engine == "embedded"
+
+    def engine(self, context: int, replicas: int, token: str) -> EngineSettings:
+        """What their processes are started with."""
+        config, a = self.config, read_checkpoint(self.folder).architecture
+        assert config.engine != "auto"  # derived
+        each = token_bytes(
+            num_layers=a.num_layers,
+            num_kv_heads=a.num_kv_heads,
+            head_width=a.head_dim,
+            element_bytes=ELEMENT_BYTES[self.precision],
+        )
+        return EngineSettings(
+            engine=config.engine,
+            device=self.device,
+            dtype=DTYPES[self.precision],
+            max_batch=int(config.max_batch),
+            context_length=context,
+            threads=max(1, self.threads // replicas),
+            token=token,
+            start_timeout_s=START_TIMEOUT_S[config.engine],
+            cache_bytes=int(config.cache_bytes),
+            deterministic=self.is_exact,
+            python=config.python,
+            tensor_parallel=config.tensor_parallel,
+            cache_tokens=max(int(config.cache_bytes) // each, context + CONTEXT_RESERVE),
+            # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
+            memory_fraction=SGLANG_STATIC if self.device == "cuda" else SHARE_OF_HOST,
+            options={"skip-tokenizer-init": False, **config.options},  # it finds stop strings in the text
+        )
 
 
 class AnswerWriter(Protocol):
@@ -60,19 +100,28 @@ class AnswerWriter(Protocol):
 
 
 def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> AnswerWriter:
-    """Samplers of that context, as many as there are GPUs or cores for and as have something to do. flops: of what is
-    to be written. Raises BadRequest for sizes that do not fit, SamplerLost where one does not start."""
+    """Samplers with room for a context, as many as there are GPUs or cores for and as have something to do. flops: of
+    what is to be written.
+
+    Raises BadRequest for sizes that do not fit, SamplerLost where one does not start, MissingTool where SGLang is not
+    installed.
+    """
     replicas = replicas_for(settings, flops)
+    if settings.config.engine == "sglang":  # its start takes a minute, and its cache is shared out by the token
+        positions = read_checkpoint(settings.folder).architecture.max_positions
+        return Replicas(settings, max(context, min(SGLANG_CONTEXT, positions)), replicas)
     return InProcess(settings, context) if replicas == 1 else Replicas(settings, context, replicas)
 
 
 def replicas_for(settings: SamplerSettings, flops: float) -> int:
-    """How many samplers a benchmark gets: one for each GPU that this process may use, or as the config says on a CPU,
-    and none that would cost more to start than it computes."""
-    most = settings.replicas
+    """How many samplers a benchmark gets: one for each GPU, or tensor_parallel of them, that this process may use; on a
+    CPU as the config says; and of embedded ones none that would cost more to start than it computes."""
+    most = int(settings.config.replicas)
     if settings.device == "cuda":
-        most = min(most, len(visible_gpus()))
-    return max(1, min(most, int(flops / REPLICA_FLOPS)))
+        most = min(most, len(visible_gpus()) // settings.config.tensor_parallel)
+    if settings.config.engine == "embedded":
+        most = min(most, int(flops / REPLICA_FLOPS))
+    return max(1, most)
 
 
 class InProcess:
@@ -82,7 +131,7 @@ class InProcess:
 
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
-        self._is_exact = settings.device == "cpu"
+        self._is_exact = settings.is_exact
         self._on_one_thread(partial(self._start, settings))
 
     def _start(self, settings: SamplerSettings) -> None:
@@ -90,9 +139,9 @@ class InProcess:
             settings.folder,
             dtype=DTYPES[settings.precision],
             device=settings.device,
-            max_batch=settings.max_batch,
+            max_batch=int(settings.config.max_batch),
             context_length=self.context,
-            cache_bytes=settings.cache_bytes,
+            cache_bytes=int(settings.config.cache_bytes),
             deterministic=self._is_exact,
         )
 
@@ -130,15 +179,17 @@ class InProcess:
 
 
 class Replicas:
-    """Several samplers, each a process on a GPU or core of its own."""
+    """Samplers that are processes."""
 
     def __init__(self, settings: SamplerSettings, context: int, count: int) -> None:
         self.context, self.num_replicas = context, count
-        self._max_batch, self._token = settings.max_batch, secrets.token_hex(16)
+        self._max_batch, self._token = int(settings.config.max_batch), secrets.token_hex(16)
+        self._vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
         self._logs = tempfile.TemporaryDirectory(prefix="nanodag-evaluation-")
         self._servers: list[ServerProcess] = []
+        engine = settings.engine(context, count, self._token)
         with ThreadPoolExecutor(count) as pool:
-            starting = [pool.submit(self._start, settings, number) for number in range(count)]
+            starting = [pool.submit(self._start, engine, number, settings.folder) for number in range(count)]
         try:
             for future in starting:
                 future.result()
@@ -146,21 +197,9 @@ class Replicas:
             self.close()
             raise
 
-    def _start(self, settings: SamplerSettings, number: int) -> None:
-        server = SamplerProcess.start(
-            settings.folder,
-            log_path=Path(self._logs.name) / f"sampler-{number}.log",
-            dtype=DTYPES[settings.precision],
-            device=settings.device,
-            gpu=gpu_of_replica(number) if settings.device == "cuda" else "",
-            max_batch=settings.max_batch,
-            context_length=self.context,
-            cache_bytes=settings.cache_bytes,
-            deterministic=settings.device == "cpu",
-            token=self._token,
-            start_timeout_s=START_TIMEOUT_S,
-        )
-        self._servers.append(server)
+    def _start(self, engine: EngineSettings, number: int, folder: Path) -> None:
+        log_path = Path(self._logs.name) / f"sampler-{number}.log"
+        self._servers.append(start_engine(engine, number, folder, log_path=log_path))
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """As AnswerWriter says."""
@@ -176,7 +215,13 @@ class Replicas:
                 on_written(number, completion)
 
         clients = [
-            SamplerClient(server.url, token=self._token, request_timeout_s=REQUEST_TIMEOUT_S)
+            SamplerClient(
+                server.url,
+                token=self._token,
+                request_timeout_s=REQUEST_TIMEOUT_S,
+                vocab_size=self._vocab_size,
+                context_length=self.context,
+            )
             for server in self._servers
         ]
         try:

@@ -225,13 +225,15 @@ def _row(questions: Sequence[Question]) -> _Row:
         ids += question.context
         positions += range(before)
         last = len(ids) - 1
+        behind: list[tuple[int, int, int]] = []
         for answer in question.answers:
             size = len(answer) - 1
-            responses.append((len(ids), size, number))
+            behind.append((len(ids), size, number))
             predict_at += [last, *range(len(ids), len(ids) + size)]
             targets += answer
             ids += answer[:-1]
             positions += range(before, before + size)
+        responses += [response for response in behind if response[1]] or behind[:1]  # of one token: nothing is read
     return _Row(ids, positions, np.array(prompts), np.array(responses), predict_at, targets)
 
 

@@ -1,8 +1,9 @@
-"""Plans evaluation: likelihoods by the model that is trained, written answers by embedded samplers."""
+"""Plans evaluation: likelihoods by the model that is trained, written answers by samplers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nanodag.config.derive_sampler import SHARE_IN_EVALUATION, SHARE_OF_HOST
 from nanodag.config.footprint import CUDA_BYTES, width_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
@@ -15,7 +16,7 @@ from nanodag.plan.core_sizes import core_items, core_tokens
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
-from nanodag.plan.sampling import PlannedSamplers, embedded_samplers
+from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
     downloaded,
@@ -26,7 +27,7 @@ from nanodag.plan.sizes import (
     mean_prompt,
     size_of,
 )
-from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, decoding_seconds, gpu_peak
+from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, SGLANG_START_S, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 ANSWERS_SHARE = 0.5
@@ -64,13 +65,26 @@ def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
     return (found or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
 
 
-def samplers_of(stage: EvalStage, model: ModelSize) -> PlannedSamplers | None:
-    """The samplers that write answers; None where there is nothing to write. As many start as are worth it where no
-    answer ends before its last token."""
+def samplers_of(stage: EvalStage, model: ModelSize, machine: Machine) -> PlannedSamplers | None:
+    """The samplers that write answers; None where there is nothing to write. As many embedded ones start as are worth
+    it where no answer ends before its last token."""
     context = min(needed_context(stage, model), model.max_positions)
     if not context:
         return None
-    sampler = stage.sampler
+    sampler, device = stage.sampler, str(stage.resources.device)
+    if sampler.engine == "sglang":
+        return sglang_samplers(
+            model,
+            machine,
+            precision=str(stage.precision),
+            device=device,
+            replicas=int(sampler.replicas),
+            tensor_parallel=sampler.tensor_parallel,
+            max_batch=int(sampler.replicas) * int(sampler.max_batch),
+            context=context,
+            memory_fraction=SHARE_IN_EVALUATION if device == "cuda" else SHARE_OF_HOST,
+            cache_bytes=int(sampler.cache_bytes),
+        )
     written = [b for b in stage.benchmarks if is_written(b)]
     used = max(stage.answer_tokens(b) + prompt_of(b, model) for b in written)
     most = max(items_of(b) * b.num_samples * (stage.answer_tokens(b) + prompt_of(b, model)) for b in written)
@@ -78,7 +92,7 @@ def samplers_of(stage: EvalStage, model: ModelSize) -> PlannedSamplers | None:
     return embedded_samplers(
         model,
         precision=str(stage.precision),
-        device=str(stage.resources.device),
+        device=device,
         replicas=replicas,
         max_batch=replicas * int(sampler.max_batch),
         context=context,
@@ -99,7 +113,7 @@ def plan_evaluation(
         return StagePlan(
             name=name, kind=stage.kind, device=device, read_bytes=read, notes=("its model is not known yet",)
         )
-    samplers = samplers_of(stage, model)
+    samplers = samplers_of(stage, model, machine)
     longest = max(map(stage.answer_tokens, stage.benchmarks))
     tokens = _tokens(stage, model, habit)
     flops = tokens.all * model.forward_flops(500)
@@ -115,14 +129,14 @@ def plan_evaluation(
         read_bytes=read,
         download_bytes=downloaded(sources, read),
         processes=_processes(stage, model, samplers),
-        num_gpus=(samplers.process.count if samplers is not None else 1) if device == "cuda" else 0,
+        num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if device == "cuda" else 0,
         at_once=None if samplers is None else samplers.at_once,
         longest_prompt=None if samplers is None else model.max_positions - longest,
         disk_bytes=int(4 * read) + processes.MB,
         kept_bytes=int(4 * read) + processes.MB,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        share=GPU_SHARES["embedded"].likelihood if device == "cuda" else core.share(flops, cpu_seconds),
+        share=GPU_SHARES[str(stage.sampler.engine)].likelihood if device == "cuda" else core.share(flops, cpu_seconds),
     )
 
 
@@ -137,7 +151,7 @@ def faults_of_evaluation(
         assert isinstance(changed, EvalStage)
         return plan_evaluation(plan.name, changed, model, machine)
 
-    has_samplers = samplers_of(stage, model) is not None
+    has_samplers = samplers_of(stage, model, machine) is not None
     yield from memory_faults(
         plan,
         machine,
@@ -156,7 +170,7 @@ def faults_of_evaluation(
         why += f"of {widest.name} would not be asked"
         mend = (f"max_new_tokens={room}",) if room > 0 and answer == stage.max_new_tokens else ()
         yield Fault(setting="max_new_tokens", found=str(answer), why=why, mend=mend)
-    samplers = samplers_of(stage, model)
+    samplers = samplers_of(stage, model, machine)
     if samplers is not None and not samplers.at_once:
         why = f"bytes hold no sample of {needed} tokens, which takes {samplers.needed_bytes}"
         mend = (f"sampler.cache_bytes={samplers.needed_bytes}",)
@@ -176,7 +190,7 @@ def _candidates(stage: EvalStage, model: ModelSize, machine: Machine) -> Iterato
                 given = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
                 different = [name for (name, value), old in zip(said.items(), given, strict=True) if value != old]
                 yield tuple(f"{name}={said[name]}" for name in different), changed
-                samplers = samplers_of(changed, model)
+                samplers = samplers_of(changed, model, machine)
                 cache_bytes //= 2
                 if samplers is None or cache_bytes < samplers.needed_bytes:
                     break
@@ -258,7 +272,7 @@ def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | N
         return (worker,) if samplers is None else (worker, samplers.process)
     if samplers is None:
         return (Process(name="worker", host={**held, **base}),)
-    if samplers.process.count > 1:
+    if samplers.process.count > 1 or stage.sampler.engine == "sglang":
         return Process(name="worker", host={**held, **base}), samplers.process
     inner = {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
     return (Process(name="worker", host={**held, **base, **inner}, reserve=samplers.process.reserve),)
@@ -296,14 +310,15 @@ def _gpu_seconds(
     peak = gpu_peak(machine, precision, ranks=1)
     if not peak:
         return None
-    share = GPU_SHARES["embedded"].likelihood
+    engine = str(stage.sampler.engine)
+    share = GPU_SHARES[engine].likelihood
     reading = (tokens.scored + tokens.prompts) * model.forward_flops(500) / (share * peak)
     if samplers is None:
         return EVALUATION_START_S + reading
     count = samplers.process.count
     decoding = decoding_seconds(
         machine=machine,
-        engine="embedded",
+        engine=engine,
         samplers=count,
         tokens=tokens.written,
         weight_bytes=width_of(precision) * model.total,
@@ -311,4 +326,5 @@ def _gpu_seconds(
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )
-    return None if decoding is None else EVALUATION_START_S + reading + decoding
+    start = EVALUATION_START_S + (SGLANG_START_S if engine == "sglang" else 0.0)
+    return None if decoding is None else start + reading + decoding

@@ -31,6 +31,8 @@ START_S = 60.0
 """Of a worker that trains on a GPU: imports, the model, the first compiled step."""
 EVALUATION_START_S = 40.0
 """Of an evaluation on a GPU."""
+SGLANG_START_S = 60.0
+"""Of SGLang's servers, once in an evaluation."""
 RL_STEP_S = 2.0
 """Of an RL step on a GPU, beside sampling and training: rewards, new weights."""
 PACKED_TOKENS_S = 455_000

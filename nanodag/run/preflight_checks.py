@@ -90,6 +90,7 @@ class Checks:
         if isinstance(stage, SupervisedStage) and stage.core_every:
             self._core(f"{name}.core_bundle", bundle_url(stage.core_bundle))
         if isinstance(stage, EvalStage):
+            self._sampler(name, stage)
             for number, benchmark in enumerate(stage.benchmarks):
                 self._benchmark(f"{name}.benchmarks.{number}", benchmark, is_chat=stage.chat)
         if isinstance(stage, RLStage):
@@ -224,11 +225,14 @@ class Checks:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def _rl(self, name: str, stage: RLStage) -> None:
+    def _sampler(self, name: str, stage: RLStage | EvalStage) -> None:
         if stage.sampler.engine == "sglang":
             python, device = stage.sampler.python, stage.resources.device
             assert device != "auto"  # derived
             self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
+
+    def _rl(self, name: str, stage: RLStage) -> None:
+        self._sampler(name, stage)
         algorithm = stage.algorithm
         models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
         models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]

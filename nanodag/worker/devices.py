@@ -108,13 +108,6 @@ def hold(
         yield held
 
 
-def gpu_of_replica(number: int) -> str:
-    """The GPU of a sampler, of those that this process may use, as CUDA_VISIBLE_DEVICES names it: each has its own as
-    far as there are so many, then they share."""
-    gpus = visible_gpus()
-    return gpus[number % len(gpus)]
-
-
 def named_gpus(numbers: Sequence[int]) -> str:
     """Those devices as a value of CUDA_VISIBLE_DEVICES."""
     gpus = visible_gpus()

@@ -182,16 +182,37 @@ def test_the_cpus_replicas_share_a_quarter_of_the_memory():
     assert 7.9 * GIB < 2 * (sampler.cache_bytes + 2 * 4 * DEPTH_12.total) <= 8 * GIB
 
 
-@pytest.mark.parametrize(
-    ("text", "replicas", "max_batch"),
-    [("8xH100", 8, 256), ("1x24GB", 1, 256), ("2x8xH100", 8, 256), ("cpu:2:avx2:8GiB", 2, 64)],
-)
-def test_an_evaluation_has_a_sampler_for_each_gpu(text, replicas, max_batch):
+def evaluation_on(text, model=DEPTH_24, **sampler):
     machine = machine_of(text)
     resources = {"num_ranks": 1, "threads": machine.cores, "device": machine.device}
-    stage = EvalStage(kind="eval", benchmarks=({"name": "gsm8k"},), resources=resources, precision="bf16")
-    sampler = derive_evaluation("eval", stage, machine, DEPTH_24, {}).sampler
-    assert (sampler.replicas, sampler.max_batch) == (replicas, max_batch)
+    table = {"benchmarks": ({"name": "gsm8k"},), "resources": resources, "precision": "bf16", "sampler": sampler}
+    return derive_evaluation("eval", EvalStage(kind="eval", **table), machine, model, {}).sampler
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "replicas", "max_batch"),
+    [
+        ("8xH100+sglang", "sglang", 8, 256),
+        ("8xH100", "embedded", 8, 256),
+        ("1x24GB", "embedded", 1, 256),
+        ("2xV100+sglang", "embedded", 2, 256),
+        ("2x8xH100", "embedded", 8, 256),
+        ("cpu:2:avx2:8GiB", "embedded", 2, 64),
+    ],
+)
+def test_an_evaluation_has_rls_engine_and_a_sampler_for_each_gpu(text, engine, replicas, max_batch):
+    sampler = evaluation_on(text, options={} if engine == "sglang" else {"schedule_policy": "fcfs"})
+    assert (sampler.engine, sampler.replicas, sampler.max_batch, sampler.options) == (engine, replicas, max_batch, {})
+
+
+def test_an_evaluations_sglang_server_over_two_gpus_has_twice_the_cache_but_for_the_weights():
+    one, two = (evaluation_on("8xH100+sglang", tensor_parallel=each) for each in (1, 2))
+    assert (one.replicas, two.replicas) == (8, 4)
+    assert two.cache_bytes == pytest.approx(2 * one.cache_bytes + 2 * DEPTH_24.total, abs=4)
+
+
+def test_on_a_cpu_an_evaluations_sglang_is_one_server():
+    assert evaluation_on("cpu:8:avx2:32GiB", engine="sglang").replicas == 1
 
 
 @pytest.mark.parametrize(("model", "expected"), [(DEPTH_24, 111), (DEPTH_12, 256), (QWEN, 256)])

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.asking import asking
 from nanodag.data.config import SourceConfig
@@ -275,8 +275,10 @@ def greedy_params(**more) -> SamplingParams:
     return SamplingParams(max_new_tokens=12, temperature=0.0, **more)
 
 
-def checkpoint_of(folder, **more) -> EvaluatedModel:
-    return EvaluatedModel(folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=12, **more)
+def checkpoint_of(folder, *, replicas=1, max_batch=64, **more) -> EvaluatedModel:
+    sampler = EvalSamplerConfig(engine="embedded", replicas=replicas, max_batch=max_batch, cache_bytes=2 << 30)
+    asked = {"micro_batch_tokens": 96, "max_new_tokens": 12, "sampler": sampler, **more}
+    return EvaluatedModel(folder, precision="fp32", device="cpu", **asked)
 
 
 def without_bos_in_front(folder, target):
@@ -478,7 +480,7 @@ def test_a_sample_depends_on_seed_item_and_number_and_on_nothing_that_is_beside_
     fewer = run(checkpoint, "p", lines[2:4], **SAMPLED | {"num_samples": 2})
     assert [record["samples"] for record in fewer.records] == [samples[record["id"]][:2] for record in fewer.records]
     # batches of one, or two samplers
-    alone = checkpoint_of(model_folder, sampler_batch=1)
+    alone = checkpoint_of(model_folder, max_batch=1)
     assert run(alone, "p", lines, **SAMPLED).records == base.records
     monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
     try:
@@ -616,7 +618,7 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
             if len(seen) > num_done:
                 raise Killed
 
-        checkpoint = checkpoint_of(model_folder, on_progress=progress, sampler_batch=3)
+        checkpoint = checkpoint_of(model_folder, on_progress=progress, max_batch=3)
         checkpoint.kept = kept
         return run(checkpoint, benchmark, kept=kept, **asked), checkpoint, seen
 

@@ -3,12 +3,13 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.model import scoring
+from nanodag.model import group_attention, scoring
 from nanodag.model.folder import load
 from nanodag.model.scoring import Question, score_questions
+from tests.flash import bottom_right
 
 QUESTIONS = [
     Question((5, 6, 7, 8, 9, 10), ((11,), (12, 13), (14, 15, 16, 17))),
@@ -50,6 +51,25 @@ def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_b
             logprob, is_greedy = one_by_one(oracle, question.context, answer)
             assert score.logprob == pytest.approx(logprob, abs=1e-4)
             assert score.is_greedy == is_greedy
+
+
+@pytest.mark.parametrize("way", group_attention.WAYS)
+def test_every_way_of_attention_gives_the_same_scores(way, tmp_path, monkeypatch):
+    """With heads of 16, as the compiled attention takes them, two queries to a key."""
+    config = LlamaConfig(
+        vocab_size=280, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=48, initializer_range=0.4, max_position_embeddings=192,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    oracle = LlamaForCausalLM(config).eval()
+    oracle.save_pretrained(tmp_path)
+    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
+    monkeypatch.setattr(group_attention, "attend_within", bottom_right)
+    found = score_questions([load(tmp_path)], QUESTIONS, micro_batch_tokens=100, max_positions=192)
+    for question, scores in zip(QUESTIONS, found, strict=True):
+        expected = [one_by_one(oracle, question.context, answer) for answer in question.answers]
+        assert [score.logprob for score in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
+        assert [score.is_greedy for score in scores] == [is_greedy for _, is_greedy in expected]
 
 
 def test_a_model_whose_numbers_are_not_finite_is_refused_and_has_no_score(model):

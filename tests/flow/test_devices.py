@@ -14,8 +14,9 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.host.machine import gpu_of_replica
 from nanodag.worker import devices as module
-from nanodag.worker.devices import Devices, devices_for, gpu_of_replica, hold, named_gpus
+from nanodag.worker.devices import Devices, devices_for, hold, named_gpus
 
 HOLDER = """
 import sys, time
@@ -143,9 +144,15 @@ def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monke
     assert [gpu_of_replica(number) for number in range(5)] == ["4", "6", "7", "4", "6"]
 
 
+def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_where_they_are_free():
+    sampler = SimpleNamespace(replicas=3, tensor_parallel=2)
+    stage = EvalStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
+    assert (num_gpus_of(stage, 8), spare_gpus_of(stage)) == (2, 4)
+
+
 def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8)
+    resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8, tensor_parallel=1)
     stage = EvalStage.model_construct(resources=resources, sampler=sampler)
     devices = devices_for(
         device="cuda", num_gpus=num_gpus_of(stage, 4), spare_gpus=spare_gpus_of(stage), is_beside=True

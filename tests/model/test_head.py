@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanodag.model import cpu_head
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
 
 BLOCKS = [1 << 20, 7 * 11 * 4]  # all tokens in one block; seven tokens a block, the last one smaller
@@ -156,3 +157,15 @@ def test_logprobs_entropy_and_gradients_in_bfloat16_are_those_of_float64_on_the_
         gradients((logprobs * mix[0] + entropy * mix[1]).sum(), hidden, weight), wanted, strict=True
     ):
         torch.testing.assert_close(gradient.double(), other, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_equals_as_torch_has_it(dtype):
+    logits = torch.randn(7, 37, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[2, [5, 30]] = 9.0
+    logits[3, 36] = 9.0
+    logits[4] = -torch.inf
+    logits[4, 7] = -1e30
+    places, logsumexp = cpu_head.likeliest(logits)
+    assert places.tolist() == logits.argmax(-1).tolist() and places[2:5].tolist() == [5, 36, 7]
+    torch.testing.assert_close(logsumexp, logits.float().logsumexp(-1))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import log_softmax, scaled_dot_product_attention
+from torch.nn.functional import log_softmax
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -16,6 +16,7 @@ from nanodag.model import group_attention
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
+from tests.flash import bottom_right
 from tests.rl.ragged import RAGGED, rollout
 
 CPU = torch.device("cpu")
@@ -205,20 +206,6 @@ def by_hand(query, key, value, row):
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
         out = out.index_copy(0, torch.tensor(places), torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[places]))
     return out[None]
-
-
-def bottom_right(query, key, value, bounds):
-    """What flash attention over variable lengths does, by its documentation: the last query sees every key."""
-    outputs = []
-    for one in range(len(bounds.queries) - 1):
-        own, others = (slice(*b[one : one + 2].tolist()) for b in (bounds.queries, bounds.keys))
-        q, k, v = query[own], key[others], value[others]
-        assert 0 < len(q) <= bounds.longest_query and 0 < len(k) <= bounds.longest_key
-        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("way", group_attention.WAYS)

@@ -11,9 +11,12 @@ from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS
 from nanodag.errors.words import counted
+from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 
 GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
 """Settings that mean nothing at temperature 0, with the values that they have there."""
+SGLANG_ONLY = ("python", "tensor_parallel", "options")
+"""Settings of samplers that mean nothing to the embedded engine."""
 OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
 """A metric over the samples of an item: its name, and how many samples it is of."""
 
@@ -117,16 +120,34 @@ class BenchmarkConfig(Section):
 
 
 class EvalSamplerConfig(Section):
-    """The embedded samplers that write answers. Their context is what each benchmark needs."""
+    """The samplers that write answers. The embedded one's context is what each benchmark needs. From `python` on,
+    fields are for engine `sglang` alone; `engine: auto` leaves them out where it takes the embedded one."""
 
+    engine: Literal["embedded", "sglang"] | Auto = "auto"
+    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
+    `auto`: as RL's samplers, SGLang on GPUs where it is installed."""
     replicas: Positive | Auto = operational("auto")
-    """Samplers at most; fewer where there is too little to write for so many. `auto`: one for each GPU of the machine,
-    as far as others leave them; on a CPU a process a thread, 4 at most."""
+    """Samplers at most; of embedded ones fewer where there is too little to write for so many. `auto`: one for each
+    GPU of the machine, as far as others leave them; on a CPU a process a thread, 4 at most, and one of SGLang."""
     max_batch: Positive | Auto = operational("auto")
     """Answers that one sampler writes at once, as far as its cache holds them. `auto`: 256 on a GPU, 64 on a CPU."""
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
     samplers on a CPU."""
+    python: str = operational("auto", min_length=1)
+    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
+    tensor_parallel: int = operational(1, ge=1)
+    """GPUs of one SGLang server."""
+    options: dict[str, bool | int | float | str] = {}
+    """Other options of SGLang's server, by name."""
+
+    @model_validator(mode="after")
+    def _fits_its_engine(self) -> "EvalSamplerConfig":
+        for name in SGLANG_ONLY if self.engine == "embedded" else ():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+        check_options("options", self.options, OWN_OPTIONS)
+        return self
 
 
 class EvalStage(StageBase):

@@ -1,0 +1,63 @@
+"""Which samplers write an evaluation's answers, and that SGLang's write what the embedded one does."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nanodag.config.kinds.evaluation import EvalSamplerConfig
+from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
+from nanodag.evaluation.writing import SamplerSettings, start_sampler
+from nanodag.inference.protocol import SamplingParams
+from nanodag.inference.sglang_install import default_folder, is_installed
+from nanodag.inference.sglang_process import SGLangProcess
+
+
+def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    # 2 layers of 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token
+    config = EvalSamplerConfig(
+        engine="sglang", replicas=8, max_batch=16, cache_bytes=128 * 5000, tensor_parallel=2, options={"x": 1}
+    )
+    settings = SamplerSettings(folder=models["qwen3"], precision="bf16", device="cuda", threads=8, config=config)
+    found = []
+
+    def start(*unnamed, **given):
+        found.append(given)
+        return SimpleNamespace(stop=lambda: None)
+
+    monkeypatch.setattr(SGLangProcess, "start", start)
+    writer = start_sampler(settings, context=64, flops=1.0)
+    writer.close()
+    assert (writer.context, writer.num_replicas) == (192, 2), "the model's positions; two of five GPUs each"
+    assert sorted(given["first_gpu"] for given in found) == [0, 2]
+    for given in found:
+        assert (given["context_length"], given["cache_tokens"], given["max_batch"]) == (192, 5000, 16)
+        assert given["options"] == {"skip-tokenizer-init": False, "x": 1} and given["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not is_installed(default_folder("cpu"), "cpu"), reason="SGLang for a CPU is not installed")
+def test_two_sglang_servers_on_a_cpu_write_what_the_embedded_sampler_does(models):
+    """A minute of CPU to start. The stop string is in the name of no special token: SGLang looks there, too."""
+    config = EvalSamplerConfig(engine="sglang", replicas=2, max_batch=8, cache_bytes=1 << 20)
+    prompts = [[5, 6, number, 8] for number in range(9, 33)]
+    params = [
+        SamplingParams(max_new_tokens=12, temperature=0.0, stop=("0",) if number % 3 == 0 else None)
+        for number in range(len(prompts))
+    ]
+    answers = []
+    for sampler in (ONE_EMBEDDED, config):
+        model = EvaluatedModel(
+            models["qwen3"], precision="fp32", device="cpu", max_new_tokens=12, sampler=sampler, threads=2
+        )
+        try:
+            written = model.write(prompts, params)
+            assert model._sampler.num_replicas == sampler.replicas
+        finally:
+            model.close()
+        texts = [model._decode(ids) for ids, _ in written]
+        answers.append([(text.split("0")[0] if n % 3 == 0 else text) for n, text in enumerate(texts)])
+    assert answers[0] == answers[1] and len(set(answers[0])) > 12
