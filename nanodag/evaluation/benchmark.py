@@ -25,7 +25,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.forms import WRITTEN, FunctionName, find_form, read_form
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, result_of, written_record
+from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, written_record
 from nanodag.evaluation.written import Answer, Ending, answer_of
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
@@ -149,7 +149,7 @@ class Benchmark:
 
     def judge(self, item: AskedItem, answer: Answer) -> Judged:
         """The scores of one answer. It runs the form's own function, which may take long: a program in the sandbox."""
-        return judged_from(self._process_results(item.doc, [str(answer)]), str(answer), self.metrics)
+        return judged_from(plain(self._process_results(item.doc, [str(answer)])), str(answer), self.metrics)
 
     def result(
         self,

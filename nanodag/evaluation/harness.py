@@ -22,7 +22,7 @@ from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import Asked, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, result_of, shortened, written_record
+from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, shortened, written_record
 from nanodag.evaluation.written import Answer
 from nanodag.store.kept_lines import KeptLines, content_key
 
@@ -108,7 +108,7 @@ def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[st
         key = content_key("judged", doc["item_id"], list(results)) if is_written else ""
         found = kept.get(key) if kept is not None else None
         if found is None:
-            found = function(doc, results)
+            found = plain(function(doc, results)) if is_written else function(doc, results)
             if kept is not None and is_written:
                 kept.add({key: found})
         returned.append(found)

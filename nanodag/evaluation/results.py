@@ -1,5 +1,6 @@
 """What comes out of a benchmark: a record for each item, scores with intervals, and counts. No torch here."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,20 @@ class Judged:
     scores: Mapping[str, float]
     parsed: str
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plain(returned: Mapping[str, Any]) -> dict[str, Any]:
+    """What a form's `process_results` returned, as JSON has it: numbers of numpy become Python's.
+
+    Raises ConfigError for what JSON cannot hold, such as a score that is not finite.
+    """
+    try:
+        content: dict[str, Any] = json.loads(json.dumps(returned, allow_nan=False, default=lambda value: value.item()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"A form's process_results returned {str(returned)[:200]}, which is no JSON: {error}."
+        ) from error
+    return content
 
 
 def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) -> Judged:

@@ -29,6 +29,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its tokenizer. An engine may write its log there."""
+    from tests.evaluation.tiny import save_tiny_model  # imports torch, which most tests here do without
+
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, "qwen3")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def encoding(folder: Path) -> Encoding:
     return Encoding(folder)

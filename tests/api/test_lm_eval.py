@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
@@ -14,7 +15,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
 from tests.api.scripted import app_of, model_of
 from tests.chat.fake_api import serving
-from tests.evaluation.tiny import POSITIONS, save_tiny_model
+from tests.evaluation.tiny import POSITIONS
 from tests.forks import spawn_server
 
 pytestmark = pytest.mark.slow
@@ -34,13 +35,6 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder, "qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def url(model_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
@@ -56,10 +50,13 @@ def url(model_folder):
             async def begins(scope, receive, send):
                 if not begun:
                     begun.append(await engines.start())  # in the server's own event loop
+                if scope["path"] == "/end":
+                    await engines.close()
                 await app(scope, receive, send)
 
             with serving(begins) as port:
                 yield f"http://127.0.0.1:{port}/v1"
+                httpx.get(f"http://127.0.0.1:{port}/end", trust_env=False)
 
 
 def outside(kind, url, model_folder, **how):

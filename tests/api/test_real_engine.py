@@ -21,18 +21,11 @@ from nanodag.api.served_model import Limits
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
 from tests.api.scripted import model_of
-from tests.evaluation.tiny import POSITIONS, VOCABULARY, save_tiny_model
+from tests.evaluation.tiny import POSITIONS, VOCABULARY
 from tests.forks import spawn_server, start_module
 
 TOKEN = "of-this-test"
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder, "qwen3")
-    return folder
 
 
 @pytest.fixture(scope="module")

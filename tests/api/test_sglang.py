@@ -1,7 +1,6 @@
 """The API over SGLang on a CPU, and what SGLang alone has. Slow: a server takes a minute to start."""
 
 import asyncio
-import os
 
 import httpx
 import pytest
@@ -11,20 +10,14 @@ from nanodag.api.command import parse_arguments
 from nanodag.api.launching import served_model
 from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits
-from nanodag.errors import MissingTool
-from nanodag.inference.sglang_install import find_python
 from tests.evaluation.tiny import save_tiny_model
+from tests.sglang_python import python_or_skip
 
 pytestmark = pytest.mark.slow
 
 
 def test_sglang_answers_by_the_same_api_and_holds_an_answer_to_a_schema(tmp_path):
-    try:
-        find_python("auto", "cpu")
-    except MissingTool as error:
-        if os.environ.get("NANODAG_CI"):
-            raise
-        pytest.skip(str(error))
+    python_or_skip()
     save_tiny_model(tmp_path, "qwen3")
     args = parse_arguments(["--engine", "sglang", "--device", "cpu", "--max-batch", "4", "--context-length", "160"])
 

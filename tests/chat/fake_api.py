@@ -167,7 +167,15 @@ def serving(app: Any, *, port: int = 0) -> Iterator[int]:
         listener.listen()  # who comes before the server is up waits for it
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0, lifespan="off")
         server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+
+        async def serve() -> None:
+            await server.serve(sockets=[listener])
+            # Whom it still answered: what the loop leaves open is found later, in the midst of another test.
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.sleep(0)
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
         thread.start()
         try:
             yield listener.getsockname()[1]

@@ -10,6 +10,7 @@ from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.forms import form_files
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.written import Answer
+from nanodag.store.kept_lines import KeptLines
 from tests.evaluation.test_harness import GSM8K, Scripted
 
 
@@ -143,6 +144,28 @@ def test_a_function_beside_a_form_is_found_as_lm_eval_finds_it(own_form, source)
     benchmark = open_benchmark(config, seed=4)
     ours = benchmark.result({item.id: [said] for item, said in zip(benchmark.items, model.said, strict=True)})
     assert ours.scores["right"].value == theirs.scores["right"].value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [("{'right': float('nan')}", "which is no JSON"), ("{'right': 1.0, 'details': object()}", "which is no JSON")],
+)
+def test_what_no_record_can_hold_is_refused_where_it_is_returned(own_form, source, returned, why):
+    (own_form / "deep" / "judge.py").write_text(f"def judge(doc, results):\n    return {returned}\n")
+    benchmark = open_benchmark(BenchmarkConfig(name="mine", form=str(own_form / "mine.yaml"), source=source), seed=4)
+    with pytest.raises(ConfigError, match=why):
+        benchmark.judge(benchmark.items[0], Answer("8"))
+
+
+def test_numbers_of_numpy_are_scores(own_form, source):
+    (own_form / "deep" / "judge.py").write_text(
+        "import numpy\n\n\ndef judge(doc, results):\n"
+        "    return {'right': numpy.bool_(True), 'details': {'n': numpy.int64(3)}}\n"
+    )
+    config = BenchmarkConfig(name="mine", form=str(own_form / "mine.yaml"), source=source, limit=2)
+    with KeptLines(own_form / "kept") as kept:
+        result = run_benchmark(Varied(), config, chat=True, seed=4, mirror="", folder=own_form, kept=kept)
+    assert (result.scores["right"].value, result.records[0]["details"]) == (1.0, {"n": 3})
 
 
 def test_the_files_that_say_how_a_benchmark_is_scored_are_known(own_form, source):

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from nanodag.errors import BadRequest, MissingTool, SamplerLost
+from nanodag.errors import BadRequest, SamplerLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
-from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess, is_healthy
 from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
 from tests.server_info import server_info
+from tests.sglang_python import python_or_skip
 
 START_S = 1500
 FAKE = Path(__file__).with_name("fake_router.py")
@@ -35,12 +35,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    try:
-        return find_python("auto", "cpu")
-    except MissingTool as error:
-        if os.environ.get("NANODAG_CI"):
-            raise
-        pytest.skip(str(error))
+    return python_or_skip()
 
 
 def launch_fake(folder):

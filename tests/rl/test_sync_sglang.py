@@ -1,26 +1,18 @@
 """The whole RL stage with SGLang as its sampler, on a CPU: two ZeRO-3 ranks, a verified sync after each step."""
 
-import os
-
 import pytest
 
-from nanodag.errors import MissingTool
-from nanodag.inference.sglang_install import find_python
 from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl.in_flight import SETTINGS, check_that_responses_went_on
 from tests.rl.stages import make_job, metrics, start
+from tests.sglang_python import python_or_skip
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
 
 
 @pytest.fixture(autouse=True)
 def sglang():
-    try:
-        find_python("auto", "cpu")
-    except MissingTool as error:
-        if os.environ.get("NANODAG_CI"):
-            raise
-        pytest.skip(str(error))
+    python_or_skip()
 
 
 def finished(job):

@@ -4,7 +4,6 @@ SGLang's half is slow, and needs what `nanodag sampler install --cpu` makes, or 
 """
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.errors import BadRequest, MissingTool
+from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
+from tests.sglang_python import python_or_skip
 
 CONTEXT = 1024
 LONG = 1000  # tokens: under way long enough that something can be done meanwhile
@@ -55,12 +54,7 @@ class Sampler:
 def start(engine: str, folder: Path, log_path: Path):
     if engine == "embedded":
         return SamplerProcess.start(folder, log_path=log_path, max_batch=8, weight_version=0, context_length=CONTEXT)
-    try:
-        python = find_python("auto", "cpu")
-    except MissingTool as error:
-        if os.environ.get("NANODAG_CI"):
-            raise
-        pytest.skip(str(error))
+    python = python_or_skip()
     return SGLangProcess.start(
         python,
         folder,
