@@ -83,8 +83,8 @@ class SamplerServer:
                 Route("/pause_generation", self.pause_generation, methods=post),
                 Route("/continue_generation", self.continue_generation, methods=post),
                 Route("/abort_request", self.abort_request, methods=post),
-                Route("/release_memory_occupation", self.release_memory, methods=post),
-                Route("/resume_memory_occupation", self.resume_memory, methods=post),
+                Route("/release_memory_occupation", self.release_memory_occupation, methods=post),
+                Route("/resume_memory_occupation", self.resume_memory_occupation, methods=post),
                 Route("/health", self.health, methods=get),
                 Route("/health_generate", self.health_generate, methods=get),
                 Route("/model_info", self.model_info, methods=get),
@@ -274,13 +274,13 @@ class SamplerServer:
         await self.traffic.in_loop(lambda: self.engine.abort(is_meant, "aborted by abort_request"))
         return Response()
 
-    async def release_memory(self, http: HttpRequest) -> Response:
+    async def release_memory_occupation(self, http: HttpRequest) -> Response:
         """Free the memory of weights, cache or both. Refused while samples run or wait, where SGLang ends."""
         body = await body_of(http, MemoryBody)
         await self.traffic.in_loop(lambda: self.engine.release_memory(body.tags))
         return Response()
 
-    async def resume_memory(self, http: HttpRequest) -> Response:
+    async def resume_memory_occupation(self, http: HttpRequest) -> Response:
         """Take it again; weights are to come after."""
         body = await body_of(http, MemoryBody)
         await self.traffic.in_loop(lambda: self.engine.resume_memory(body.tags))

@@ -48,7 +48,7 @@ MOMENT_S = 5.0
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
-    *("PYTHON", "NANODAG_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK"),
+    *("PYTHON", "NANODAG_", "SGLANG_", "TOKENIZERS_", "LD_LIBRARY_PATH", "DO_NOT_TRACK"),
 )
 
 _LINE = re.compile(r"(?P<name>[^\s-]\S*)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")

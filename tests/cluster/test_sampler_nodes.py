@@ -67,9 +67,9 @@ def test_a_node_of_samplers_that_is_not_there_is_asked_again_and_then_named(clus
     monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.2)
     (tmp_path / "reach").write_text(f"echo no way >> {tmp_path}/tries; echo no way; exit 255")
     node = SamplerNode(cluster, "two", tmp_path, number=0)
-    with pytest.raises(NodeLost, match="(?s)two, a node of samplers, could not be reached in 0 s.*no way"):
+    with pytest.raises(NodeLost, match=r"(?s)two, a node of samplers, could not be reached in 0 s.*no way"):
         node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
     assert len((tmp_path / "tries").read_text().splitlines()) > 1
     (tmp_path / "reach").write_text(f"exit {nodes.NOT_SHARED_EXIT_CODE}")
-    with pytest.raises(ConfigError, match="two has no folder .* All nodes must share"):
+    with pytest.raises(ConfigError, match=r"two has no folder .* All nodes must share"):
         node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
