@@ -257,7 +257,8 @@ class Samplers:
             return
         self._is_paused = True
         try:
-            await self._on_each(self._pause_one, are_up=True)
+            up = [replica for replica in self._here if replica.is_up or not replica.url]
+            await asyncio.gather(*(self._if_not_lost(replica, self._pause_one) for replica in up))
             yield
         finally:
             self._is_paused = False
@@ -292,23 +293,20 @@ class Samplers:
         is started with it, and the embedded one compares what it holds with it. One that has them already
         (`now_have`, or because it was started with the folder) is asked for nothing.
         """
-        folder = Path(path)
-        self.are_to_have(folder, version)
+        self.are_to_have(Path(path), version)
+        await self._on_each(self._take)
 
-        async def take(replica: Replica, client: SamplerClient) -> None:
-            if replica.folder == folder:
-                return
-            server = replica.server
-            watch = replica.watch
-            watch.is_excused = True
-            try:
-                await self.give(client, folder, version)
-                if server is replica.server and replica.is_here:
-                    self._has_current(replica)
-            finally:
-                watch.is_excused = self._is_paused
-
-        await self._on_each(take)
+    async def _take(self, replica: Replica, client: SamplerClient) -> None:
+        if replica.folder == self._model:
+            return
+        server, watch = replica.server, replica.watch
+        watch.is_excused = True
+        try:
+            await self.give(client, self._model, self._version)
+            if server is replica.server and replica.is_here:
+                self._has_current(replica)
+        finally:
+            watch.is_excused = self._is_paused
 
     async def _by_folder(self, client: SamplerClient, folder: Path, version: int) -> None:
         await self.provide(folder)
@@ -376,6 +374,9 @@ class Samplers:
             if self._attachments is not None and not self._has_all_tried:
                 await asyncio.gather(*(replica.was_tried.wait() for replica in self._replicas if replica.url))
                 self._has_all_tried = True
+            if are_up and not self._may_give.is_set():  # in the midst of a sync: who came back gets its weights here
+                stale = [replica for replica in self._here if not replica.is_up and replica.url]
+                await asyncio.gather(*(self._if_not_lost(replica, self._take) for replica in stale))
             there = [replica for replica in self._here if replica.is_up or not are_up or not replica.url]
             found = await asyncio.gather(*(self._if_not_lost(replica, call) for replica in there))
             if answers := {replica: answer for replica, answer in zip(there, found, strict=True) if answer is not None}:
