@@ -18,12 +18,14 @@ from nanodag.host.machine import Machine
 
 CPU_PEAKS: dict[str, dict[str, float]] = {
     "other": {"fp32": 20e9, "bf16": 2e9},  # not measured
-    "avx2": {"fp32": 73e9, "bf16": 6.5e9},
-    "avx512": {"fp32": 105e9, "bf16": 25e9},  # bf16 not measured
-    "avx512_bf16": {"fp32": 108e9, "bf16": 480e9},
-    "amx": {"fp32": 116e9, "bf16": 900e9},  # bf16 not measured
+    "avx2": {"fp32": 120e9, "bf16": 6.5e9},
+    "avx512": {"fp32": 240e9, "bf16": 25e9},  # bf16 not measured
+    "avx512_bf16": {"fp32": 240e9, "bf16": 480e9},
+    "amx": {"fp32": 240e9, "bf16": 900e9},  # neither measured
 }
-"""FLOPs a second of one core, by instruction set and precision: the best of square products of 768."""
+"""FLOPs a second of one core, by instruction set and precision: the best of square products of 768, by oneDNN."""
+ATTENTION_PEAKS = {"other": 20e9, "avx2": 73e9, "avx512": 105e9, "avx512_bf16": 108e9, "amx": 116e9}
+"""The same of attention."""
 PRODUCTS = 0.8
 """Share of the peak that products reach in training and in scoring."""
 DECODED = {"fp32": 0.9, "bf16": 0.4}
@@ -70,18 +72,18 @@ class CpuWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """One core that computes in a precision. peak: FLOPs a second; fp32_peak: in float32."""
+    """One core that computes in a precision. peak: FLOPs a second; attention_peak: of attention, in float32."""
 
     precision: str
     peak: float
-    fp32_peak: float
+    attention_peak: float
 
     def training(self, model: ModelSize, tokens: float, length: int, *, checkpointing: bool = False) -> CpuWork:
         """Forward and backward of so many tokens, in rows of a length."""
         again = 4 / 3 if checkpointing else 1.0
         products = model.training_flops(0)
         attention = model.training_flops(length) - products
-        of_token = again * (products / self.peak + attention / self.fp32_peak) / PRODUCTS
+        of_token = again * (products / self.peak + attention / self.attention_peak) / PRODUCTS
         moved = 3 * again * model.shape.depth * layer_activations(model.shape, self.precision)
         return CpuWork(of_token, moved / MOVED_BYTES_S + model.vocabulary * LOGIT_S).times(tokens)
 
@@ -90,7 +92,7 @@ class Core:
         head = 2 * model.vocabulary * model.shape.width
         products = model.forward_flops(0) - (1 - scored) * head
         attention = model.forward_flops(length) - model.forward_flops(0)
-        of_token = (products / self.peak + attention / self.fp32_peak) / PRODUCTS
+        of_token = (products / self.peak + attention / self.attention_peak) / PRODUCTS
         moved = model.shape.depth * layer_activations(model.shape, self.precision)
         return CpuWork(of_token, moved / MOVED_BYTES_S + scored * model.vocabulary * LOGIT_S).times(tokens)
 
@@ -107,4 +109,4 @@ class Core:
 def core_of(machine: Machine, precision: str) -> Core:
     """A core of a machine."""
     peaks = CPU_PEAKS[machine.instruction_set]
-    return Core(precision=precision, peak=peaks[precision], fp32_peak=peaks["fp32"])
+    return Core(precision=precision, peak=peaks[precision], attention_peak=ATTENTION_PEAKS[machine.instruction_set])

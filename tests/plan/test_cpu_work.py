@@ -49,7 +49,7 @@ def test_checkpointing_costs_a_third_of_the_products_more():
 def test_reading_without_logits_leaves_the_head_out():
     core = core_of(machine_of(CPU), "fp32")
     whole, without = core.reading(MODEL, 1, 0), core.reading(MODEL, 1, 0, scored=0.0)
-    assert whole.shared - without.shared == pytest.approx(2 * 2048 * 192 / 108e9 / 0.8)
+    assert whole.shared - without.shared == pytest.approx(2 * 2048 * 192 / 240e9 / 0.8)
 
 
 def test_only_what_is_shared_is_quicker_on_more_threads():
@@ -57,9 +57,9 @@ def test_only_what_is_shared_is_quicker_on_more_threads():
 
 
 def test_a_precision_that_multiplies_faster_leaves_what_it_does_not_multiply():
-    """bf16 has 4.4 times the peak of fp32 here; a step of this size gains less, as the parts measured alone did."""
+    """bf16 has twice the peak of fp32 here; a step of this size gains less, as the parts measured alone did."""
     fast, slow = (core_of(machine_of(CPU), name).training(MODEL, 4096, 256).total for name in ("bf16", "fp32"))
-    assert 2.0 < slow / fast < 4.0
+    assert 1.3 < slow / fast < 2.0
 
 
 def test_an_evaluation_beside_training_adds_nothing_to_the_runs_time():
