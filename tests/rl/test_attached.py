@@ -259,7 +259,7 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path):
         await server.start()
         async with fleet(tmp_path, [server], named=[Address(server.url, f"{tmp_path}/none")]) as samplers:
             with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-                await samplers._attachments.attach(server.url)
+                await samplers._attachments.attach(Address(server.url, f"{tmp_path}/none"))
 
     asyncio.run(work())
 

@@ -221,12 +221,12 @@ class Attachments:
                 log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
             self._fault = str(error)
 
-    async def attach(self, url: str) -> tuple[AttachedServer, SamplerClient]:
+    async def attach(self, address: Address) -> tuple[AttachedServer, SamplerClient]:
         """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.
 
         Raises SamplerError: BadRequest where it must be started otherwise, another one where it may answer later.
         """
-        client = self._connect(url, self._key(self.named()[url]))
+        client = self._connect(address.url, self._key(address))
         try:
             await self._begin(client)
         except BaseException:
@@ -318,17 +318,17 @@ class Attachments:
     async def first_look(self) -> None:
         """Look at every server that is named. Raises SamplerError for those that do not fit; who does not answer is
         waited for later."""
-        urls = list(self.named())
-        found = await asyncio.gather(*(self._looked_at(url) for url in urls))
-        wrong = [f"{url}: {error}" for url, error in zip(urls, found, strict=True) if isinstance(error, BadRequest)]
+        named = self.named()
+        found = await asyncio.gather(*map(self._looked_at, named.values()))
+        wrong = [f"{url}: {error}" for url, error in zip(named, found, strict=True) if isinstance(error, BadRequest)]
         if wrong:
             raise SamplerError(f"Servers of sampler.urls cannot be used. {'; '.join(wrong)}.")
 
-    async def _looked_at(self, url: str) -> SamplerError | None:
+    async def _looked_at(self, address: Address) -> SamplerError | None:
         try:
-            server, client = await self.attach(url)
+            server, client = await self.attach(address)
         except SamplerError as error:
-            self.note(url, error)
+            self.note(address.url, error)
             return error
         server.kill()
         await client.close()

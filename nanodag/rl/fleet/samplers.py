@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.threads import in_thread
+from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
 from nanodag.rl.fleet.attached import Attachments, check_answers
@@ -540,10 +541,11 @@ class Samplers:
                 await self._disconnected(replica)
                 if attempt:
                     await asyncio.sleep(min(attachments.every_s * 2.0 ** min(attempt - 1, 16), attachments.longest_s))
-                attempt = attempt + 1 if replica.url in attachments.named() else 1
-                if replica.url in attachments.named():
+                address = attachments.named().get(replica.url)
+                attempt = 1 if address is None else attempt + 1
+                if address is not None:
                     try:
-                        await self._attach(attachments, replica)
+                        await self._attach(attachments, address, replica)
                         return
                     except SamplerError as error:
                         if replica.restart is not asyncio.current_task():
@@ -561,9 +563,9 @@ class Samplers:
             await replica.watch.leave()
             await replica.client.close()
 
-    async def _attach(self, attachments: Attachments, replica: Replica) -> None:
+    async def _attach(self, attachments: Attachments, address: Address, replica: Replica) -> None:
         """Raises SamplerError when that cannot be, or it is lost meanwhile."""
-        server, client = await attachments.attach(replica.url)
+        server, client = await attachments.attach(address)
         self._take_up(replica, server, Path(), self._version, client)
         replica.is_here = True
         replica.was_tried.set()
