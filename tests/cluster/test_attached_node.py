@@ -50,6 +50,6 @@ def test_a_sampler_on_another_node_that_is_cut_off_and_killed_leaves_the_bytes_o
             stages.wait_for_step(job, process, 3)
             operator.kill(url)
             operator.start(url)
-            assert process.wait(timeout=600) == 0, log.read_text()[-6000:]
+            assert process.wait(timeout=600) == 0, log.read_text()[-6000:] + operator.log.read_text()[-3000:]
             assert log.read_text().count("takes part, with weights") == 3
     stages.same_in_the_end(job, one)

@@ -106,7 +106,7 @@ def _client(url, key):
 
 
 @asynccontextmanager
-async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, key_files=(), **options):
+async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=None, **options):
     """A stage's samplers that are all of others; the servers have been started."""
     for server in servers:
         if not server.url:
@@ -124,7 +124,7 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, key_fi
     )
     samplers = Samplers(
         [], model=folder / "1", version=-1, launch=None, connect=None, health_every_s=0.01, health_timeout_s=0.1,
-        attachments=attachments,
+        attachments=attachments, pause=pause,
     )  # fmt: skip
     try:
         yield samplers

@@ -1,15 +1,16 @@
 """Whoever runs samplers by `nanodag sampler serve`, kills them and starts them again."""
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from urllib.parse import urlsplit
 
 import httpx
-
-from nanodag.host.ports import free_port
 
 KEY = "of-this-operator-and-nobody-else"
 
@@ -42,7 +43,7 @@ class Operator:
 
     def start(self, url=""):
         """A server; again at the same address where one is given."""
-        port = urlsplit(url).port or free_port()
+        port = urlsplit(url).port or lasting_port()
         with self.log.open("ab") as log:
             process = subprocess.Popen([*self.command, f"--port={port}"], stdout=log, stderr=log)
         self.running[f"http://{self.host}:{port}"] = process
@@ -67,3 +68,12 @@ class Operator:
 
     def named(self, *urls):
         return [f"{url} {self.key_file}" for url in urls]
+
+
+def lasting_port() -> int:
+    """A free port that no connection of another process takes while its server is down: below those that are given to
+    connections."""
+    for port in random.sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("a hundred ports are taken")

@@ -136,6 +136,22 @@ def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(tmp_path)
     asyncio.run(work())
 
 
+def test_the_only_one_that_is_killed_between_taking_weights_and_saying_so_does_not_hold_the_sync_up_for_ever(tmp_path):
+    async def work():
+        servers = [Foreign()]
+        async with fleet(tmp_path, servers, patience_s=5.0) as samplers:
+            await given(samplers, tmp_path, 1)
+            async with samplers.paused():
+                await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
+                servers[0].kill()
+                servers.append(await again(servers[0]))
+                async with asyncio.timeout(1):
+                    assert await samplers.versions() == ["2"]
+            assert servers[1].weights == "two"
+
+    asyncio.run(work())
+
+
 def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(tmp_path):
     async def work():
         servers = [Foreign(), Foreign()]
@@ -164,6 +180,29 @@ def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor
             async with asyncio.timeout(1):
                 await given(samplers, tmp_path, 1)
             assert await samplers.versions() == ["1"] and servers[1].weights == "one"
+
+    asyncio.run(work())
+
+
+def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers, pause="in_place") as samplers:
+            await given(samplers, tmp_path, 1)
+            for server in servers:
+                server.can_answer.clear()
+            step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
+            await until(lambda: sampled_by(*servers) == [1, 1])
+            async with samplers.paused():
+                servers[0].kill()
+                await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
+            servers.append(back := await again(servers[0]))
+            servers[1].can_answer.set()
+            found = await asyncio.gather(*step)  # began with weights 1, and end with 2
+            assert [answer.weight_version for ((answer,),) in found] == ["2", "2"]
+            await until(lambda: back.weights == "two" and samplers._replicas[0].is_up)
+            for server in (servers[1], back):
+                assert server.asked.count("continue_generation") > server.asked.count("pause_generation")
 
     asyncio.run(work())
 
@@ -220,7 +259,7 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path):
         await server.start()
         async with fleet(tmp_path, [server], named=[Address(server.url, f"{tmp_path}/none")]) as samplers:
             with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-                await samplers._attachments.attach(server.url)
+                await samplers._attachments.attach(Address(server.url, f"{tmp_path}/none"))
 
     asyncio.run(work())
 

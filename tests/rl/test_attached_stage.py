@@ -39,7 +39,7 @@ def test_a_stage_whose_servers_are_killed_and_one_started_again_ends_on_the_byte
         operator.kill(second)
         operator.start(first)
         log = job.workspace / "worker.log"
-        assert process.wait(timeout=400) == 0, log.read_text()[-6000:]
+        assert process.wait(timeout=400) == 0, log.read_text()[-6000:] + operator.log.read_text()[-3000:]
         assert log.read_text().count("takes part, with weights") == 3
         assert f"The sampler at {second} is left out" in log.read_text()
         assert operator.running[first].poll() is None  # never stopped by the stage
@@ -73,7 +73,7 @@ def test_a_stage_goes_on_when_its_sglang_server_is_killed_and_started_again(tmp_
         operator.kill(url)
         operator.start(url)
         log = job.workspace / "worker.log"
-        assert process.wait(timeout=1500) == 0, log.read_text()[-6000:]
+        assert process.wait(timeout=1500) == 0, log.read_text()[-6000:] + operator.log.read_text()[-3000:]
         assert log.read_text().count("takes part, with weights") == 2
         assert [line["step"] for line in metrics(job)] == [1, 2, 3, 4]
         assert all(line["mismatch_largest"] < 1e-3 for line in metrics(job))

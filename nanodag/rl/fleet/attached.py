@@ -17,10 +17,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanodag import __version__
 from nanodag.errors import BadRequest, ConfigError, SamplerError, SamplerLost
@@ -32,9 +32,11 @@ from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import Architecture
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SGLANG_VERSION = "0.5.23"
 NO_WEIGHTS_THERE = "Cannot find any model weights"  # what SGLang says of a folder that it sees, without any
+HASHING = 10  # times as long as another answer may take: a large model's tensors are hashed
 LARGEST_LOGPROB = 0.01  # above 0 by rounding alone
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -219,12 +221,12 @@ class Attachments:
                 log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
             self._fault = str(error)
 
-    async def attach(self, url: str) -> tuple[AttachedServer, SamplerClient]:
+    async def attach(self, address: Address) -> tuple[AttachedServer, SamplerClient]:
         """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.
 
         Raises SamplerError: BadRequest where it must be started otherwise, another one where it may answer later.
         """
-        client = self._connect(url, self._key(self.named()[url]))
+        client = self._connect(address.url, self._key(address))
         try:
             await self._begin(client)
         except BaseException:
@@ -259,7 +261,8 @@ class Attachments:
 
     async def _other_layers(self, client: SamplerClient) -> str:
         try:
-            return layers_differ(await client.fingerprints(), self._needed.architecture.num_layers)
+            found = await self._in_time(client.fingerprints(), times=HASHING)
+            return layers_differ(found, self._needed.architecture.num_layers)
         except SamplerLost:
             raise
         except SamplerError as error:
@@ -287,12 +290,12 @@ class Attachments:
                 "local folder onto a shared file system, or use weights.sync: distributed"
             )
 
-    async def _in_time(self, call: Any) -> Any:
+    async def _in_time(self, call: Awaitable[T], *, times: int = 1) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(times * self._timeout_s):
                 return await call
         except TimeoutError as error:
-            raise SamplerLost(f"no answer within {self._timeout_s:g} s") from error
+            raise SamplerLost(f"no answer within {times * self._timeout_s:g} s") from error
 
     def note(self, url: str, error: SamplerError | None) -> None:
         """Keep why a server is left out, None where it is not; a new reason is logged."""
@@ -315,17 +318,17 @@ class Attachments:
     async def first_look(self) -> None:
         """Look at every server that is named. Raises SamplerError for those that do not fit; who does not answer is
         waited for later."""
-        urls = list(self.named())
-        found = await asyncio.gather(*(self._looked_at(url) for url in urls))
-        wrong = [f"{url}: {error}" for url, error in zip(urls, found, strict=True) if isinstance(error, BadRequest)]
+        named = self.named()
+        found = await asyncio.gather(*map(self._looked_at, named.values()))
+        wrong = [f"{url}: {error}" for url, error in zip(named, found, strict=True) if isinstance(error, BadRequest)]
         if wrong:
             raise SamplerError(f"Servers of sampler.urls cannot be used. {'; '.join(wrong)}.")
 
-    async def _looked_at(self, url: str) -> SamplerError | None:
+    async def _looked_at(self, address: Address) -> SamplerError | None:
         try:
-            server, client = await self.attach(url)
+            server, client = await self.attach(address)
         except SamplerError as error:
-            self.note(url, error)
+            self.note(address.url, error)
             return error
         server.kill()
         await client.close()

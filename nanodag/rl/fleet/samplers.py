@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.threads import in_thread
+from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, MemoryTag, PauseMode, Request
 from nanodag.rl.fleet.attached import Attachments, check_answers
@@ -263,7 +264,8 @@ class Samplers:
             return
         self._is_paused = True
         try:
-            await self._on_each(self._pause_one, are_up=True)
+            up = [replica for replica in self._here if replica.is_up or not replica.url]
+            await asyncio.gather(*(self._if_not_lost(replica, self._pause_one) for replica in up))
             yield
         finally:
             self._is_paused = False
@@ -303,22 +305,20 @@ class Samplers:
         is started with it, and the embedded one compares what it holds with it. One that has them already
         (`now_have`, or because it was started with the folder) is asked for nothing.
         """
-        folder = Path(path)
-        self.are_to_have(folder, version)
+        self.are_to_have(Path(path), version)
+        await self._on_each(self._take)
 
-        async def take(replica: Replica, client: SamplerClient) -> None:
-            if replica.folder == folder:
-                return
-            server, watch = replica.server, replica.watch
-            watch.is_excused = True
-            try:
-                await self.give(client, folder, version)
-                if server is replica.server and replica.is_here:
-                    self._has_current(replica)
-            finally:
-                watch.is_excused = self._is_paused
-
-        await self._on_each(take)
+    async def _take(self, replica: Replica, client: SamplerClient) -> None:
+        if replica.folder == self._model:
+            return
+        server, watch = replica.server, replica.watch
+        watch.is_excused = True
+        try:
+            await self.give(client, self._model, self._version)
+            if server is replica.server and replica.is_here:
+                self._has_current(replica)
+        finally:
+            watch.is_excused = self._is_paused
 
     async def start_profile(self, folder: Path) -> None:
         """Begin a trace of every sampler, into a folder for each below this one."""
@@ -428,6 +428,9 @@ class Samplers:
             if self._attachments is not None and not self._has_all_tried:
                 await asyncio.gather(*(replica.was_tried.wait() for replica in self._replicas if replica.url))
                 self._has_all_tried = True
+            if are_up and not self._may_give.is_set():  # in the midst of a sync: who came back gets its weights here
+                stale = [replica for replica in self._here if not replica.is_up and replica.url]
+                await asyncio.gather(*(self._if_not_lost(replica, self._take) for replica in stale))
             there = [replica for replica in self._here if replica.is_up or not are_up or not replica.url]
             found = await asyncio.gather(*(self._if_not_lost(replica, call) for replica in there))
             if answers := {replica: answer for replica, answer in zip(there, found, strict=True) if answer is not None}:
@@ -591,10 +594,11 @@ class Samplers:
                 await self._disconnected(replica)
                 if attempt:
                     await asyncio.sleep(min(attachments.every_s * 2.0 ** min(attempt - 1, 16), attachments.longest_s))
-                attempt = attempt + 1 if replica.url in attachments.named() else 1
-                if replica.url in attachments.named():
+                address = attachments.named().get(replica.url)
+                attempt = 1 if address is None else attempt + 1
+                if address is not None:
                     try:
-                        await self._attach(attachments, replica)
+                        await self._attach(attachments, address, replica)
                         return
                     except SamplerError as error:
                         if replica.restart is not asyncio.current_task():
@@ -612,9 +616,9 @@ class Samplers:
             await replica.watch.leave()
             await replica.client.close()
 
-    async def _attach(self, attachments: Attachments, replica: Replica) -> None:
+    async def _attach(self, attachments: Attachments, address: Address, replica: Replica) -> None:
         """Raises SamplerError when that cannot be, or it is lost meanwhile."""
-        server, client = await attachments.attach(replica.url)
+        server, client = await attachments.attach(address)
         self._take_up(replica, server, Path(), self._version, client)
         replica.is_here = True
         replica.was_tried.set()
