@@ -1,7 +1,7 @@
 """The weights of a policy with adapters, merged on rank 0 as they are brought together.
 
 A bucket is gathered with its adapters, some hundredths of its size, and merged there by the same code as where weights
-are written into a folder (nanodag.model.lora), so both ways give the same bits.
+are written into a folder (nanodag.model.lora), so both ways give the same bits. Rank 0 holds the bucket twice then.
 """
 
 from collections.abc import Sequence
