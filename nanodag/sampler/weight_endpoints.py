@@ -159,6 +159,10 @@ class WeightEndpoints:
         await body_of(http, BeginUpdateBody)
         if self._session is not None:
             return _answer(False, "a weight-update session is already open; call end_weight_update() first")
+        try:
+            self.engine.check_room_for_weights()
+        except BadRequest as error:
+            return _answer(False, str(error))
         self._session = _Session(self.engine.builder("what was broadcast"))
         return _answer(True, "Success")
 

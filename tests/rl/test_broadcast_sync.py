@@ -384,6 +384,9 @@ def test_what_cannot_work_is_refused_by_name(tmp_path):
     distributed = {"sync": "distributed", "sync_check_every": 0}
     with pytest.raises(ValidationError, match="sync_backend: nccl needs GPUs"):
         RLStage(**(config | {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cpu"}}))
+    one = {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cuda"}, "placement": "beside"}
+    with pytest.raises(ValidationError, match="NCCL refuses two processes on one GPU"):
+        RLStage(**(config | one))
     two = {"device": "cuda", "num_ranks": 2}
     with pytest.raises(ValidationError, match="sync: ipc with 2 GPUs"):
         RLStage(**(config | {"weights": {"sync": "ipc", "sync_check_every": 0}, "resources": two}))

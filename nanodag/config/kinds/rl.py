@@ -235,6 +235,11 @@ class RLStage(StageBase):
             )
         if weights.sync_backend == "nccl" and self.resources.device == "cpu":
             raise ValueError("weights.sync_backend: nccl needs GPUs, and resources.device is cpu; use gloo")
+        if weights.sync_backend == "nccl" and self.placement in ("beside", "shared") and not sampler.has_others:
+            raise ValueError(
+                f"weights.sync_backend: nccl with placement: {self.placement}, and NCCL refuses two processes on one "
+                "GPU; use gloo, or placement: separate"
+            )
         gpus = [number for number in (ranks, sampler.replicas, sampler.tensor_parallel) if number != "auto"]
         if weights.sync == "ipc" and self.resources.device == "cuda" and max(gpus) > 1:
             raise ValueError(
