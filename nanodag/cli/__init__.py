@@ -11,6 +11,7 @@ from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
+from nanodag.cli.server import server_app
 from nanodag.errors import ConfigError, NanodagError
 
 app = typer.Typer(
@@ -22,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-server_app = typer.Typer(help="Prefect's server: the UI, and what executes runs.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
@@ -417,40 +417,6 @@ def test(
     from nanodag.cli.use import run_tests
 
     raise typer.Exit(run_tests(slow=slow, arguments=context.args))
-
-
-@server_app.command("start")
-def server_start(file: File = "", preset: Preset = "auto") -> None:
-    """Start the server, when it is not up, and print its address.
-
-    \b
-    nanodag server start
-    """
-    from nanodag.cli.use import start_server
-
-    start_server(file=file, preset=preset)
-
-
-@server_app.command("stop")
-def server_stop(file: File = "", preset: Preset = "auto") -> None:
-    """End the server, and the runs that it executes.
-
-    The store keeps what is resumable: resume with nanodag run --name RUN.
-
-    \b
-    nanodag server stop
-    """
-    from nanodag.cli.use import stop_server
-
-    stop_server(file=file, preset=preset)
-
-
-@server_app.command("status")
-def server_status(file: File = "", preset: Preset = "auto") -> None:
-    """Say whether the server is up. Exit code 0 when it is, 3 when it is not."""
-    from nanodag.cli.use import server_is_up
-
-    raise typer.Exit(0 if server_is_up(file=file, preset=preset) else 3)
 
 
 store_commands.add_to(app)
