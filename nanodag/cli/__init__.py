@@ -60,7 +60,9 @@ def notify(
     preset: Preset = "auto",
     file: File = "",
 ) -> None:
-    """Send a trial message to what notify.webhook names, which hears of runs and nights that fail.
+    """Send a trial message to notify.webhook.
+
+    It hears of runs and nights that fail, and of nights that got worse.
 
     \b
     nanodag notify
@@ -379,7 +381,7 @@ def rollouts(
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
     ] = 0,
     export: Annotated[
-        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file; no page.")
+        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
     ] = "",
     best: Annotated[
         int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
