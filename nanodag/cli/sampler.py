@@ -84,8 +84,8 @@ def serve(
     it.
 
     \b
-    nanodag sampler serve --model RUN:sft --host 0.0.0.0 --api-key-file ~/sampler-key
-    nanodag sampler serve --model Qwen/Qwen3-0.6B --engine sglang -o mem-fraction-static=0.8
+    nanodag sampler serve --model RUN:sft --host 0.0.0.0 --api-key-file ~/key
+    nanodag sampler serve --model Qwen/Qwen3-0.6B --engine sglang
     """
     import os
 
