@@ -48,7 +48,7 @@ def share(
     set_sharing_strategy("file_system")
     if flat.device.type == "cpu":  # what flat is a view of must not move there as a whole
         storage = torch.UntypedStorage._new_using_filename_cpu(flat.nbytes)
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage).copy_(flat)  # type: ignore[call-overload]
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage).copy_(flat)
     metadata, begin = [], 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
