@@ -42,10 +42,6 @@ def refusal(file, *overrides, preset="one"):
          "section rollout. "
          "Keep one."),
         ("base.shape.dept=1", "base.shape.dept: there is no such key. Did you mean 'depth'?"),
-        ("rl.tool_use=true", "rl.tool_use: there is no such key. Allowed: kind, inputs, seed, resources, timeout_s, "
-         "data, reward, sampler, placement, lends_states, num_steps, rollout, algorithm, optimizer, weights, "
-         "evaluation, keep, checkpoint_every, keep_checkpoints, "
-         "keep_weights_every."),
         ("store.place=x", "store.place: there is no such key. Allowed: url, local, mirror_checkpoints."),
         ("rll.seed=1", "Override 'rll.seed=1': there is no stage or setting 'rll'. Did you mean 'rl'?"),
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),

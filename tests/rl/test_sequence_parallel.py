@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks import long_rows
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.trainer.policy import load_policy
@@ -62,3 +63,15 @@ def test_a_stage_of_ranks_that_share_rows_trains_as_one_rank_does(tmp_path):
     assert rollouts == others and alone["trained_tokens"] == shared["trained_tokens"] == 64
     for name in ("gradient_norm", "entropy", "ratio"):
         assert shared[name] == pytest.approx(alone[name], rel=0.03)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_less_than_two_thirds_of_the_memory_of_one_for_two_responses_of_4096_tokens(tmp_path):
+    long_rows.save_model(tmp_path, layers=6, width=256, vocabulary=8192)
+    found = [
+        long_rows.measured(tmp_path, num_ranks=num_ranks, num_tokens=4096, num_responses=2, precision="bf16")
+        for num_ranks in (1, 2)
+    ]
+    alone, shared = (max(of_rank["peak"] - of_rank["before"] for of_rank in ranks) for ranks in found)
+    assert shared < alone * 2 / 3
+    assert found[1][0]["gradient_norm"] == pytest.approx(found[0][0]["gradient_norm"], rel=0.01)

@@ -21,8 +21,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.one_side import SavedRollouts
 from nanodag.rl.control.pool import RolloutPool, most_in_flight
+from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
@@ -181,29 +182,16 @@ class Controller:
 
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
-        async with self._profiled_samplers(step):
+        is_traced = step in self._config.profile_steps and self._config.has_samplers
+        async with (
+            traced_samplers(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext()
+        ):
             with self._stopwatch.timed("generate"):
                 if self._pool is not None:
                     return await self._pool.take(step)
                 batch = await unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return batch
-
-    @asynccontextmanager
-    async def _profiled_samplers(self, step: int) -> AsyncIterator[None]:
-        """A trace of each sampler, where one of the step is wanted. A trace that fails costs a warning."""
-        if step not in self._config.profile_steps:
-            yield
-            return
-        try:
-            await self._services.samplers.start_profile(self._records.profile(step))
-        except NanodagError as error:
-            log.warning("step %d: samplers are not traced: %s", step, error)
-        yield
-        try:
-            await self._services.samplers.stop_profile()
-        except NanodagError as error:
-            log.warning("step %d: no trace of a sampler: %s", step, error)
 
     def is_evaluation_due(self, policy: int) -> bool:
         """Whether the weights of a policy are to be evaluated and have not been."""

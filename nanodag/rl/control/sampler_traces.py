@@ -1,0 +1,26 @@
+"""Traces of the samplers while they make a step's rollouts (`profile_steps`). No torch here."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from nanodag.errors import NanodagError
+from nanodag.rl.fleet.samplers import Samplers
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def traced_samplers(samplers: Samplers, folder: Path) -> AsyncIterator[None]:
+    """Each sampler traces what it does inside, into a folder of its own below this one. A trace that fails, also
+    because its sampler was lost, costs a warning."""
+    try:
+        await samplers.start_profile(folder)
+    except NanodagError as error:
+        log.warning("samplers are not traced for %s: %s", folder.name, error)
+    yield
+    try:
+        await samplers.stop_profile()
+    except NanodagError as error:
+        log.warning("no trace of a sampler for %s: %s", folder.name, error)
