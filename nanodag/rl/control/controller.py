@@ -30,11 +30,12 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, CorruptArtifact, NanodagError, StageFailed
+from nanodag.host.garbage import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.best_weights import BestWeights
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.pool import RolloutPool, most_in_flight
+from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
@@ -93,18 +94,7 @@ class Controller:
         self._generator = RolloutGenerator(
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
-        rollout = self._config.rollout
-        self._pool: RolloutPool | None = None
-        if rollout.order == "arrival":
-            self._pool = RolloutPool(
-                self._generator,
-                self._cursor,
-                num_steps=self._config.num_steps,
-                prompts_per_step=rollout.prompts_per_step,
-                max_staleness=rollout.max_staleness,
-                max_in_flight=most_in_flight(int(self._config.sampler.max_batch), rollout.samples_per_prompt),
-                is_stopping=stop_requested,
-            )
+        self._pool = pool_of(self._config, self._generator, self._cursor, is_stopping=stop_requested)
         self._benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
@@ -489,6 +479,7 @@ async def _unless_stopped(work: Awaitable[T]) -> T:
 def main() -> None:
     """Run the job named on the command line."""
     job = load_job()
+    collect_rarely()
     services = Services(job)
     leave_when_stopped(services.abandon)
     try:
