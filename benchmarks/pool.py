@@ -34,7 +34,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.pool import RolloutPool, most_in_flight
+from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.schedule import Position, Schedule
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import PromptCursor
@@ -128,20 +128,10 @@ class Stage:
         (folder / "prompts.jsonl").write_text("".join(rows))
         sources = [SourceConfig(url=f"file:{folder}/prompts.jsonl")]
         mixture = Mixture(sources, kind="prompt", seed=0, repeat=True)
-        rollout = self.config.rollout
         self.cursor = PromptCursor(mixture, Words(), longest=10)  # type: ignore[arg-type]
         words: Any = Words()
         self.generator = RolloutGenerator(self.config, seats, Rewards(), words, (STOP,))  # type: ignore[arg-type]
-        self.pool: RolloutPool | None = None
-        if rollout.order == "arrival":
-            self.pool = RolloutPool(
-                self.generator,
-                self.cursor,
-                num_steps=self.config.num_steps,
-                prompts_per_step=rollout.prompts_per_step,
-                max_staleness=rollout.max_staleness,
-                max_in_flight=most_in_flight(seats.number, rollout.samples_per_prompt),
-            )
+        self.pool = pool_of(self.config, self.generator, self.cursor, is_stopping=self.is_stop_requested)
         self.trained: list[RolloutBatch] = []
         self.staleness: list[dict[str, float]] = []
 
@@ -236,7 +226,7 @@ async def run(
         "max_new_tokens": LONGEST,
         "max_staleness": staleness,
         "sync_mode": mode,
-        "sampler": {"deterministic": False},
+        "sampler": {"deterministic": False, "max_batch": seats},
     }
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(Path(folder), Seats(seats, token_s), train_s=train * batch_s, sync_s=0.02 * batch_s, **config)

@@ -274,11 +274,14 @@ class FakeTrainer:
 
 
 class World:
-    """Two samplers, and what happens to them. kill_at: the number of the step at which the sampler that it belongs to
-    is killed; None for none. steps: those that came by."""
+    """Samplers, two if not said otherwise, and what happens to them. kill_at: the number of the step at which the
+    sampler that it belongs to is killed; None for none. steps: those that came by."""
 
-    def __init__(self, folder: Path, *, kill_at: int | None = None, has_router: bool = False, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *, kill_at: int | None = None, has_router: bool = False, size: int = 2, **options: Any
+    ) -> None:
         self.folder, self.kill_at, self.has_router, self.options = folder, kill_at, has_router, options
+        self.size = size
         self.steps: list[Step] = []
         self.killed: Step | None = None
         self.may_answer = asyncio.Event()
@@ -289,7 +292,7 @@ class World:
     async def __aenter__(self) -> "World":
         write_weights(self.folder / "model", "0")
         self._loop = asyncio.get_running_loop()
-        for number in range(2):
+        for number in range(self.size):
             await self._start(number, self.folder / "model", 0)
         router = None
         if self.has_router:

@@ -11,6 +11,7 @@ from nanodag.host.machine import machine_of
 from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
+from tests.rl.fake_samplers import World
 from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
 from tests.rl.test_generation import EQUAL, SPREAD, FakeSampler, MendedPool, RolloutGenerator, config
 from tests.virtual_clock import run_without_waiting
@@ -157,6 +158,33 @@ def test_rewards_that_fail_too_often_end_the_stage(tmp_path):
     sampler = FakeSampler(dict.fromkeys(range(9), "?1"))
     with pytest.raises(StageFailed, match=r"of step 1 .* max_failed_rewards 0\.25"):
         asyncio.run(pool_of(sampler, cursor_over(tmp_path, [1] * 9)).take(1))
+
+
+def test_when_three_of_eight_samplers_are_lost_at_once_every_prompt_is_trained_once(tmp_path):
+    class Ones(FakePool):
+        def _score(self, completion):
+            return super()._score("1")
+
+    values = {"prompts_per_step": 12, "samples_per_prompt": 1, "max_new_tokens": 1, "filters": []}
+    settings = config(**values, advantage="reinforce_pp")
+
+    async def stage():
+        async with World(tmp_path, size=8) as world:
+            made = RolloutGenerator(settings, world.samplers, Ones(), FakeEncoding(), (STOP,))
+            cursor = cursor_over(tmp_path, [1] * 24)
+            pool = RolloutPool(made, cursor, num_steps=2, prompts_per_step=12, max_staleness=1, max_in_flight=99)
+            first = asyncio.create_task(pool.take(1))
+            while sum(name == "generate" for _, name, _ in world.steps) < 24:
+                await asyncio.sleep(0.001)
+            for server in world.servers[2:5]:
+                server.kill()
+            world.may_answer.set()
+            found = [await first, await pool.take(2)]
+            while world.samplers.num_restarts < 3:
+                await asyncio.sleep(0.001)
+        return sorted(kept(found[0]) + kept(found[1]))
+
+    assert asyncio.run(asyncio.wait_for(stage(), 30)) == sorted(f"p{number}" for number in range(24))
 
 
 def test_a_checkpoint_keeps_what_is_done_and_begins_the_rest_again(tmp_path):

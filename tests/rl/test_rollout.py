@@ -88,7 +88,7 @@ def test_reward_spread_ignores_members_without_reward():
         (FORMAT_1.replace('"kind":"tool"', '"kind":"tole"'), "span kind 'tole' is none of prompt, sampled, tool"),
         (FORMAT_1.replace('"stop"', '"done"'), "finish_reason 'done' is none of"),
         (FORMAT_1.replace('"token_ids":[5,9]', '"token_ids":[]'), "begins with a prompt span of at least one token"),
-        (FORMAT_1.replace('"reward":1.0', '"reward":NaN'), "reward is NaN"),
+        (FORMAT_1.replace('"reward":1.0', '"reward":NaN'), "not a rollout: unexpected character"),
     ],
 )
 def test_a_spoiled_line_is_named_with_file_line_and_reason(tmp_path, spoiled, reason):
@@ -112,3 +112,12 @@ def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused()
     assert sampled_span([1], [3e-7], version=0).logprobs == (0.0,)
     with pytest.raises(ValueError, match="no log-probability"):
         sampled_span([1], [0.5], version=0)
+    for value in (float("nan"), -float("inf")):
+        for places in ((-1.0, value), (value, -1.0)):
+            with pytest.raises(ValueError, match="logprobs hold (nan|-inf)"):
+                Span(kind="sampled", token_ids=(1, 2), mask=(1, 1), logprobs=places, versions=(0, 0))
+
+
+def test_a_reward_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="reward is NaN"):
+        rollout().with_reward(float("nan"), {})

@@ -30,13 +30,14 @@ from typing import Any
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
+from nanodag.host.garbage import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals, unless_stopped
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.one_side import SavedRollouts
-from nanodag.rl.control.pool import RolloutPool, most_in_flight
+from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -100,20 +101,10 @@ class Controller:
             self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
         )
         self._generator: RolloutGenerator | SavedRollouts = generator
+        self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
         if not self._config.has_samplers:
             self._generator = SavedRollouts(Path(self._config.saved_rollouts), num_steps=self._config.num_steps)
-        rollout = self._config.rollout
-        self._pool: RolloutPool | None = None
-        if rollout.order == "arrival" and self._config.has_samplers:
-            self._pool = RolloutPool(
-                generator,
-                self._cursor,
-                num_steps=self._config.num_steps,
-                prompts_per_step=rollout.prompts_per_step,
-                max_staleness=rollout.max_staleness,
-                max_in_flight=most_in_flight(int(self._config.sampler.max_batch), rollout.samples_per_prompt),
-                is_stopping=stop_requested,
-            )
+            self._pool = None
         benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
@@ -420,6 +411,7 @@ def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
     weights, and returns metrics."""
     job = load_job()
     job = replace(job, config=with_num_steps(job.config, job.mirror))
+    collect_rarely()
     services = Services(job)
     leave_when_stopped(services.abandon)
     try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.control.generation import WAVES_A_STEP, RolloutGenerator
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
@@ -182,6 +183,24 @@ class RolloutPool:
         else:
             self._groups.remove(group)
             self._dropped += task.result().dropped
+
+
+def pool_of(
+    config: RLStage, generator: RolloutGenerator, cursor: PromptCursor, *, is_stopping: Callable[[], bool]
+) -> RolloutPool | None:
+    """A stage's pool; None where groups are chosen in the order of their prompts."""
+    rollout = config.rollout
+    if rollout.order != "arrival":
+        return None
+    return RolloutPool(
+        generator,
+        cursor,
+        num_steps=config.num_steps,
+        prompts_per_step=rollout.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        max_in_flight=most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt),
+        is_stopping=is_stopping,
+    )
 
 
 def most_in_flight(max_batch: int, samples_per_prompt: int) -> int:

@@ -8,6 +8,7 @@ length of a segment depends on counts, never on time. Each token keeps the versi
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 
 from nanodag.errors import SamplerError
 from nanodag.inference import protocol
@@ -84,13 +85,15 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     """The rollout with a completion's tokens added to its sampled span."""
     prompt, before = rollout.spans
     added = span_of(completion)
-    sampled = Span(
-        kind="sampled",
-        token_ids=before.token_ids + added.token_ids,
-        mask=before.mask + added.mask,
-        logprobs=before.logprobs + added.logprobs,
-        versions=before.versions + added.versions,
-    )
+    sampled = added
+    if before.token_ids:
+        sampled = Span(
+            kind="sampled",
+            token_ids=before.token_ids + added.token_ids,
+            mask=before.mask + added.mask,
+            logprobs=before.logprobs + added.logprobs,
+            versions=before.versions + added.versions,
+        )
     reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:
         reason = "abort"
@@ -154,13 +157,17 @@ def as_it_ended(request: Request, completion: Completion) -> Completion:
 
 def span_of(completion: Completion) -> Span:
     """What the sampler answered, as a span of tokens that are trained."""
-    ids = tuple(completion.output_ids)
+    ids, logprobs = tuple(completion.output_ids), tuple(completion.logprobs)
+    if logprobs and max(logprobs) > 0.0:  # rounding may leave 1e-7
+        logprobs = tuple(min(value, 0.0) for value in logprobs)
     return Span(
         kind="sampled",
         token_ids=ids,
         mask=(1,) * len(ids),
-        logprobs=tuple(min(value, 0.0) for value in completion.logprobs),  # rounding may leave 1e-7
-        versions=tuple(int(version) for version in completion.token_versions()),
+        logprobs=logprobs,
+        versions=tuple(
+            chain.from_iterable(repeat(int(v.version), v.end - v.start) for v in completion.weight_versions)
+        ),
     )
 
 
