@@ -126,6 +126,23 @@ def test_which_weights_sample_a_batch_depends_on_its_step_alone(lag, slow):
     assert of(work, "evaluate") == [0, 2, 5] and of(work, "save") == [2, 4]
 
 
+@pytest.mark.parametrize("slow", SPEEDS)
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_in_turns_nothing_of_the_samplers_runs_beside_a_step(slow, is_exact):
+    sides = ({"train", "publish"}, {"load", "generate", "evaluate"})
+    for takes_turns in (True, False):
+        work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
+        run_schedule(work, 0, takes_turns=takes_turns, is_exact=is_exact)
+        assert of(work, "train") == [1, 2, 3, 4, 5] and of(work, "evaluate") == [0, 2, 5]
+        overlaps = [busy for busy in work.beside if all(busy & side for side in sides)]
+        assert not overlaps if takes_turns else (overlaps or "evaluate" not in slow)
+    resumed = FakeWork(evals=(2,), slow=slow)
+    resumed.log.append(("publish", 2))
+    position = Position(step=2, policy=2, waiting=(RolloutBatch(seconds=3),))
+    run_schedule(resumed, 0, takes_turns=True, is_exact=is_exact, position=position)
+    assert of(resumed, "train") == [3, 4, 5] and of(resumed, "evaluate") == [2]
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("slow", SPEEDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
