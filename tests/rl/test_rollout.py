@@ -114,7 +114,7 @@ def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused()
         sampled_span([1], [0.5], version=0)
     for value in (float("nan"), -float("inf")):
         for places in ((-1.0, value), (value, -1.0)):
-            with pytest.raises(ValueError, match="logprobs hold (nan|-inf)"):
+            with pytest.raises(ValueError, match=r"logprobs hold (nan|-inf)"):
                 Span(kind="sampled", token_ids=(1, 2), mask=(1, 1), logprobs=places, versions=(0, 0))
 
 
