@@ -3,7 +3,8 @@
 Groups are chosen in the order of their prompts, never by who finished first, which would favour short answers and
 differ from run to run. With partial rollouts they are chosen round by round, in the order of their prompts in each: a
 group of short answers is then trained in an earlier step than one of long ones, and counts of tokens decide that, so
-it is the same in each run. The seed of a group depends on the stage's seed, the step and the prompt alone.
+it is the same in each run. The seed of a group depends on the stage's seed, the step and the prompt alone. Groups in
+order of arrival are nanodag.rl.control.pool's.
 """
 
 import asyncio
