@@ -69,7 +69,7 @@ def test_gpus_of_samplers_are_not_the_trainers_and_replicas_follow_from_them(ove
 
 
 def test_samplers_of_other_nodes_have_all_of_their_gpus():
-    given = [SEPARATE, "rl.sampler.nodes=2", "rl.nodes=1", "rl.sampler.tensor_parallel=2"]
+    given = [SEPARATE, "rl.sampler.nodes=2", "rl.nodes=1", "rl.sampler.tensor_parallel=2", "cluster.hostfile=/hosts"]
     stage = stage_on("3x8xH100+sglang", *given)
     assert (stage.resources.num_ranks, stage.sampler.replicas, stage.sampler.gpus) == (8, 8, ())
     assert num_gpus_of(stage, 8) == 8

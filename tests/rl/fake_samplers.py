@@ -249,6 +249,7 @@ class FakeTrainer:
 
     async def take_back(self) -> dict[str, Any]:
         return {}
+
     async def share(self, number: int, which: str, count: int, fingerprint: bool) -> dict[str, Any]:
         self.kept = self.weights
         return {"failure": "", "handles": [self.kept] * count, "fingerprints": {"w": self.kept} if fingerprint else {}}
