@@ -170,7 +170,7 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
         flops=flops,
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
-        processes=(trainer, sampler, *beside),
+        processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + tuple(beside)),
         num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
@@ -354,7 +354,7 @@ def _seconds(
         return None, None
     rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
     sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
-    trained *= stage.optimizer.epochs_per_step
+    trained *= stage.optimizer.epochs_per_step if stage.has_trainer else 0
     read = stage.num_steps * _sampled_a_step(stage) * step.prompt + evaluated.read
     if stage.resources.device == "cuda":
         return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None

@@ -53,7 +53,7 @@ def refusal(file, *overrides, preset="one"):
         ),
         (
             "rl.kind=grpo",
-            "rl: there is no kind 'grpo'; kinds are tokenizer, import, pretrain, midtrain, sft, rl, eval, report",
+            "rl: there is no kind 'grpo'; kinds are tokenizer, import, pretrain, midtrain, sft, select, rl, eval, report",
         ),
         # inputs
         ("rl.inputs={}", "rl of kind rl needs the input model; found none"),
@@ -141,7 +141,7 @@ def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said
         ("rl.rollout.temperature=1e300", "1e+300", "0.001", "10"),
         ("rl.optimizer.lora_rank=100000", "100000", "0", "8192"),
         ("rl.reward={gsm8k: -1}", "-1", "0", "1e+06"),
-        ("rl.sampler.replicas=1000", "1000", "1", "64"),
+        ("rl.sampler.replicas=1000", "1000", "0", "64"),
         ("rl.rollout.reward_timeout_s=1e-9", "1e-09", "0.01", "3.16224e+07"),
         ("base.batch_tokens=1e15", "1e+15", "1", "1e+12"),
         ("rl.num_steps=9000000000000000000", "9e+18", "-1e+15", "1e+15"),
@@ -187,7 +187,7 @@ def test_another_kinds_keys_are_one_line(file):
     keys = "rl={kind: sft, prompts_per_step: 1, samples_per_prompt: 2, max_staleness: 1, advantage: grpo, sync: disk}"
     assert refusal(file, keys) == (
         "rl: a stage of kind sft has no keys prompts_per_step, samples_per_prompt, max_staleness, advantage and "
-        "1 other; they are keys of kind rl"
+        "1 other; they are keys of kind select or rl"
     )
 
 

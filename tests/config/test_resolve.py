@@ -41,7 +41,7 @@ def test_every_shipped_preset_loads_with_an_origin_for_every_value(preset):
             or name in ("store.local", "rl.reward")
             or ".adapter" in name
             or ".form" in name
-            or name.endswith((".bos", ".sampler.python"))
+            or name.endswith((".bos", ".sampler.python", ".sync_address"))
         ), name
     assert set(order_of(resolved.pipeline)) == set(resolved.pipeline.stages)
 

@@ -11,6 +11,7 @@ from nanodag.plan.make import plan_of
 FILE = PROJECT / "pipeline.yaml"
 MADE_FOR = {
     "pocket": ("cpu:2:avx2:8GiB", "1x24GB", "1xH200"),
+    "best-of-n": ("cpu:2:avx2:8GiB", "1x24GB", "1xH200"),
     "small": ("cpu:2:avx2:8GiB", "1x24GB", "1xH200"),
     "single-gpu": ("1x24GB", "1xH200"),
     "speedrun": ("8xH100",),
@@ -28,7 +29,9 @@ def planned(preset, machine, *overrides):
 def test_a_preset_fits_the_machines_that_it_is_made_for(preset, machine):
     plan = planned(preset, machine)
     assert plan.faults == []
-    assert plan.seconds is not None and all(stage.processes for stage in plan.stages)
+    # How many answers are good enough for `sft_best` to train on, nobody knows beforehand.
+    assert {stage.name for stage in plan.stages if stage.seconds is None} <= {"sft_best"}
+    assert all(stage.processes for stage in plan.stages)
 
 
 def test_every_preset_is_made_for_a_machine():

@@ -201,6 +201,11 @@ class RLStage(StageBase):
                 f"placement: shared with rollout.max_staleness {self.rollout.max_staleness}: samplers that generate "
                 "ahead of the trainer need memory while it works; use beside or separate, or set max_staleness to 0"
             )
+        if placement == "shared" and sampler.has_others:
+            raise ValueError(
+                "placement: shared with sampler.urls or urls_file: servers of others have memory of their own; use "
+                "beside, or separate"
+            )
         if placement not in ("shared", "auto") and self.lends_states is True:
             raise ValueError(f"lends_states: true with placement: {placement}, where nobody takes turns; leave it out")
         for name in ("gpus", "nodes") if placement not in ("separate", "auto") else ():
