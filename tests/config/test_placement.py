@@ -68,9 +68,13 @@ def test_gpus_of_samplers_are_not_the_trainers_and_replicas_follow_from_them(ove
     assert found == (ranks, gpus, replicas, 0.9) and num_gpus_of(stage, 8) == 8
 
 
-def test_samplers_of_other_nodes_have_all_of_their_gpus():
+def test_samplers_of_other_nodes_have_all_of_their_gpus(tmp_path):
     given = [SEPARATE, "rl.sampler.nodes=2", "rl.nodes=1", "rl.sampler.tensor_parallel=2"]
-    stage = stage_on("3x8xH100+sglang", *given)
+    with pytest.raises(ConfigError, match=r"sampler\.nodes 2 needs cluster\.hostfile"):
+        stage_on("3x8xH100+sglang", *given)
+    (tmp_path / "pipeline.yaml").write_text("cluster: {hostfile: /hosts}\n" + SHIPPED.read_text())
+    found = resolve(tmp_path / "pipeline.yaml", "gsm8k-rl", given, machine=machine_of("3x8xH100+sglang"))
+    stage = found.pipeline.stages["rl"]
     assert (stage.resources.num_ranks, stage.sampler.replicas, stage.sampler.gpus) == (8, 8, ())
     assert num_gpus_of(stage, 8) == 8
 
