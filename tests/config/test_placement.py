@@ -70,11 +70,11 @@ def test_gpus_of_samplers_are_not_the_trainers_and_replicas_follow_from_them(ove
 
 def test_samplers_of_other_nodes_have_all_of_their_gpus(tmp_path):
     given = [SEPARATE, "rl.sampler.nodes=2", "rl.nodes=1", "rl.sampler.tensor_parallel=2"]
-    hosts = tmp_path / "hosts"
-    hosts.write_text("a slots=8\nb slots=8\nc slots=8\n")
-    file = tmp_path / "pipeline.yaml"
-    file.write_text(f"cluster: {{hostfile: {hosts}}}\n" + SHIPPED.read_text())
-    stage = resolve(file, "gsm8k-rl", given, machine=machine_of("3x8xH100+sglang")).pipeline.stages["rl"]
+    with pytest.raises(ConfigError, match=r"sampler\.nodes 2 needs cluster\.hostfile"):
+        stage_on("3x8xH100+sglang", *given)
+    (tmp_path / "pipeline.yaml").write_text("cluster: {hostfile: /hosts}\n" + SHIPPED.read_text())
+    found = resolve(tmp_path / "pipeline.yaml", "gsm8k-rl", given, machine=machine_of("3x8xH100+sglang"))
+    stage = found.pipeline.stages["rl"]
     assert (stage.resources.num_ranks, stage.sampler.replicas, stage.sampler.gpus) == (8, 8, ())
     assert num_gpus_of(stage, 8) == 8
 
