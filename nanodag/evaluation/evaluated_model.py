@@ -27,6 +27,7 @@ from nanodag.evaluation.written import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.sglang_install import Device
+from nanodag.model import cpu_linear
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
@@ -116,6 +117,8 @@ class EvaluatedModel(TemplateLM):
         """The model, for log-probabilities: once on each GPU that this process may use, or on the CPU."""
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if self._device == "cuda" else []
         model = load(self.folder).to(DTYPES[self._precision])
+        if not devices:  # for layers that our own code does not take
+            model.functions.linear = cpu_linear.linear
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 
     def _sampler_for(self, context: int, num_tokens: int) -> "AnswerWriter":

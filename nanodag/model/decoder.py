@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nanodag.model import cpu_layer, cpu_linear
+from nanodag.model import cpu_layer
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import cross_entropy_sum, selected_logprobs
@@ -97,16 +97,13 @@ def after_attention(
     return x + linear(functional.silu(linear(h, gate, None)) * linear(h, up, None), down, None)
 
 
-def _linear_of(x: Tensor) -> Linear:
-    return cpu_linear.linear if x.device.type == "cpu" else functional.linear
-
-
 class Functions:
     """The layer's two halves, one pair for all layers of a model: our own code on a CPU where it takes the layer, else
-    the functions above, compiled or not. compiled may be switched."""
+    the functions above, compiled or not. compiled may be switched, and linear where they are not compiled."""
 
     def __init__(self, *, compiled: bool) -> None:
         self.compiled = compiled
+        self.linear: Linear = functional.linear
 
     def before(
         self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads
@@ -116,7 +113,7 @@ class Functions:
             return cpu_layer.before_attention(x, cos, sin, *weights, heads=heads)
         if self.compiled:
             return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
-        return x, *before_attention(x, cos, sin, *weights, heads=heads, linear=_linear_of(x))
+        return x, *before_attention(x, cos, sin, *weights, heads=heads, linear=self.linear)
 
     def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
         """`after_attention`."""
@@ -124,7 +121,7 @@ class Functions:
             return cpu_layer.after_attention(x, attended, *weights, heads=heads)
         if self.compiled:
             return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
-        return after_attention(x, attended, *weights, heads=heads, linear=_linear_of(x))
+        return after_attention(x, attended, *weights, heads=heads, linear=self.linear)
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
