@@ -59,7 +59,9 @@ def notify(
     preset: Preset = "auto",
     file: File = "",
 ) -> None:
-    """Send a trial message to what notify.webhook names, which hears of runs and nights that fail.
+    """Send a trial message to notify.webhook.
+
+    It hears of runs and nights that fail.
 
     \b
     nanodag notify
