@@ -53,7 +53,8 @@ def refusal(file, *overrides, preset="one"):
         ),
         (
             "rl.kind=grpo",
-            "rl: there is no kind 'grpo'; kinds are tokenizer, import, pretrain, midtrain, sft, select, rl, eval, report",
+            "rl: there is no kind 'grpo'; kinds are tokenizer, import, pretrain, midtrain, sft, select, rl, eval, "
+            "report",
         ),
         # inputs
         ("rl.inputs={}", "rl of kind rl needs the input model; found none"),
