@@ -59,6 +59,7 @@ class Services:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._config: RLStage = job.config
+        self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
         self.children = Children(is_stopping=stop_requested)
         self.model = ModelFacts.read(job.inputs["model"])
         self.context = min(int(self._config.sampler.context), self.model.max_positions)
@@ -89,7 +90,6 @@ class Services:
         self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
-        self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
         self.link: RankLink | NoTrainer = NoTrainer(job.inputs["model"])
         if self._has_trainer:
             self.link = RankLink(int(self._config.resources.num_ranks), host=host)
