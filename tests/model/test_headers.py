@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.folder import load
 from nanodag.model.headers import head_parameters, matrix_parameters, num_elements, tensor_shapes, weight_files
-from nanodag.rl.control.services import ModelFacts
+from nanodag.rl.control.facts import ModelFacts
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,)}
 

@@ -115,7 +115,7 @@ def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_wei
             assert await samplers.versions() == ["2"] and await samplers.fingerprints() == [[], [{"w": "two"}]]
             servers.append(back := await again(servers[0]))
             await until(lambda: back.weights == "two")
-            await until(lambda: samplers._replicas[0].is_up)
+            await until(lambda: samplers.replicas[0].is_up)
             await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
             assert sampled_by(back) == [1]
             assert back.asked.index("update_weights_from_disk") < back.asked.index("generate")
@@ -200,7 +200,7 @@ def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_an
             servers[1].can_answer.set()
             found = await asyncio.gather(*step)  # began with weights 1, and end with 2
             assert [answer.weight_version for ((answer,),) in found] == ["2", "2"]
-            await until(lambda: back.weights == "two" and samplers._replicas[0].is_up)
+            await until(lambda: back.weights == "two" and samplers.replicas[0].is_up)
             for server in (servers[1], back):
                 assert server.asked.count("continue_generation") > server.asked.count("pause_generation")
 
@@ -243,7 +243,7 @@ def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_
         async with fleet(tmp_path, servers) as samplers:
             servers[3].kill()
             with pytest.raises(SamplerError) as error:
-                await samplers._attachments.first_look()
+                await samplers._others.attachments.first_look()
             said = str(error.value)
             assert f"{servers[0].url}: its dtype is bfloat16" in said
             assert "answered 401: no key (its key stands in a file behind its URL)" in said
@@ -259,7 +259,7 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path):
         await server.start()
         async with fleet(tmp_path, [server], named=[Address(server.url, f"{tmp_path}/none")]) as samplers:
             with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-                await samplers._attachments.attach(Address(server.url, f"{tmp_path}/none"))
+                await samplers._others.attachments.attach(Address(server.url, f"{tmp_path}/none"))
 
     asyncio.run(work())
 
@@ -291,7 +291,7 @@ def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(t
             file.write_text(f"{servers[0].url}\n{servers[1].url}\n")
             await asyncio.sleep(0.005)
             await samplers.generate(ASKED)
-            await until(lambda: len(samplers._replicas) == 2 and samplers._replicas[1].is_up)
+            await until(lambda: len(samplers.replicas) == 2 and samplers.replicas[1].is_up)
             assert servers[1].weights == "one"
             file.write_text("rubbish\n")
             await asyncio.sleep(0.005)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanodag.rl.control.services import sync_folder
+from nanodag.rl.control.facts import sync_folder
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.viewer.shelf import Shelf

@@ -59,7 +59,7 @@ def test_what_was_asked_of_a_sampler_that_is_started_again_can_be_given_up(model
         step = asyncio.ensure_future(answers(samplers, 1))
         await until_busy(servers[0].url)
         os.kill(servers[0].pid, signal.SIGKILL)
-        while samplers._replicas[0].is_up or not samplers._replicas[0].client.is_closed:
+        while samplers.replicas[0].is_up or not samplers.replicas[0].client.is_closed:
             await asyncio.sleep(0.01)
         step.cancel()
         await samplers.abort("r0")
@@ -160,15 +160,15 @@ def test_all_samplers_are_paused_even_one_that_is_lost_meanwhile_and_all_resume(
         await until_busy(servers[1].url)
         async with samplers.paused():
             os.kill(servers[1].pid, signal.SIGKILL)
-            while samplers.num_restarts == 0 or not samplers._replicas[1].is_up:
+            while samplers.num_restarts == 0 or not samplers.replicas[1].is_up:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(1.5)
-            found = [await paused(replica.server.url) for replica in samplers._replicas]
+            found = [await paused(replica.server.url) for replica in samplers.replicas]
             assert [is_paused for is_paused, _ in found] == [True, True] and servers[0].is_alive
             assert not step.done()
         assert await asyncio.wait_for(step, 60) == undisturbed
         assert samplers.num_restarts == 1
-        assert not any(replica.watch.is_excused for replica in samplers._replicas)
+        assert not any(replica.watch.is_excused for replica in samplers.replicas)
 
     with_samplers(launch_in(tmp_path), model, work, pause="in_place", health_every_s=0.1, health_timeout_s=0.5)
 

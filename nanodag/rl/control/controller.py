@@ -42,6 +42,7 @@ from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
+from nanodag.rl.fleet.memory import held_memory
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.rollouts.learning import learning_of
@@ -208,7 +209,7 @@ class Controller:
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
         if self._config.has_samplers:
             values |= staleness_metrics(batch.trained, self._state["versions"])
-            values |= sampler_memory(await self._services.samplers.memory())
+            values |= sampler_memory(await held_memory(self._services.samplers))
         await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept and self._config.has_trainer:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from nanodag.rl.fleet.memory import held_memory, release_memory, resume_memory
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import Ask
 
@@ -32,8 +33,8 @@ class Lending:
         if self._is_trainers:
             return
         self._is_trainers = True  # whatever follows fails: the samplers may lack theirs
-        await self._samplers.release_memory()
-        self._note("sampler", await self._samplers.memory())
+        await release_memory(self._samplers)
+        self._note("sampler", await held_memory(self._samplers))
         await self._ask("take_back")
 
     @asynccontextmanager
@@ -43,10 +44,10 @@ class Lending:
             yield
             return
         await self._ask("lend", what="states")
-        await self._samplers.resume_memory(["weights"])
+        await resume_memory(self._samplers, ["weights"])
         yield
         self._note("trainer", await self._ask("lend", what="weights"))
-        await self._samplers.resume_memory(["kv_cache"])
+        await resume_memory(self._samplers, ["kv_cache"])
         self._is_trainers = False
 
     def taken(self) -> dict[str, int]:

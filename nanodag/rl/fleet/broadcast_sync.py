@@ -28,7 +28,8 @@ from nanodag.errors.words import counted
 from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
-from nanodag.rl.fleet.samplers import Member, Samplers
+from nanodag.rl.fleet.replica import Member
+from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class DistributedSync:
             if error is not None and not isinstance(error, SamplerError | asyncio.CancelledError):
                 raise error
             if isinstance(error, asyncio.CancelledError):
-                log.warning("%s does not answer in a weight sync: killed", self._samplers.describe(member.number))
+                log.warning("%s does not answer in a weight sync: killed", self._samplers.replicas[member.number].name)
                 member.server.kill()
             if error is not None:
                 failure = failure or str(error) or "a sampler does not answer"

@@ -10,7 +10,7 @@ from pathlib import Path
 from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.rl.fleet.broadcast_sync import DistributedSync, Replies, is_here
-from nanodag.rl.fleet.samplers import Member
+from nanodag.rl.fleet.replica import Member
 
 
 class SharedSync(DistributedSync):

@@ -131,7 +131,7 @@ async def verified(samplers: Samplers, version: int, expected: Mapping[str, str]
             if wrong := differing(expected, held):
                 more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
                 raise SamplerError(
-                    f"{samplers.describe(number)} does not hold the trainer's weights of version {version}: "
+                    f"{samplers.replicas[number].name} does not hold the trainer's weights of version {version}: "
                     f"{'; '.join(wrong[:MAX_NAMED])}{more}."
                 )
     return f", {counted(len(expected), 'tensor')} verified in {time.monotonic() - began:.3f} s"

@@ -1,0 +1,69 @@
+"""What a stage's services are before they start: the model, where its samplers run, where weights pass. No torch."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from nanodag.config.rl_parts import SamplerConfig
+from nanodag.inference.addresses import parse_address
+from nanodag.model.architecture import read_json
+from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ModelFacts:
+    """What a Hugging Face directory says of its model without loading it."""
+
+    def __init__(
+        self,
+        *,
+        num_matrix_parameters: int,
+        num_head_parameters: int,
+        num_bytes: int,
+        max_positions: int,
+        vocab_size: int,
+    ) -> None:
+        self.num_matrix_parameters = num_matrix_parameters
+        self.num_head_parameters = num_head_parameters
+        self.num_bytes = num_bytes
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
+
+    @classmethod
+    @faults_of_config()
+    def read(cls, folder: Path) -> "ModelFacts":
+        """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
+        config = read_json(folder / "config.json")
+        return cls(
+            num_matrix_parameters=matrix_parameters(folder),
+            num_head_parameters=head_parameters(folder),
+            num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
+            max_positions=int(config["max_position_embeddings"]),
+            vocab_size=int(config["vocab_size"]),
+        )
+
+
+def urls_file(config: SamplerConfig) -> Path | None:
+    """The file that names servers of others; None for none."""
+    return None if config.urls_file == "none" else Path(os.path.expandvars(config.urls_file))
+
+
+def all_here(config: SamplerConfig) -> bool:
+    """Whether every sampler runs on this machine; those of a file may be anywhere."""
+    return config.urls_file == "none" and all(parse_address(text).is_here for text in config.urls)
+
+
+def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int, is_shared: bool = False) -> Path:
+    """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
+    workspace, also where other machines must see it (is_shared). num_copies: what samplers have, and what waits for
+    them.
+
+    The name depends on the workspace alone, so a restart finds and removes what a killed process left.
+    """
+    name = "nanodag-" + hashlib.blake2b(str(workspace.resolve()).encode(), digest_size=8).hexdigest()
+    if is_shared or not SHARED_MEMORY.is_dir():
+        return workspace / "sync"
+    has_room = shutil.disk_usage(SHARED_MEMORY).free > 2 * num_copies * model_bytes
+    return SHARED_MEMORY / name if has_room else workspace / "sync"
