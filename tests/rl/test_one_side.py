@@ -53,6 +53,7 @@ def test_rollouts_alone_go_on_past_the_lag_in_order_of_arrival_and_without_a_gro
         assert len(metrics(job)) == num_steps
 
 
+@pytest.mark.slow
 def test_rollouts_alone_come_from_servers_of_others_that_had_other_weights(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "attached").mkdir()

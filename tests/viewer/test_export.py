@@ -6,8 +6,8 @@ from unittest.mock import MagicMock
 import pyarrow.parquet as pq
 import pytest
 
-from nanodag.data.canonical import check_record
 from nanodag.cli import use
+from nanodag.data.canonical import check_record
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.tokenizer.bpe import save_tokenizer
