@@ -16,7 +16,7 @@ from nanodag.cli.show import find_run, print_stale
 from nanodag.config import resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
-from nanodag.errors import ArtifactNotFound, MissingTool
+from nanodag.errors import ArtifactNotFound, ConfigError, MissingTool
 from nanodag.errors.words import counted
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import detect
@@ -79,7 +79,10 @@ def save_rollouts(name: str, stage: str, path: Path, *, best: int, lowest: float
     shelf = shelf_of(store, record, stage)
     console = make_console()
     print_stale(console, record, shelf.stage)
-    exported = export_chats(shelf, path, best=best, lowest=lowest) if best else export_rollouts(shelf, path)
+    try:
+        exported = export_chats(shelf, path, best=best, lowest=lowest) if best else export_rollouts(shelf, path)
+    except OSError as error:
+        raise ConfigError(f"The export into {path} failed: {error}.") from error
     console.print(f"{counted(exported.rows, 'conversation' if best else 'rollout')} in {path}", soft_wrap=True)
     for reason, count in exported.left_out.items():
         console.print(f"  left out: {count:,} {reason}")

@@ -268,8 +268,8 @@ class Pipeline(Section):
                 )
             if stage.weights.sync == "distributed":
                 raise ValueError(
-                    f"stages.{name}.weights.sync: distributed broadcasts on this machine, and sampler.nodes is "
-                    f"{stage.sampler.nodes}; use disk"
+                    f"stages.{name}.weights.sync: distributed has not been tried with sampler.nodes "
+                    f"{stage.sampler.nodes}, whose samplers read the shared workspace; use disk"
                 )
 
 

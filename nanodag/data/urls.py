@@ -107,7 +107,7 @@ def _parameter(pair: str) -> tuple[str, Any]:
 def _check(url: SourceURL) -> None:
     if url.kind == "hub":
         hub_path(url)
-    if url.kind in ("hub", "package") and url.parameters:
+    if url.kind in ("hub", "package", "input") and url.parameters:
         raise SourceError(f"Source {url.text!r}: {url.kind}: takes no parameters; found {listed(url.parameters)}.")
     if url.kind == "package" and "/" not in url.path.strip("/"):
         raise SourceError(f"Source {url.text!r} is not of the form package:distribution/path/inside.")

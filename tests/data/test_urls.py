@@ -50,6 +50,7 @@ def test_brackets_of_a_glob_are_no_slice():
         ("gsm8k", "has no known kind"),
         ("hub:gsm8k", "hub:owner/name"),
         ("hub:a/b?x=1", "takes no parameters"),
+        ("input:conversations?a=1", "takes no parameters"),
         ("file:", "names nothing"),
         ("file:x.txt?by=word", "?by=line"),
         ("file:x.jsonl[5:5]", "slices no rows"),

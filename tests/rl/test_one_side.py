@@ -8,7 +8,9 @@ from nanodag.rl.rollouts.rollout import read_rollouts
 from nanodag.rl.rollouts.saved import check_steps, saved_steps
 from nanodag.run.build_stage import rollouts_identity
 from tests.rl.fakes import config
-from tests.rl.stages import digest, make_job, metrics, run
+from tests.rl.models import save_tiny_model
+from tests.rl.operators import Operator
+from tests.rl.stages import VOCABULARY, digest, make_job, metrics, run
 
 
 def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_on_the_stages_bytes(tmp_path):
@@ -37,9 +39,50 @@ def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_o
     assert [line["step"] for line in metrics(jobs["rollouts"], "eval")] == [0]
 
 
+def test_rollouts_alone_go_on_past_the_lag_in_order_of_arrival_and_without_a_group_that_passes(tmp_path):
+    loose = {"sampler": {"context": 64, "max_batch": 16, "deterministic": False}, "sync_mode": "retract"}
+    dropped = [{"name": "mean_reward", "options": {"lowest": 2.0}}]
+    for name, values, num_steps in (
+        ("arrival", {**loose, "max_staleness": 1, "filters": []}, 4),
+        ("dropped", {"filters": dropped}, 11),
+    ):
+        (tmp_path / name).mkdir()
+        job = make_job(tmp_path / name, only="rollouts", eval_prompts=0, num_steps=num_steps, **values)
+        assert job.config.rollout.order == ("arrival" if name == "arrival" else "prompt")
+        run(job)
+        assert len(metrics(job)) == num_steps
+
+
+@pytest.mark.slow
+def test_rollouts_alone_come_from_servers_of_others_that_had_other_weights(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "attached").mkdir()
+    own = make_job(tmp_path / "own", only="rollouts", eval_prompts=0)
+    run(own)
+    other = save_tiny_model(tmp_path / "other", vocabulary=VOCABULARY, seed=5)
+    with Operator(tmp_path, other, "--context-length=64") as operator:
+        url = operator.start()
+        operator.wait()
+        sampler = {"context": 64, "max_batch": 16, "urls": operator.named(url), "start_timeout_s": 20}
+        job = make_job(tmp_path / "attached", only="rollouts", eval_prompts=0, sampler=sampler)
+        run(job)
+    for path in saved_steps(own.records / "rollouts").values():
+        assert list(read_rollouts(job.records / "rollouts" / path.name)) == list(read_rollouts(path))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"only": "rollouts", "sync": "distributed", "sampler": {"urls": ["http://127.0.0.1:30000"]}},
+            "there is no trainer to give it",
+        ),
+        ({"sync": "ipc", "sampler": {"urls": ["http://node2:30000"]}}, "ipc with sampler.urls http://node2:30000"),
+        ({"sync": "ipc", "placement": "separate", "sampler": {"nodes": 1}}, "ipc with sampler.nodes 1"),
+        (
+            {"sync": "ipc", "placement": "separate", "sampler": {"gpus": 1}, "resources": {"device": "cuda"}},
+            "ipc with placement: separate",
+        ),
         ({"only": "training"}, "only training and saved_rollouts none do not fit"),
         ({"saved_rollouts": "/r"}, "only both and saved_rollouts /r do not fit"),
         ({"only": "rollouts", "keep": "best:asked", "benchmarks": [{"name": "asked"}]}, "nothing changes the weights"),

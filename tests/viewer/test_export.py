@@ -1,10 +1,12 @@
 """Rollouts as a file for other tools, and the best answers as conversations."""
 
 import json
+from unittest.mock import MagicMock
 
 import pyarrow.parquet as pq
 import pytest
 
+from nanodag.cli import use
 from nanodag.data.canonical import check_record
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
@@ -103,3 +105,14 @@ def test_another_suffix_is_refused_and_a_failed_export_leaves_the_old_file(shelf
     with pytest.raises(ValueError):
         export_rollouts(shelf, out)
     assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
+
+
+def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tmp_path, monkeypatch):
+    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
+        monkeypatch.setattr(use, name, MagicMock())
+    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
+    (tmp_path / "folder.jsonl").mkdir()
+    for path in (tmp_path / "folder.jsonl", tmp_path / "missing" / "all.jsonl"):
+        with pytest.raises(ConfigError, match=f"The export into {path} failed"):
+            use.save_rollouts("run", "rl", path, best=0, lowest=0.0, file="")
+    assert not list(tmp_path.glob(".folder*"))

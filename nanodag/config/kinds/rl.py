@@ -20,6 +20,7 @@ from nanodag.config.section import Auto, Positive, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
+from nanodag.inference.addresses import parse_address
 
 
 class RLStage(StageBase):
@@ -251,6 +252,16 @@ class RLStage(StageBase):
                 f"weights.sync: ipc with {max(gpus)} GPUs: rank 0 shares memory of its own GPU, which samplers on "
                 "others cannot open; use disk or distributed"
             )
+        if weights.sync == "ipc" and (why := self._why_elsewhere()):
+            raise ValueError(
+                f"weights.sync: ipc with {why}, which cannot open the memory that rank 0 shares; use disk or "
+                "distributed"
+            )
+        if self.only == "rollouts" and sampler.has_others and weights.sync != "disk":
+            raise ValueError(
+                f"weights.sync: {weights.sync} with only: rollouts and servers of others: they take the input model "
+                "from its folder, as there is no trainer to give it; use disk"
+            )
         if weights.sync_check_every in ("auto", 0):
             return
         if sampler.tensor_parallel > 1:
@@ -264,6 +275,16 @@ class RLStage(StageBase):
                 "GPU, which is not verified yet; leave it out. The difference of log-probabilities is still looked at "
                 "in each step"
             )
+
+    def _why_elsewhere(self) -> str:
+        """What puts samplers on another machine, or on another GPU than rank 0's; empty for nothing."""
+        sampler = self.sampler
+        if sampler.nodes:
+            return f"sampler.nodes {sampler.nodes}, samplers of other machines"
+        if self.placement == "separate" and self.resources.device == "cuda":
+            return "placement: separate, samplers on other GPUs"
+        away = [url for url in map(parse_address, sampler.urls) if not url.is_here]
+        return f"sampler.urls {away[0].url}, a sampler of another machine" if away else ""
 
     def _check_models(self) -> None:
         algorithm = self.algorithm

@@ -161,12 +161,14 @@ class Controller:
 
     async def load(self, policy: int) -> None:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
-        if self._config.only != "both":  # nobody has weights to give, or nobody is there to take them
-            return
-        version, folder = self._published[policy]
-        with self._stopwatch.timed("sync"):
-            async with self._services.lending.for_sync():
-                await self._services.sync.load(folder, version)
+        if self._config.only == "both":
+            version, folder = self._published[policy]
+            with self._stopwatch.timed("sync"):
+                async with self._services.lending.for_sync():
+                    await self._services.sync.load(folder, version)
+        elif self._config.has_samplers:  # those of the stage began with them, servers of others did not
+            async with self._services.samplers.paused():
+                await self._services.samplers.update_weights_from_disk(str(self._job.inputs["model"]), 0)
         if self._pool is not None:
             self._pool.policy = policy
         for older in [number for number in self._published if number < policy]:
@@ -287,7 +289,8 @@ class Controller:
         totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
         totals["computed"] += values.get("computed_tokens", 0)
         totals["scored"] += values.get("scored_tokens", 0)
-        totals["empty_steps"] = 0 if batch.kept or batch.num_partial else totals["empty_steps"] + 1
+        is_empty = self._config.has_trainer and not batch.kept and not batch.num_partial
+        totals["empty_steps"] = totals["empty_steps"] + 1 if is_empty else 0
         if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
             reasons = drop_counts([drop.reason for drop in batch.dropped])
             raise StageFailed(
