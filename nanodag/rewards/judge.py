@@ -105,7 +105,7 @@ class Judge:
         if self._file.key_file:
             try:
                 headers["Authorization"] = f"Bearer {Path(self._file.key_file).read_text(encoding='utf-8').strip()}"
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
         self._kept = _Kept(cache_folder() / "judged.sqlite")

@@ -117,7 +117,8 @@ class Services:
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
         starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
         router = _Background(self._launch_router) if self._has_router else None
-        attachments = self._attachments() if self._config.sampler.has_others else None
+        is_attached = self._has_samplers and self._config.sampler.has_others
+        attachments = self._attachments() if is_attached else None
         looked = None if attachments is None else _Background(asyncio.run, attachments.first_look())
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
