@@ -246,6 +246,7 @@ def no_library():
 
 def test_without_a_compiler_the_sampler_says_what_to_install(make_checkpoint, monkeypatch, no_library):
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(MissingTool, match="There is no C compiler cc"):
         Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
 
