@@ -62,7 +62,8 @@ QWEN3 = (
     "{%- set said = said.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
     "{{- '<|im_start|>assistant\\n' }}"
     "{%- if loop.index0 > ns.asked and (loop.last or thought) %}"
-    "{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + said.lstrip('\\n') }}{%- else %}{{- said }}{%- endif %}"
+    "{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + said.lstrip('\\n') }}"
+    "{%- else %}{{- said }}{%- endif %}"
     "{%- for call in m.tool_calls or [] %}{%- if said or not loop.first %}{{- '\\n' }}{%- endif %}"
     + _CALL
     + "{%- endfor %}{{- '<|im_end|>\\n' }}"
@@ -76,14 +77,15 @@ QWEN3 = (
 LLAMA3 = (
     "{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
     "{%- if tools %}{{- 'Environment: ipython\\n' }}{%- endif %}"
-    "{%- if messages[0].role == 'system' %}{{- messages[0].content | trim }}{%- set messages = messages[1:] %}{%- endif %}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content | trim }}"
+    "{%- set messages = messages[1:] %}{%- endif %}"
     "{{- '<|eot_id|>' }}"
     "{%- for m in messages %}"
     "{%- if m.role == 'tool' %}{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}"
     "{%- elif m.tool_calls %}"
     "{%- if m.tool_calls | length != 1 %}{{- raise_exception('only single tool-calls at once') }}{%- endif %}"
     "{%- set call = m.tool_calls[0].function %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\": \"' + call.name + '\", \"parameters\": ' }}"
+    '{{- \'<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "\' + call.name + \'", "parameters": \' }}'
     "{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}"
     "{%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}"
     "{%- if tools and loop.first %}{{- 'Given the following functions, respond with JSON.\\n\\n' }}"
