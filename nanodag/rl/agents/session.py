@@ -219,7 +219,7 @@ class Session:
 
     async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
         asking = asyncio.ensure_future(
-            self._sampler.complete(ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
+            self._sampler.answer(ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
         )
         self._asking.add(asking)
         try:

@@ -112,26 +112,17 @@ class TurnSampler:
         wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
-        seed = derived_seed(sample.seed, "turn", len(sample.token_ids))
-        completion = await self.complete(
-            sample.token_ids, seed=seed, max_tokens=wanted, stop_token_ids=stop_token_ids
-        )
-        reason = finish_reason_of(completion)
-        return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
-
-    async def complete(
-        self, token_ids: Sequence[int], *, seed: int, max_tokens: int, stop_token_ids: Sequence[int] = ()
-    ) -> Completion:
-        """What the sampler says behind these ids, drawn with a seed as the stage says; greedily where it says so. It
-        ends with a token of `stop_ids` or of these, or is cut off. Raises BadRequest for what no sampler can serve."""
         overrides = {
-            "max_new_tokens": max_tokens,
+            "max_new_tokens": wanted,
             "stop_token_ids": (*self.stop_ids, *stop_token_ids),
-            "sampling_seed": seed,
+            "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
         }
         if self._params.temperature == 0.0:
             del overrides["sampling_seed"]
-        return await self._ask(Request(input_ids=list(token_ids), params=self._params.model_copy(update=overrides)))
+        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=overrides))
+        completion = await self._ask(request)
+        reason = finish_reason_of(completion)
+        return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
