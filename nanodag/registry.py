@@ -22,7 +22,7 @@ from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents")  # folders of this package that hold entries
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents")  # folders that hold entries
 REQUIRED = "required"
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.

@@ -205,9 +205,7 @@ def _run(
     is_given_up: Callable[[], bool] | None = None,
 ) -> Finished:
     with ExitStack() as stack:
-        started = _start(
-            stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further
-        )
+        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
         return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
 
 

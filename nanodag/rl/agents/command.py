@@ -7,7 +7,6 @@ seed in NANODAG_SEED. It has no network beside the API, sees its folder and its 
 
 import asyncio
 import json
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ async def command_agent(
         }
         further = sandbox.Further(
             read_only=tuple(path for path in (folder, library) if path),
-            shown=((str(visit.door.socket_path()), SOCKET),),
+            shown=((str(visit.door.socket_path), SOCKET),),
             max_processes=max_processes,
         )
         finished = await in_thread(

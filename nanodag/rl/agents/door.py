@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,10 +74,10 @@ class Door:
         if len(self._order) > KEYS_REMEMBERED:
             self._ended.discard(self._order.popleft())
 
-    @cache
+    @cached_property
     def socket_path(self) -> Path:
-        """The Unix socket on which it listens, too, from the first call on. Anybody on the machine may connect to it, as
-        to the port: the key counts."""
+        """The Unix socket on which it listens, too, once this was asked for. Anybody on the machine may connect to it,
+        as to the port: the key counts."""
         folder = Path(tempfile.mkdtemp(prefix="nanodag-agents-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)  # programs in the sandbox are another user's, where this process is root's

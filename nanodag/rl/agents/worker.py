@@ -1,10 +1,10 @@
 """One process that runs an agent's function, a sample at a time: `python worker.py DESCRIPTOR`.
 
 It needs the standard library alone and imports nothing of nanodag, so any interpreter can run it: that of an
-environment in which `openai` and an agent's other packages are installed. Over the socket DESCRIPTOR come lines of JSON,
-first `{"function", "folders", "max_bytes", "timeout_s"}`, then one a sample, `{"record", "base_url", "api_key", "model",
-"seed"}`; each is answered by a line, `{"returned", "is_left"}` or `{"error", "is_left"}`. is_left: the function left
-threads or processes behind, so that this process is no good for another sample.
+environment in which `openai` and an agent's other packages are installed. Over the socket DESCRIPTOR come lines of
+JSON, first `{"function", "folders", "max_bytes", "timeout_s"}`, then one a sample, `{"record", "base_url", "api_key",
+"model", "seed"}`. Each is answered by a line, `{"returned", "is_left"}` or `{"error", "is_left"}`. is_left: the
+function left threads or processes behind, so that this process is no good for another sample.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def answer_to(task: dict, name: str) -> dict:
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
         json.dumps(returned, allow_nan=False)
-    except BaseException as error:  # SystemExit too: whatever a function raises fails its sample, with the reason
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: whatever it raises fails its sample
         return {"error": said(error)}
     return {"returned": returned}
 

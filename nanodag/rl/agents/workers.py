@@ -1,7 +1,7 @@
 """Processes that run agents' functions, one sample at a time each, kept for the next one. No torch here.
 
-One whose function hangs, dies or leaves something behind is ended with all that it started, and another takes its place.
-All of it belongs to the door's event loop.
+One whose function hangs, dies or leaves something behind is ended with all that it started, and another takes its
+place. All of it belongs to the door's event loop.
 """
 
 import asyncio
@@ -64,12 +64,18 @@ class Workers:
                 worker.end()
 
 
+    def close(self) -> None:
+        """End those that wait for a sample. Nobody has to: each ends with this process."""
+        while self._idle:
+            self._idle.pop().end()
+
+
 class _Worker:
     """One process."""
 
     def __init__(self, python: str, first: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        self._words = tempfile.TemporaryFile(prefix="nanodag-agent-")  # what it writes, last words included
+        self._words = tempfile.TemporaryFile(prefix="nanodag-agent-")  # noqa: SIM115 - what it writes, till its end
         with theirs:
             self._process = subprocess.Popen(
                 [python, "-u", str(WORKER), str(theirs.fileno())],
