@@ -2,6 +2,7 @@
 fail. Agents are real processes; the sampler is a fake that we own."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -158,3 +159,63 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
     assert {request.params.temperature for request in requests} == {1.0}
 
 
+def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa: F811
+    rollouts, _, _ = generated(
+        folder, lambda request: [7, 2], "rude", count=4, samples_per_prompt=6, options={"seconds": 3.0, "at_once": 4}
+    )
+    reasons = {}
+    for one in rollouts:
+        reasons.setdefault(str(one.metadata.get("generate_error", "")).partition(";")[0], []).append(one)
+    ends = {reason.removeprefix("AgentFailed: ") for reason in reasons}
+    assert ends == {
+        "",
+        "RuntimeError: no luck (tiny_agents.py, line 39)",
+        "it took longer than 3 s",
+        "its process ended with code 3",
+        "ValueError: the reward must be a finite number",
+        "ValueError: the agent asked for no answer, so there is nothing to train",
+    }
+    assert all(one.reward == 1.0 for one in reasons[""])
+    died = [str(one.metadata["generate_error"]) for one in rollouts if "code 3" in str(one.metadata)]
+    assert died and all(reason.endswith("its last words: a last word") for reason in died)
+
+
+def test_a_key_is_of_no_use_once_its_sample_has_ended_and_one_that_nobody_gave_never(folder):  # noqa: F811
+    says = lambda request: [7, 2]  # noqa: E731
+    _, requests, answers = generated(folder, says, "late", samples_per_prompt=3, options={"at_once": 1})
+    assert sorted(answers) == ['["invalid_api_key"]'] + ['["sample_ended", "invalid_api_key"]'] * 2
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize(
+    "limit, how", [({"max_calls": 3}, {}), ({"max_tokens": 5}, {}), ({}, {"max_new_tokens": 6}), ({}, {"context": 40})]
+)
+def test_an_agent_that_meets_a_limit_is_cut_off_and_its_sample_is_judged(folder, ids, limit, how):  # noqa: F811
+    says = lambda request: ids("x<|end|>")  # noqa: E731
+    rollouts, requests, answers = generated(folder, says, "greedy", options=limit, **how)
+    assert len(rollouts) == 2 and answers == ["", ""]
+    for one in rollouts:
+        assert one.finish_reason == "length" and one.num_sampled == len(requests) and "limit" in one.metadata
+    assert 3 <= len(requests) // 2 <= 4
+
+
+def test_parallel_calls_give_the_same_sample_whoever_is_answered_first(folder, ids):  # noqa: F811
+    def draws(request):
+        number = request.params.sampling_seed
+        return [65 + number % 26] * (1 + number % 3) + ids("<|end|>")
+
+    async def slowly(request):
+        await asyncio.sleep(random.random() / 20)
+        return draws(request)
+
+    one = generated(folder, slowly, "two_at_once")
+    assert generated(folder, slowly, "two_at_once")[0] == one[0] and len(one[0]) == 6
+    assert len({rollout.spans for rollout in one[0]}) == 6
+
+
+def test_a_sampler_that_is_lost_ends_the_agent_and_is_blamed(folder):  # noqa: F811
+    def lost(request):
+        raise SamplerLost("gone")
+
+    with pytest.raises(SamplerLost):
+        generated(folder, lost, "greedy")

@@ -108,21 +108,22 @@ class Session:
             asking.cancel()
 
     def result(self) -> Sample:
-        """The sample. Its main sequence is that of which most was sampled, so that the order in which parallel calls
-        came changes nothing. Raises SamplerError where the sampler failed, ValueError where nothing was asked."""
+        """The sample. What counts as its last call is the one with most sampled tokens up to its end, so that the order
+        in which parallel calls came changes nothing. Raises SamplerError where the sampler failed, ValueError where
+        nothing was asked."""
         if self._broken is not None:
             raise self._broken
-        found = [one for one in self._texts if one.num_sampled]
+        found = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
             most = max(range(len(self._calls)), key=self._calls.__getitem__)
-            chats = self._transcript.sample(self._given, main=most)
-            found += [replace(chats, branches=()), *chats.branches]
+            chats = self._transcript.sample(self._given, last=most)
+            found = [chats, *chats.branches, *found]
         if not found:
             raise ValueError("the agent asked for no answer, so there is nothing to train")
-        main, *others = sorted(found, key=lambda one: (-one.num_sampled, one.token_ids))
+        main, *others = found
         return replace(
             main,
-            branches=tuple(replace(one, role=ROLE) for one in others),
+            branches=tuple(replace(one, role=ROLE, branches=()) for one in others),
             role=ROLE,
             answer=self._last_said if self.answer is None else self.answer,
             reward=self.reward,

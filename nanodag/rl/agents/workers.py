@@ -63,7 +63,6 @@ class Workers:
             else:
                 worker.end()
 
-
     def close(self) -> None:
         """End those that wait for a sample. Nobody has to: each ends with this process."""
         while self._idle:
