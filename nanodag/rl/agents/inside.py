@@ -26,7 +26,9 @@ async def main(given: dict) -> int:
     base_url = given["base_url"]
     server = None
     if given["socket"]:
-        server = await asyncio.start_server(lambda *ends: joined(*ends, given["socket"]), "127.0.0.1", 0)
+        server = await asyncio.start_server(
+            lambda reader, writer: joined(reader, writer, given["socket"]), "127.0.0.1", 0
+        )
         base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     environment = {
         **os.environ,
