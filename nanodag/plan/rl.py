@@ -139,7 +139,7 @@ def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
         if found is None or found.rows is None:
             return None
         prompts += found.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
-    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.prompts_per_step))
+    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.num_fresh))
 
 
 def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:
@@ -230,7 +230,8 @@ def _smaller(samplers: PlannedSamplers) -> tuple[str, ...]:
 
 
 def _sampled_a_step(stage: RLStage) -> int:
-    return stage.rollout.over_sampling or stage.rollout.prompts_per_step
+    rollout = stage.rollout
+    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
 
 
 def _trainer(stage: RLStage, model: ModelSize) -> Process:

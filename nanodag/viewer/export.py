@@ -35,7 +35,8 @@ def export_rollouts(shelf: Shelf, path: Path) -> Exported:
 
     A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, messages, answer (the
     right one), response, reward, reward_components, finish_reason, prompt_ids; and of the same length response_ids,
-    mask, logprobs (nats), versions, as nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
+    mask, logprobs (nats, null where nobody knows them), versions, as nanodag.rl.rollouts.rollout has them. Raises
+    ConfigError for another suffix.
     """
     encoding = Encoding(shelf.model)
     count = _write(path, (_row(step, read, encoding) for step, read in _reads(shelf)))
@@ -121,7 +122,7 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
         "prompt_ids": list(rollout.prompt_token_ids),
         "response_ids": list(response.token_ids),
         "mask": list(response.mask),
-        "logprobs": list(response.logprobs),
+        "logprobs": [None if value != value else value for value in response.logprobs],
         "versions": list(response.versions),
     }
 
