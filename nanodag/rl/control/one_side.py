@@ -13,7 +13,7 @@ from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import PromptCursor
-from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.rollout import Rollout, main_sequences
 from nanodag.rl.rollouts.saved import (
     GREEDY,
     SavedFiles,
@@ -101,14 +101,16 @@ class SavedRollouts:
     def _choose(self, group: Sequence[Rollout]) -> tuple[list[Rollout], str]:
         for rollout in group:
             self._check(rollout)
-        fitting = [rollout for rollout in group if _num_tokens(rollout) <= self._longest]
+        too_long = {rollout.sample_index for rollout in group if _num_tokens(rollout) > self._longest}
+        fitting = [rollout for rollout in group if rollout.sample_index not in too_long]
         scored = [rollout for rollout in fitting if rollout.reward is not None and rollout.num_sampled]
-        if not scored:
+        samples = main_sequences(scored)
+        if not samples:
             return [], NO_REWARD if fitting else TOO_LONG
         if (clone := self._config.rollout.clone).best:
             best = best_of(scored, count=clone.best, lowest=clone.lowest_reward)
             return best, "" if best else NONE_GOOD
-        return scored, next((reason for judge in self._filters if (reason := judge(scored)) is not None), "")
+        return scored, next((reason for judge in self._filters if (reason := judge(samples)) is not None), "")
 
     def _check(self, rollout: Rollout) -> None:
         where = f"rollout.source {self._config.rollout.source}: group {rollout.group_id}"
@@ -141,11 +143,13 @@ class SavedRollouts:
 
 def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Rollout]:
     """The finished answers of a group with the highest rewards, `lowest` at least, each answer once; of equal rewards
-    the earlier ones."""
-    finished = [one for one in group if one.finish_reason == "stop" and one.reward is not None and one.reward >= lowest]
+    the earlier ones. An answer comes with its further sequences, but not with those of other roles."""
+    samples = main_sequences(group)
+    finished = [one for one in samples if one.finish_reason == "stop" and (one.reward or 0.0) >= lowest]
     different = {one.response_token_ids: one for one in reversed(finished)}
     ranked = sorted(different.values(), key=lambda one: (-(one.reward or 0.0), one.sample_index))
-    return ranked[:count]
+    chosen = {(one.sample_index, one.role) for one in ranked[:count]}
+    return [one for one in group if (one.sample_index, one.role) in chosen]
 
 
 def _num_tokens(rollout: Rollout) -> int:

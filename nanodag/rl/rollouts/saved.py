@@ -18,7 +18,7 @@ import orjson
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, Span, from_record, prompt_span
+from nanodag.rl.rollouts.rollout import Rollout, Span, from_record, place_in_group, prompt_span
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -109,11 +109,11 @@ def prompt_of(saved: Saved, path: Path, number: int) -> Prompt:
 
 
 def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
-    """Rollouts of one id and step together, by sample index, in the order in which the first of each comes."""
+    """Rollouts of one id and step together, by sample and branch, in the order in which the first of each comes."""
     groups: dict[tuple[str, str], list[Saved]] = {}
     for saved in found:
         groups.setdefault((saved.step, saved.rollout.group_id), []).append(saved)
-    return [sorted(members, key=lambda member: member.rollout.sample_index) for members in groups.values()]
+    return [sorted(members, key=lambda member: place_in_group(member.rollout)) for members in groups.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,8 @@ def _from_row(row: Mapping[str, Any]) -> Rollout:
             reward=row.get("reward"),
             reward_components=row.get("reward_components") or {},
             finish_reason=row.get("finish_reason", "stop"),
-            metadata={REPLAYED: row.get("step")} if row.get("fate") == REPLAYED else {},
+            branch=int(row.get("branch") or 0),
+            role=row.get("role") or "",
         )
     except KeyError as error:
         raise ValueError(f"the key {error.args[0]!r} is missing") from error
