@@ -105,10 +105,7 @@ class Controller:
         self._generator: RolloutGenerator | SavedRollouts = generator
         self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
         if not self._config.rollout.is_sampled:
-            longest_trained = min(services.model.max_positions, int(self._config.optimizer.micro_batch_tokens))
-            vocabulary = services.model.vocab_size
-            self._generator = SavedRollouts(self._config, longest=longest_trained, vocabulary=vocabulary)
-            self._pool = None
+            self._generator, self._pool = SavedRollouts(self._config, services.model), None
         self._replay = ReplayBuffer(self._config)
         benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
@@ -228,9 +225,9 @@ class Controller:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
         self._replay.keep(step, fresh, self._state["versions"])
-        self._count(fresh, values)
+        sampled = sum(one.num_sampled for one in fresh.all_rollouts) if rollout.is_sampled else 0
+        self._count(fresh, values, sampled)
         self._records.ledger(step, fresh)
-        sampled = sum(rollout.num_sampled for rollout in fresh.all_rollouts)
         values |= {"sampled_tokens": sampled, "seconds_generate": fresh.seconds, "partial_groups": fresh.num_partial}
         values |= fresh.pool
         self._rollouts = fresh.all_rollouts if self._config.log_responses else []
@@ -292,11 +289,11 @@ class Controller:
             "trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies),
         }
 
-    def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
-        """Add up what the stage's cost is made of; end it when nothing is left to learn from."""
+    def _count(self, batch: RolloutBatch, values: dict[str, float], sampled: int) -> None:
+        """Add up what the stage's cost is made of; end it when nothing is left to learn from. sampled: tokens."""
         totals = self._state["totals"]
-        totals["sampled"] += sum(rollout.num_sampled for rollout in batch.all_rollouts)
-        totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
+        totals["sampled"] += sampled
+        totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts) if sampled else 0
         totals["computed"] += values.get("computed_tokens", 0)
         totals["scored"] += values.get("scored_tokens", 0)
         is_empty = self._config.has_trainer and not batch.kept and not batch.num_partial

@@ -4,6 +4,7 @@ where `rollout.source` names files. No torch here."""
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted
+from nanodag.rl.control.facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout, main_sequences
 from nanodag.rl.rollouts.saved import (
     GREEDY,
+    Saved,
     SavedFiles,
     SavedGroups,
     check_steps,
     groups_in,
-    prompt_of,
     read_saved,
     saved_files,
 )
@@ -55,12 +57,12 @@ class SavedRollouts:
     """In the place of a RolloutGenerator, where rollouts exist: the groups of the files that `rollout.source` names.
 
     A step follows from its number alone. The folder of a stage's records gives each step what that stage trained in it.
-    Of other files each pass has all groups once, in an order of its own that the stage's seed decides. longest: tokens
-    of prompt and response that the trainer can hold. vocabulary: its ids.
+    Of other files each pass has all groups once, in an order of its own that the stage's seed decides.
     """
 
-    def __init__(self, config: RLStage, *, longest: int, vocabulary: int) -> None:
-        self._config, self._longest, self._vocabulary = config, longest, vocabulary
+    def __init__(self, config: RLStage, model: ModelFacts) -> None:
+        self._config, self._vocabulary = config, model.vocab_size
+        self._longest = min(model.max_positions, int(config.optimizer.micro_batch_tokens))
         self._filters = [entry.load() for entry in config.rollout.filters]
         found = saved_files(config.rollout.source)
         check_steps(found, num_steps=config.num_steps)
@@ -77,7 +79,7 @@ class SavedRollouts:
         size, total = self._config.rollout.prompts_per_step, len(self._groups)
         turns = [divmod(place, total) for place in range(size * (step - 1), size * step)]
         orders = {turn: permutation(total, int(self._config.seed), turn) for turn, _ in turns}
-        return RolloutBatch(kept=[self._groups.read(int(orders[turn][place]), turn=turn) for turn, place in turns])
+        return RolloutBatch(kept=[self._of_pass(turn, int(orders[turn][place])) for turn, place in turns])
 
     async def judged_again(
         self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch]
@@ -85,12 +87,18 @@ class SavedRollouts:
         """The rollout batches of a checkpoint, as they are."""
         return tuple(waiting)
 
+    def _of_pass(self, turn: int, number: int) -> tuple[Prompt, list[Rollout]]:
+        group = self._groups.read(number)
+        name = f"{number}:{group[0].rollout.prompt_id}@{turn}"  # files of several runs have groups of the same name
+        chosen, _ = self._choose([replace(saved.rollout, group_id=name) for saved in group])
+        return _prompt_of(group[0], turn), chosen
+
     def _as_it_was(self, path: Path) -> RolloutBatch:
         batch = RolloutBatch()
         for group in groups_in(read_saved(path)):
             rollouts = [saved.rollout for saved in group]
             epoch = rollouts[0].group_id.rpartition("@")[2]
-            prompt = prompt_of(group[0], path, int(epoch) if epoch.isdigit() else 0)
+            prompt = _prompt_of(group[0], int(epoch) if epoch.isdigit() else 0)
             chosen, reason = self._choose(rollouts)
             if reason:
                 batch.dropped.append(Dropped(prompt, rollouts, reason, len(batch.kept)))
@@ -150,6 +158,12 @@ def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Roll
     ranked = sorted(different.values(), key=lambda one: (-(one.reward or 0.0), one.sample_index))
     chosen = {(one.sample_index, one.role) for one in ranked[:count]}
     return [one for one in group if (one.sample_index, one.role) in chosen]
+
+
+def _prompt_of(saved: Saved, number: int) -> Prompt:
+    """Of a pass, with what was kept of it."""
+    record = {"answer": "", **saved.asked, "prompt_id": saved.rollout.prompt_id}
+    return Prompt(epoch=number, record=record, token_ids=saved.rollout.prompt_token_ids)
 
 
 def _num_tokens(rollout: Rollout) -> int:

@@ -7,7 +7,7 @@ Groups lie in the files and are read when their step comes; only where they begi
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,6 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, from_record, place_in_group, prompt_span
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
@@ -80,7 +79,7 @@ def check_steps(found: SavedFiles, *, num_steps: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A rollout in a file. begin: of its line, in bytes. step: of its line, empty where it names none. asked: answer
-    and messages of its prompt, where the line has them."""
+    and messages of its prompt, where the line or a file beside has them."""
 
     begin: int
     step: str
@@ -95,17 +94,10 @@ def read_saved(path: Path) -> Iterator[Saved]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield _parsed(line, begin)
+                    yield _parsed(line, begin, path)
                 except (ValueError, TypeError) as error:
                     raise SourceError(f"{path}, line {number}: not a rollout: {error}.") from error
             begin += len(line)
-
-
-def prompt_of(saved: Saved, path: Path, number: int) -> Prompt:
-    """The prompt of a file's rollout in a pass, with what was kept of it in the line or beside the file."""
-    beside = _asked(path.with_name(path.name.split(".")[0] + ".answers.jsonl")).get(saved.rollout.prompt_id, {})
-    record = {"answer": "", **beside, **saved.asked, "prompt_id": saved.rollout.prompt_id}
-    return Prompt(epoch=number, record=record, token_ids=tuple(saved.rollout.prompt_token_ids))
 
 
 def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
@@ -143,16 +135,13 @@ class SavedGroups:
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, number: int, *, turn: int) -> tuple[Prompt, list[Rollout]]:
-        """A group, in the pass `turn` over all of them. Raises SourceError for a file that has changed."""
+    def read(self, number: int) -> list[Saved]:
+        """A group, whole. Raises SourceError for a file that has changed."""
         place = self._places[number]
         if _state(place.path) != self._seen[place.path]:
             raise SourceError(f"{place.path} has changed since the stage began. Leave it as it was, and run it again.")
         with place.path.open("rb") as stream:
-            group = [_parsed(_line_at(stream, begin), begin) for begin in place.begins]
-        name = f"{number}:{group[0].rollout.prompt_id}@{turn}"  # files of several runs have groups of the same name
-        chosen, _ = self._choose([replace(saved.rollout, group_id=name) for saved in group])
-        return prompt_of(group[0], place.path, turn), chosen
+            return [_parsed(_line_at(stream, begin), begin, place.path) for begin in place.begins]
 
     def _index(self, path: Path) -> None:
         fresh = (saved for saved in read_saved(path) if REPLAYED not in saved.rollout.metadata)
@@ -174,14 +163,16 @@ def _line_at(stream: Any, begin: int) -> bytes:
     return bytes(stream.readline())
 
 
-def _parsed(line: bytes, begin: int) -> Saved:
+def _parsed(line: bytes, begin: int, path: Path) -> Saved:
     record = orjson.loads(line)
     if isinstance(record, dict) and "response_ids" in record:
         asked = {name: record[name] for name in ("answer", "messages") if record.get(name)}
         return Saved(begin, str(record.get("step", "")), _from_row(record), asked)
     if isinstance(record, dict) and "spans" not in record:
         raise ValueError("it has neither spans nor response_ids; text without tokens is what an `sft` stage trains")
-    return Saved(begin, "", from_record(record), {})
+    rollout = from_record(record)
+    beside = path.with_name(path.name.split(".")[0] + ".answers.jsonl")
+    return Saved(begin, "", rollout, _asked(beside).get(rollout.prompt_id, {}))
 
 
 def _from_row(row: Mapping[str, Any]) -> Rollout:
