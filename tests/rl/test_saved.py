@@ -57,10 +57,8 @@ def facts(vocabulary: int) -> ModelFacts:
 
 
 def source(path: Path, **values) -> SavedRollouts:
-    stage = config(
-        **{"source": f"file:{path}", "prompts_per_step": 2, "num_steps": 3, "micro_batch_tokens": 16} | values
-    )
-    return SavedRollouts(stage, facts(256))
+    values = {"source": f"file:{path}", "num_steps": 3, "micro_batch_tokens": 16} | values
+    return SavedRollouts(config(**values), facts(256))
 
 
 def taken(found: SavedRollouts, step: int) -> list[str]:
@@ -186,6 +184,7 @@ def test_a_folder_of_steps_is_trained_step_by_step_and_named_by_its_bytes(tmp_pa
             "replay.share 0.5 keeps what samplers made",
         ),
         ({"source": "rollouts.jsonl"}, "source"),
+        ({"source": "file:/r", "num_epochs": 2.0}, "num_epochs 2 with rollout.source file:/r"),
         ({"replay": {"share": 0.5}}, "trains what older weights sampled, and algorithm.correction is none"),
         ({"replay": {"share": 0.1}, "correction": "tis"}, "share 0.1 of prompts_per_step 2 is 0 groups"),
         ({"replay": {"share": 0.5, "max_staleness": 1}, "max_staleness": 1, "correction": "tis"}, "is not above"),

@@ -123,6 +123,11 @@ class RLStage(StageBase):
                 f"num_epochs {self.num_epochs:g} and num_steps {self.num_steps} both say how long the stage is; leave "
                 "one of them out"
             )
+        if self.num_epochs and not self.rollout.is_sampled:
+            raise ValueError(
+                f"num_epochs {self.num_epochs:g} with rollout.source {self.rollout.source}: it counts passes over "
+                "prompts that are sampled; set num_steps, and the stage's log says how many passes these are"
+            )
         if self.num_epochs and not mixes_by_epochs(self.data):
             raise ValueError(
                 f"num_epochs {self.num_epochs:g}: passes over a mixture by weights have no meaning, as it has no end; "
