@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
+from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.shelf import Read, Shelf
 
@@ -31,11 +32,13 @@ class Exported:
 
 
 def export_rollouts(shelf: Shelf, path: Path) -> Exported:
-    """Every rollout that was sampled for training, in the order of the steps: text, tokens, log-probabilities.
+    """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
+    was replayed stands where it was trained first.
 
-    A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, messages, answer (the
-    right one), response, reward, reward_components, finish_reason, prompt_ids; and of the same length response_ids,
-    mask, logprobs (nats), versions, as nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
+    A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
+    answer (the right one), response, reward, reward_components, finish_reason, prompt_ids; and of the same length
+    response_ids, mask, logprobs (nats, null where nobody knows them), versions, as nanodag.rl.rollouts.rollout has
+    them. Raises ConfigError for another suffix.
     """
     encoding = Encoding(shelf.model)
     count = _write(path, (_row(step, read, encoding) for step, read in _reads(shelf)))
@@ -100,7 +103,8 @@ def _why_not(read: Read, lowest: float) -> str:
 def _reads(shelf: Shelf) -> Iterator[tuple[int, Read]]:
     for step in shelf.steps_with_rollouts():
         for read in shelf.read(step):
-            yield step, read
+            if read.fate != REPLAYED:
+                yield step, read
 
 
 def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
@@ -111,6 +115,8 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
         "prompt_id": rollout.prompt_id,
         "group_id": rollout.group_id,
         "sample_index": rollout.sample_index,
+        "branch": rollout.branch,
+        "role": rollout.role,
         "messages": [dict(message) for message in read.messages],
         "answer": read.answer,
         "response": text_of(rollout, encoding),
@@ -120,7 +126,7 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
         "prompt_ids": list(rollout.prompt_token_ids),
         "response_ids": list(response.token_ids),
         "mask": list(response.mask),
-        "logprobs": list(response.logprobs),
+        "logprobs": [None if value != value else value for value in response.logprobs],
         "versions": list(response.versions),
     }
 

@@ -150,6 +150,8 @@ class Turns:
             raise ValueError(f"a sample must begin with a prompt, and with one alone; its spans are {kinds}")
         if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
             raise ValueError("a sample was returned that no turn added to")
+        if any(span.kind == "sampled" and len(span.logprobs) != len(span.token_ids) for span in sample.spans):
+            raise ValueError("a sampled span has no log-probabilities")
         if len(ids) > self._context or sample.num_sampled > self._longest:
             raise ValueError(
                 f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
