@@ -355,8 +355,7 @@ class WeightsSection(StageSection):
 
     sync: Literal["disk", "distributed", "ipc"] = operational("disk")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
-    rank 0, also to servers of others on any machine, but not to sampler.nodes; `ipc`, memory that rank 0 shares with
-    samplers of its machine."""
+    rank 0, to samplers on any machine; `ipc`, memory that rank 0 shares with samplers of its machine."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""

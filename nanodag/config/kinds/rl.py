@@ -367,6 +367,12 @@ class RLStage(StageBase):
         return self.rollout.is_sampled or bool(self.evaluated)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the trainer's devices hold samplers too."""
+        is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
+        return self.placement != "separate" and not is_alone
+
+    @property
     def has_process_reward(self) -> bool:
         """Whether the reward scores single steps of a response."""
         return any(reward.traits is not None and reward.traits.scores_steps for reward in self.reward)
