@@ -1,5 +1,5 @@
-"""What pocket's model learns by the agent of `agent/range_agent.py`, written with the `openai` package: held-out problems
-before RL and after it, over seeds.
+"""What pocket's model learns by the agent of `agent/range_agent.py`, written with the `openai` package: held-out
+problems before RL and after it, over seeds.
 
     python -m venv /tmp/agents-env && /tmp/agents-env/bin/pip install openai
     python -m benchmarks.agent_learns --python /tmp/agents-env/bin/python --store /tmp/agent-store \
@@ -36,13 +36,13 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "inputs": {"model": "model"},
             "data": [
-                {"url": "python:range_problems:calls?size=400&seed=1", "adapter": "messages", "held_out": 0.1},
-                {"url": "python:nanodag.data.lists:sort?count=5&size=400&seed=1", "adapter": "problem"},
+                {"url": "python:range_problems:calls?size=60&seed=1", "adapter": "messages", "held_out": 0.1},
+                {"url": "python:nanodag.data.lists:sort?count=5&size=60&seed=1", "adapter": "problem"},
             ],
             "sequence_length": 128,
-            "batch_tokens": 2048,
-            "num_epochs": 10,
-            "validation_every": 20,
+            "batch_tokens": 1024,
+            "num_epochs": 4,
+            "validation_every": 5,
             "patience": 15,
             "optimizer": {"matrix_lr": 0.01, "learning_rate": 0.0025, "weight_decay": 0.1},
             "schedule": {"warmup_fraction": 0.02, "decay_fraction": 0.5},

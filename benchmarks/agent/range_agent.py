@@ -6,6 +6,7 @@ what the tool has found.
 
 import json
 import re
+from typing import Any
 
 import openai
 
@@ -19,14 +20,15 @@ TOOL = {
 }
 
 
-def answer_range(task) -> float:
+def answer_range(task: Any) -> float:
     """1 where the policy's last word is the range of the list."""
     with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
         question = task.record["messages"][-1]["content"]
         numbers = sorted_by_subagent(client, question.removeprefix("Range: "))
         messages = [{"role": "user", "content": f"Range: {numbers}"}]
         for _ in range(3):
-            message = client.chat.completions.create(model=task.model, messages=messages, tools=[TOOL]).choices[0].message
+            reply = client.chat.completions.create(model=task.model, messages=messages, tools=[TOOL])
+            message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 return float((message.content or "").strip() == task.record["answer"])

@@ -1,5 +1,5 @@
-"""`Range: 52 17 98 43 21` asks for the largest number less the smallest, 81. What the agent of `range_agent.py` answers,
-and the conversations from which a model learns how its calls look."""
+"""`Range: 52 17 98 43 21` asks for the largest number less the smallest, 81. What the agent of `range_agent.py`
+answers, and the conversations from which a model learns how its calls look."""
 
 import hashlib
 import random

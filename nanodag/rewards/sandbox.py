@@ -300,7 +300,7 @@ def _start(
 
 
 def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) -> list[str]:
-    """Of bubblewrap. binds: further ones. source, rules: open files of the program and of the filter of system calls."""
+    """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
     size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
