@@ -1,6 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +81,8 @@ class Sample:
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says.
+    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says. held: a context in
+    which time does not count as the function's own, as while it waits for a place among others.
     """
 
     def __init__(
@@ -90,10 +92,12 @@ class TurnSampler:
         params: SamplingParams,
         encoding: Encoding,
         renderer: ChatRenderer,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask = ask
+        self.held = held
         self._params = params
-        self._encoding = encoding
+        self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
 
@@ -108,22 +112,27 @@ class TurnSampler:
         wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
-        overrides = {
-            "max_new_tokens": wanted,
-            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
-            "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
-        }
-        if self._params.temperature == 0.0:
-            del overrides["sampling_seed"]
-        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=overrides))
-        completion = await self._ask(request)
+        seed = derived_seed(sample.seed, "turn", len(sample.token_ids))
+        completion = await self.answer(sample.token_ids, seed=seed, max_tokens=wanted, stop_token_ids=stop_token_ids)
         reason = finish_reason_of(completion)
         return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
 
+    async def answer(
+        self, ids: Sequence[int], *, seed: int, max_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """What the sampler says behind ids, at most max_tokens tokens of it; where it is greedy the seed means nothing.
+        Raises BadRequest for what no sampler can serve."""
+        overrides = {
+            "max_new_tokens": max_tokens,
+            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
+            "sampling_seed": seed if self._params.temperature else None,
+        }
+        return await self._ask(Request(input_ids=list(ids), params=self._params.model_copy(update=overrides)))
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
-        return self._encoding.encode(text)
+        return self.encoding.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by name. For reading only: it is never turned into ids again."""
-        return self._encoding.decode(ids)
+        return self.encoding.decode(ids)
