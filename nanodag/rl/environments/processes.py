@@ -1,0 +1,185 @@
+"""The controller's end of an environment's process and of its episodes. No torch here."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from nanodag.errors import ConfigError
+from nanodag.rl.environments.fork_server import START_TIMEOUT_S, how_ended
+from nanodag.rl.environments.observations import roles_of
+
+MAX_ANSWER_BYTES = 4 << 20
+END_TIMEOUT_S = 5.0
+LONGEST_START = 1 << 16  # bytes of the first answer
+
+
+class EnvironmentFailed(RuntimeError):
+    """An episode cannot go on; the message is the sample's reason."""
+
+
+class EnvironmentProcess:
+    """The process of one environment, started again when it is gone. roles: who speaks, and whether it is trained.
+
+    path: `module:Class`. options: of its constructor. cpu_s, max_bytes, max_processes: of an episode. step_s: seconds
+    that an answer may take. Raises ConfigError where the environment cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: Mapping[str, Any],
+        *,
+        step_s: float,
+        cpu_s: int,
+        max_bytes: int,
+        max_processes: int,
+    ) -> None:
+        self._path, self._step_s = path, step_s
+        limits = {"cpu_s": cpu_s, "max_bytes": max_bytes, "max_processes": max_processes}
+        self._job = json.dumps({"path": path, "options": dict(options), **limits})
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._start()
+
+    def episode(self) -> "Episode":
+        """A new episode. From any thread. Raises ConfigError where its process is gone and cannot be made again."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            with self._lock:
+                if self._is_closed:
+                    mine.close()
+                    raise EnvironmentFailed("the stage ends")
+                try:
+                    self._hand_over(theirs)
+                except OSError:
+                    self._end()
+                    self._start()
+                    self._hand_over(theirs)
+        return Episode(mine, self._step_s)
+
+    def close(self) -> None:
+        """End it with all its episodes."""
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        socket.send_fds(self._control, [b"e"], [theirs.fileno()])
+
+    def _start(self) -> None:
+        self._control, control = socket.socketpair()
+        # Numbers of threads, and the order of sets, are the same in each run.
+        fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        with control:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nanodag.rl.environments.fork_server", str(control.fileno()), self._job],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                env={**os.environ, **fixed, "PYTHONUNBUFFERED": "1"},
+                pass_fds=(control.fileno(),),
+                start_new_session=True,  # who kills the stage's group leaves it the time to end what episodes started
+            )
+        try:
+            self.roles = roles_of(self._first_answer()["roles"])
+        except BaseException as error:
+            self._end()
+            if isinstance(error, ValueError | KeyError):
+                raise ConfigError(f"The environment {self._path!r} cannot be used: {error}") from error
+            raise
+
+    def _first_answer(self) -> dict[str, Any]:
+        self._control.settimeout(START_TIMEOUT_S)
+        said = b""
+        try:
+            while not said.endswith(b"\n") and len(said) < LONGEST_START:
+                block = self._control.recv(LONGEST_START)
+                if not block:
+                    raise ValueError(f"its process {how_ended(self._process.wait())} when it was made")
+                said += block
+        except TimeoutError:
+            raise ValueError(f"it was not made in {START_TIMEOUT_S:g} s") from None
+        self._control.settimeout(None)
+        answer: dict[str, Any] = json.loads(said)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+    def _end(self) -> None:
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_TIMEOUT_S)
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Episode:
+    """One episode, spoken to from one event loop. Every call raises EnvironmentFailed with the reason."""
+
+    def __init__(self, connection: socket.socket, step_s: float) -> None:
+        self._connection, self._step_s = connection, step_s
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def reset(self, *, seed: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """{"observation", "tools"}, unchecked."""
+        return await self._asked("reset", {"seed": seed, "record": dict(record)})
+
+    async def step(self, *, text: str, calls: list[dict[str, Any]], is_cut: bool, role: str) -> dict[str, Any]:
+        """{"observation", "reward", "done", "info"}, unchecked. calls: each with `name` and `arguments`."""
+        return await self._asked("step", {"text": text, "calls": calls, "is_cut": is_cut, "role": role})
+
+    async def end(self) -> dict[str, Any]:
+        """{"metrics"}, unchecked."""
+        return await self._asked("end", {})
+
+    def close(self) -> None:
+        """End its process, whatever it is at."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        self._connection.close()
+
+    async def _asked(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._connection, limit=MAX_ANSWER_BYTES)
+        reader, writer = self._streams
+        try:
+            async with asyncio.timeout(self._step_s):
+                writer.write(json.dumps({name: given}, default=str).encode() + b"\n")
+                await writer.drain()
+                line = await reader.readline()
+        except TimeoutError:
+            raise EnvironmentFailed(f"{name} took longer than {self._step_s:g} s") from None
+        except ValueError:  # of readline
+            raise EnvironmentFailed(f"{name} answered more than {MAX_ANSWER_BYTES} bytes") from None
+        except ConnectionError:
+            line = await self._last_words(reader)
+        return _answer(name, line)
+
+    async def _last_words(self, reader: asyncio.StreamReader) -> bytes:
+        """Why a process is gone that could not be written to any more."""
+        with suppress(ConnectionError, ValueError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                return await reader.readline()
+        return b""
+
+
+def _answer(name: str, line: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise EnvironmentFailed(f"{name} has no answer: its process is gone, or something else wrote to its connection")
+    for reason in ("error", "ended"):
+        if reason in answer:
+            raise EnvironmentFailed(f"{name}: {answer[reason]}")
+    return answer
