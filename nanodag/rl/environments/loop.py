@@ -8,49 +8,42 @@ from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments import observations, speech
 from nanodag.rl.environments.observations import Earned, Heard, Message
-from nanodag.rl.environments.processes import EnvironmentProcess, Episode
+from nanodag.rl.environments.processes import Episode, Limits, process_of
+from nanodag.rl.rollouts.metrics import METRICS, TURNS
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.transcript import Transcript
 
 ROLE = "policy"  # of who speaks where the environment has no roles
+ENDED = "ended"  # in the metadata: what ended the episode, `done`, `turns` or `tokens`
 LONGEST_TOKEN = 64  # characters: what is longer than a context of these cannot fit, and is not made into tokens
 
 
 @entry("generate", "environment", argument="function")
-class EnvironmentTurns:
-    """An environment of your own, as a class with `reset` and `step` (nanodag.rl.environments.environment). Options
-    that are not listed here go to its constructor."""
+async def environment(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    named: str,
+    max_turns: int = 16,
+    step_s: float = 30.0,
+    cpu_s: int = 600,
+    max_bytes: int = 4 << 30,
+    max_processes: int = 16,
+    **options: Any,
+) -> Sample:
+    """An environment of yours, a class with `reset` and `step`, in processes of its own; further options are those of
+    its constructor.
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        max_turns: int = 16,
-        step_s: float = 30.0,
-        cpu_s: int = 600,
-        max_bytes: int = 4 << 30,
-        max_processes: int = 16,
-        **options: Any,
-    ) -> None:
-        """max_turns: of an episode. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU
-        time of an episode, and its address space. max_processes: that it may start. Raises ConfigError where the
-        environment cannot be made."""
-        self._max_turns = max_turns
-        self._process = EnvironmentProcess(
-            path, options, step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes
-        )
-
-    async def __call__(self, sampler: TurnSampler, sample: Sample) -> Sample:
-        """One episode. Raises EnvironmentFailed or ValueError where the environment is to blame."""
-        episode = self._process.episode()
-        try:
-            return await _Play(sampler, sample, episode, self._process.roles, self._max_turns).run()
-        finally:
-            episode.close()
-
-    def close(self) -> None:
-        """End the environment's process, and all episodes."""
-        self._process.close()
+    max_turns: of an episode. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU time of
+    an episode, and the address space of each of its processes. max_processes: that it may start.
+    """
+    limits = Limits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
+    process = process_of(named, options, limits)
+    episode = process.episode()
+    try:
+        return await _Play(sampler, sample, episode, process.roles, max_turns).run()
+    finally:
+        episode.close()
 
 
 @dataclass(slots=True)
@@ -95,7 +88,7 @@ class _Play:
             assert heard_next is not None
             heard = heard_next
         metrics = observations.metrics_of((await self._episode.end()).get("metrics"))
-        return self._sample({"turns": num_turns, "ended": ended, "metrics": metrics})
+        return self._sample({TURNS: num_turns, ENDED: ended, METRICS: metrics})
 
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
@@ -168,7 +161,7 @@ class _Play:
             reward=self._earned.by_role.get(main, 0.0),
             components=dict(self._earned.components),
             metadata=metadata,
-            finish_reason="length" if metadata["ended"] != "done" else first.finish_reason,
+            finish_reason="length" if metadata[ENDED] != "done" else first.finish_reason,
         )
 
     def _sequences(self, name: str) -> list[Sample]:

@@ -1,6 +1,7 @@
 """The controller's end of an environment's process and of its episodes. No torch here."""
 
 import asyncio
+import atexit
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanodag.errors import ConfigError
@@ -25,56 +27,55 @@ class EnvironmentFailed(RuntimeError):
     """An episode cannot go on; the message is the sample's reason."""
 
 
-class EnvironmentProcess:
-    """The process of one environment, started again when it is gone. roles: who speaks, and whether it is trained.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """step_s: seconds that an answer may take. cpu_s: CPU time of an episode. max_bytes: address space of each of its
+    processes, and memory of all together. max_processes: that it may start."""
 
-    path: `module:Class`. options: of its constructor. cpu_s, max_bytes, max_processes: of an episode. step_s: seconds
-    that an answer may take. Raises ConfigError where the environment cannot be made.
+    step_s: float
+    cpu_s: int
+    max_bytes: int
+    max_processes: int
+
+
+class EnvironmentProcess:
+    """The process of one environment, started with the first episode, and again when it is gone.
+
+    path: `module:Class`. options: of its constructor. roles: who speaks, and whether it is trained, once it is started.
     """
 
-    def __init__(
-        self,
-        path: str,
-        options: Mapping[str, Any],
-        *,
-        step_s: float,
-        cpu_s: int,
-        max_bytes: int,
-        max_processes: int,
-    ) -> None:
-        self._path, self._step_s = path, step_s
-        limits = {"cpu_s": cpu_s, "max_bytes": max_bytes, "max_processes": max_processes}
-        self._job = json.dumps({"path": path, "options": dict(options), **limits})
+    def __init__(self, path: str, options: Mapping[str, Any], limits: Limits) -> None:
+        self._path, self._limits = path, limits
+        self._job = json.dumps({"path": path, "options": dict(options), **asdict(limits)})
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure: ConfigError | None = None
+        self.roles: Mapping[str, bool] = {}
 
     def episode(self) -> "Episode":
-        """A new episode. From any thread. Raises ConfigError where its process is gone and cannot be made again."""
+        """A new episode. From any thread. Raises ConfigError where the environment cannot be made."""
         mine, theirs = socket.socketpair()
-        with theirs:
-            with self._lock:
-                if self._is_closed:
-                    mine.close()
-                    raise EnvironmentFailed("the stage ends")
-                try:
-                    self._hand_over(theirs)
-                except OSError:
-                    self._end()
-                    self._start()
-                    self._hand_over(theirs)
-        return Episode(mine, self._step_s)
+        with theirs, self._lock:
+            try:
+                self._hand_over(theirs)
+            except OSError:  # it is gone
+                self._end()
+                self._hand_over(theirs)
+        return Episode(mine, self._limits.step_s)
 
     def close(self) -> None:
         """End it with all its episodes."""
         with self._lock:
-            self._is_closed = True
             self._end()
 
     def _hand_over(self, theirs: socket.socket) -> None:
+        if self._process is None:
+            self._start()
         socket.send_fds(self._control, [b"e"], [theirs.fileno()])
 
     def _start(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         self._control, control = socket.socketpair()
         # Numbers of threads, and the order of sets, are the same in each run.
         fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -88,21 +89,20 @@ class EnvironmentProcess:
                 start_new_session=True,  # who kills the stage's group leaves it the time to end what episodes started
             )
         try:
-            self.roles = roles_of(self._first_answer()["roles"])
-        except BaseException as error:
+            self.roles = roles_of(self._first_answer(self._process)["roles"])
+        except (ValueError, OSError) as error:
             self._end()
-            if isinstance(error, ValueError | KeyError):
-                raise ConfigError(f"The environment {self._path!r} cannot be used: {error}") from error
-            raise
+            self._failure = ConfigError(f"The environment {self._path!r} cannot be used: {error}")
+            raise self._failure from error
 
-    def _first_answer(self) -> dict[str, Any]:
+    def _first_answer(self, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
         self._control.settimeout(START_TIMEOUT_S)
         said = b""
         try:
             while not said.endswith(b"\n") and len(said) < LONGEST_START:
                 block = self._control.recv(LONGEST_START)
                 if not block:
-                    raise ValueError(f"its process {how_ended(self._process.wait())} when it was made")
+                    raise ValueError(f"its process {how_ended(process.wait())} when it was made")
                 said += block
         except TimeoutError:
             raise ValueError(f"it was not made in {START_TIMEOUT_S:g} s") from None
@@ -113,13 +113,40 @@ class EnvironmentProcess:
         return answer
 
     def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=END_TIMEOUT_S)
-        if self._process.returncode is None:
+            process.wait(timeout=END_TIMEOUT_S)
+        if process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+_PROCESSES: dict[str, EnvironmentProcess] = {}
+_PROCESSES_LOCK = threading.Lock()
+
+
+def process_of(path: str, options: Mapping[str, Any], limits: Limits) -> EnvironmentProcess:
+    """The one of this environment with these options and limits, which lives as long as this process."""
+    key = json.dumps([path, dict(options), asdict(limits)], sort_keys=True)
+    with _PROCESSES_LOCK:
+        if key not in _PROCESSES:
+            _PROCESSES[key] = EnvironmentProcess(path, options, limits)
+        return _PROCESSES[key]
+
+
+def end_processes() -> None:
+    """End all of them."""
+    with _PROCESSES_LOCK:
+        for process in _PROCESSES.values():
+            process.close()
+        _PROCESSES.clear()
+
+
+atexit.register(end_processes)
 
 
 class Episode:
