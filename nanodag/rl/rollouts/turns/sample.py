@@ -108,17 +108,22 @@ class TurnSampler:
         wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
-        overrides = {
-            "max_new_tokens": wanted,
-            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
-            "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
-        }
-        if self._params.temperature == 0.0:
-            del overrides["sampling_seed"]
-        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=overrides))
-        completion = await self._ask(request)
+        seed = derived_seed(sample.seed, "turn", len(sample.token_ids))
+        completion = await self.answer(sample.token_ids, seed=seed, max_tokens=wanted, stop_token_ids=stop_token_ids)
         reason = finish_reason_of(completion)
         return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
+
+    async def answer(
+        self, ids: Sequence[int], *, seed: int, max_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """What the sampler says behind ids, at most max_tokens tokens of it; where it is greedy the seed means nothing.
+        Raises BadRequest for what no sampler can serve."""
+        overrides = {
+            "max_new_tokens": max_tokens,
+            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
+            "sampling_seed": seed if self._params.temperature else None,
+        }
+        return await self._ask(Request(input_ids=list(ids), params=self._params.model_copy(update=overrides)))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
