@@ -79,7 +79,7 @@ def ways() -> dict[str, Callable[[], Any]]:
         "sleeps": lambda: time.sleep(3600),
         "spins": _spin,
         "leaks": _leak,
-        "forks": lambda: [os.fork() or time.sleep(3600) for _ in range(40)],
+        "forks": lambda: [os.fork() or time.sleep(3600) for _ in range(40)] and time.sleep(3600),
         "leaves a daemon": lambda: _daemon() or fine,
         "floods": lambda: ("x" * (16 << 20), 0.0, False, {}),
         "prints": _print,
@@ -110,6 +110,20 @@ class Hostile:
         if self.way is not None and self.left < 2:
             return self.way()
         return f"{action.text}!", 0.25, self.left == 0, {}
+
+
+class Killed(Echo):
+    """Is killed in its first turns, as often as `times` says; a folder counts them, where it is there."""
+
+    def __init__(self, *, counts: str, times: int = 2) -> None:
+        super().__init__()
+        self.counts, self.times = counts, times
+
+    def step(self, action):
+        if os.path.isdir(self.counts) and len(os.listdir(self.counts)) < self.times:
+            open(f"{self.counts}/{os.getpid()}", "x").close()
+            os.kill(os.getpid(), 9)
+        return super().step(action)
 
 
 class Unmade:

@@ -8,7 +8,7 @@ the other end of that is closed, the episode ends; when CONTROL is closed, all d
 An episode has a session of its own and limits on CPU time and address space. Its processes, and their memory together,
 are looked at every WATCH_S seconds (on Linux). Nothing of it is left when it has ended: processes that lost their
 parent become children of the episode, later of this process. An episode that ends by itself has its reason as the last
-line on its socket: `{"ended": ...}`.
+line on its socket: `{"ended": ..., "is_lost": ...}`; it is lost where somebody else has killed it.
 """
 
 import ctypes
@@ -195,7 +195,8 @@ class Server:
         said = episode.tail.decode("utf-8", "replace").strip()
         reason = episode.reason or f"its process {how_ended(code)}" + (f"; it printed: {said}" if said else "")
         with suppress(OSError):  # nobody may listen any more
-            episode.connection.send(json.dumps({"ended": reason}).encode() + b"\n", socket.MSG_DONTWAIT)
+            last = {"ended": reason, "is_lost": not episode.reason and code == -signal.SIGKILL}
+            episode.connection.send(json.dumps(last).encode() + b"\n", socket.MSG_DONTWAIT)
         for file in (episode.output, episode.connection.fileno()):
             with suppress(KeyError):
                 self._poll.unregister(file)

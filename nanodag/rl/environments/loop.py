@@ -8,13 +8,14 @@ from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments import observations, speech
 from nanodag.rl.environments.observations import Earned, Heard, Message
-from nanodag.rl.environments.processes import Episode, Limits, process_of
+from nanodag.rl.environments.processes import EnvironmentLost, Episode, Limits, process_of
 from nanodag.rl.rollouts.metrics import METRICS, TURNS
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.transcript import Transcript
 
 ROLE = "policy"  # of who speaks where the environment has no roles
 ENDED = "ended"  # in the metadata: what ended the episode, `done`, `turns` or `tokens`
+MAX_PLAYS = 4  # of a sample whose environment is killed by somebody else again and again
 LONGEST_TOKEN = 64  # characters: what is longer than a context of these cannot fit, and is not made into tokens
 
 
@@ -39,11 +40,16 @@ async def environment(
     """
     limits = Limits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
     process = process_of(named, options, limits)
-    episode = process.episode()
-    try:
-        return await _Play(sampler, sample, episode, process.roles, max_turns).run()
-    finally:
-        episode.close()
+    for number in range(1, MAX_PLAYS + 1):
+        episode = process.episode()
+        try:
+            return await _Play(sampler, sample, episode, process.roles, max_turns).run()
+        except EnvironmentLost:  # from the same seeds comes the same sample
+            if number == MAX_PLAYS:
+                raise
+        finally:
+            episode.close()
+    raise AssertionError("the last play returns or raises")
 
 
 @dataclass(slots=True)
@@ -104,7 +110,7 @@ class _Play:
         sampler, given = self._sampler, self._given
         speaker = self._speakers.get(heard.role)
         if speaker is None:
-            speaker = self._speakers[heard.role] = _Speaker(sampler.transcript())
+            speaker = self._speakers[heard.role] = _Speaker(Transcript(sampler.renderer, sampler.encoding))
         new = self._given.record["messages"] if heard.messages is None else heard.messages
         messages = [*([] if heard.is_anew else speaker.messages), *new]
         if sum(len(message["content"] or "") for message in new) > LONGEST_TOKEN * given.max_tokens:

@@ -27,6 +27,10 @@ class EnvironmentFailed(RuntimeError):
     """An episode cannot go on; the message is the sample's reason."""
 
 
+class EnvironmentLost(EnvironmentFailed):
+    """Its process was killed by somebody else, such as the system when memory is short: played again, it may go on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """step_s: seconds that an answer may take. cpu_s: CPU time of an episode. max_bytes: address space of each of its
@@ -55,12 +59,16 @@ class EnvironmentProcess:
     def episode(self) -> "Episode":
         """A new episode. From any thread. Raises ConfigError where the environment cannot be made."""
         mine, theirs = socket.socketpair()
-        with theirs, self._lock:
-            try:
-                self._hand_over(theirs)
-            except OSError:  # it is gone
-                self._end()
-                self._hand_over(theirs)
+        try:
+            with theirs, self._lock:
+                try:
+                    self._hand_over(theirs)
+                except OSError:  # it is gone
+                    self._end()
+                    self._hand_over(theirs)
+        except BaseException:
+            mine.close()
+            raise
         return Episode(mine, self._limits.step_s)
 
     def close(self) -> None:
@@ -200,13 +208,16 @@ class Episode:
 
 
 def _answer(name: str, line: bytes) -> dict[str, Any]:
+    if not line.endswith(b"\n"):
+        raise EnvironmentLost(f"{name} has no answer: the environment's process is gone")
     try:
         answer = json.loads(line)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise EnvironmentFailed(f"{name} has no answer: its process is gone, or something else wrote to its connection")
-    for reason in ("error", "ended"):
-        if reason in answer:
-            raise EnvironmentFailed(f"{name}: {answer[reason]}")
+        raise EnvironmentFailed(f"{name} has an answer that is no JSON object: {line[:80]!r}")
+    if "error" in answer:
+        raise EnvironmentFailed(f"{name}: {answer['error']}")
+    if "ended" in answer:
+        raise (EnvironmentLost if answer.get("is_lost") else EnvironmentFailed)(f"{name}: {answer['ended']}")
     return answer

@@ -93,7 +93,7 @@ class TurnSampler:
     ) -> None:
         self._ask = ask
         self._params = params
-        self._encoding = encoding
+        self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
 
@@ -127,8 +127,8 @@ class TurnSampler:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
-        return self._encoding.encode(text)
+        return self.encoding.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by name. For reading only: it is never turned into ids again."""
-        return self._encoding.decode(ids)
+        return self.encoding.decode(ids)
