@@ -38,6 +38,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "group": ("prompt", "completions"),
     "process": ("prompt", "completion"),
     "generate": ("sampler", "sample"),
+    "environment": (),
     "filter": ("group",),
 }
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}

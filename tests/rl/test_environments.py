@@ -111,6 +111,7 @@ def test_each_episode_begins_with_the_environment_as_it_was_made_and_with_the_sa
         (f"{worlds.__name__}:Unmade", {"how": ""}, "none of them is trained"),
         (f"{worlds.__name__}:Echo", {"turns": 3}, "unexpected keyword argument 'turns'"),
         (f"{worlds.__name__}:Nothing", {}, "has no attribute 'Nothing'"),
+        (f"{worlds.__name__}:ways", {}, "it has no method reset"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_an_error_of_the_config(path, options, reason):
@@ -272,6 +273,9 @@ def test_an_environment_may_give_the_prompt_and_a_last_turn_that_is_cut_off_is_h
         assert spelled(sampler, rollout)[-1] == ("sampled", "ab")
         assert rollout.metadata["ended"] == "tokens" and rollout.finish_reason == "length"
         assert rollout.reward == 0.5 and rollout.num_sampled == 7
+    rollouts, sampler = group_of(folder, lambda text: "abcd<|end|>", "Echo", turn_tokens=3)
+    between = "<|end|><|user|>abc!<|end|><|assistant|>"
+    assert [said for _, said in spelled(sampler, rollouts[0])][1:] == ["abc", between, "abc"]
     rollouts, _ = group_of(folder, lambda text: "ab<|end|>", "Echo", rounds=9, max_turns=3)
     assert {(one.metadata["ended"], one.finish_reason, one.reward) for one in rollouts} == {("turns", "length", 0.75)}
 
