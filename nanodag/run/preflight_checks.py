@@ -264,12 +264,15 @@ class Checks:
 
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path = entry.own_function
+        if entry.kind == "generate" and path != entry.name:  # it is run by an interpreter that may have other packages
+            self._module(path)
+            return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
         options: Mapping[str, Any] = entry.options
-        if (traits := entry.traits) is not None and traits.passes_on:  # some of them are the entry's own
+        if (traits := entry.traits) is not None and entry.kind == "generate":  # those are the entry's own
             options = {name: value for name, value in options.items() if name not in traits.options}
         try:
             if prefix:

@@ -167,19 +167,21 @@ class _Play:
         ), False
 
     def _sample(self, metadata: Mapping[str, Any]) -> Sample:
-        main = self._names[0]
-        if main not in self._speakers:
+        main, spoke = self._names[0], [name for name in self._names if self._has_spoken(name)]
+        if main not in spoke:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
-        found = [self._sequences(name) for name in self._names if name in self._speakers]
-        (first, *others), rest = found[0], found[1:]
+        first, *others = [one for name in spoke for one in self._sequences(name)]
         return replace(
             first,
-            branches=(*others, *(one for sequences in rest for one in sequences)),
+            branches=tuple(others),
             reward=self._earned.by_role.get(main, 0.0),
             components=dict(self._earned.components),
             metadata=metadata,
             finish_reason="length" if metadata[ENDED] != "done" else first.finish_reason,
         )
+
+    def _has_spoken(self, name: str) -> bool:
+        return name in self._speakers and bool(self._speakers[name].sampled)
 
     def _sequences(self, name: str) -> list[Sample]:
         """Those of a role, the one that it spoke in last first, with the role's reward."""

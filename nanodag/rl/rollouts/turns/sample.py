@@ -1,6 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +81,8 @@ class Sample:
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says.
+    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says. held: a context in
+    which time does not count as the function's own, as while it waits for a place among others.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class TurnSampler:
         params: SamplingParams,
         encoding: Encoding,
         renderer: ChatRenderer,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask = ask
+        self.held = held
         self._params = params
         self.encoding = encoding
         self.renderer = renderer
