@@ -1,7 +1,9 @@
 """Environments: what they answer, the processes that they run in, and the loop of a sample. The sampler is a fake."""
 
 import asyncio
+import json
 import os
+import random
 import re
 import time
 
@@ -13,6 +15,9 @@ from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments import fork_server
+from nanodag.rl.environments.environment import Action, Call
+from nanodag.rl.environments.examples.rooms import Rooms
+from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
 from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, Limits, end_processes
 from nanodag.rl.rollouts.failures import check_failures
@@ -333,3 +338,52 @@ def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sam
 def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
     with pytest.raises(ConfigError, match="RuntimeError: no luck"):
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
+
+
+# The two that are shipped
+
+
+def test_the_policy_searches_a_corpus_and_a_right_answer_is_rewarded(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    texts = {"Ada": "Ada lives in Rome.", "Bob": "Bob lives in Oslo.", "Cy": "Cy sails the sea."}
+    corpus.write_text("".join(json.dumps({"title": name, "text": text}) + "\n" for name, text in texts.items()))
+    search = Search(corpus=str(corpus), top=2, search_reward=0.5)
+    assert search.found("where does bob live?") == "Bob: Bob lives in Oslo."
+    assert search.found("zebra") == "nothing found"
+    rewards = {}
+    for query, answer in (("Bob", "oslo."), ("Ada", "Oslo"), ("Bob", "Rome")):
+        assert search.reset(seed=0, record={"answer": "Oslo"}) is None
+        assert search.step(Action("", (Call("search", {"query": query}),)))[2] is False
+        rewards[query, answer] = search.step(Action(answer))[1:3]
+    assert rewards == {("Bob", "oslo."): (1.5, True), ("Ada", "Oslo"): (1.0, True), ("Bob", "Rome"): (0.5, True)}
+    assert search.metrics() == {"searches": 1, "found": 1.0}
+
+
+def test_the_text_game_is_laid_out_by_its_seed_and_is_won_with_the_key():
+    one, other = Rooms(num_rooms=4), Rooms(num_rooms=4)
+    seen = [one.reset(seed=seed, record={}) for seed in range(20)]
+    assert seen == [other.reset(seed=seed, record={}) for seed in range(20)] and len({str(each) for each in seen}) > 10
+    for seed in range(20):
+        commands = won(Rooms(num_rooms=4, max_commands=99), seed)
+        assert "take key" in commands and commands[-1] == "open chest"
+    game = Rooms(max_commands=2)
+    game.reset(seed=1, record={})
+    said, reward, done, _ = game.step(Action("dance"))
+    assert said.startswith("That is not possible.") and (reward, done) == (0.0, False)
+    assert game.step(Action("dance"))[2] is True and game.metrics() == {"commands": 2, "wrong_commands": 2}
+
+
+def won(game: Rooms, seed: int) -> list[str]:
+    """The commands of one who looks everywhere, whose rewards add up to 1."""
+    said, done, total, commands = game.reset(seed=seed, record={})[-1]["content"], False, 0.0, []
+    draw = random.Random(0)
+    while not done:
+        ways = re.search(r"You can go ([^.]*)\.", said).group(1).split(", ")
+        command = "take key" if "key" in said else f"go {draw.choice(ways)}"
+        if "chest" in said and "take key" in commands:
+            command = "open chest"
+        commands.append(command)
+        said, reward, done, _ = game.step(Action(f" {command.title()}\n"))
+        total += reward
+    assert total == 1.0 and game.metrics()["wrong_commands"] == 0
+    return commands

@@ -126,10 +126,11 @@ class Killed(Echo):
         return super().step(action)
 
 
-class Unmade:
+class Unmade(Echo):
     """Cannot be made, in the way that its option names."""
 
     def __init__(self, *, how: str) -> None:
+        super().__init__()
         if how == "raises":
             raise RuntimeError("no luck")
         if how == "dies":
