@@ -1,6 +1,6 @@
 """Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,16 +113,9 @@ class Credit:
         rewards: Tensor,
         taken: Tensor | None,
     ) -> ByRow:
-        """By the rewards of samples, less what is taken off each rollout. Every sequence of a sample gets its sample's
-        advantage."""
+        """rewards, taken: as `advantages_of` has them."""
         rollouts = [rollout for part in parts for rollout in part]
-        heads, sample = torch.tensor(places_of_samples(rollouts)).unique(return_inverse=True)
-        counts = torch.zeros_like(heads).index_add_(0, sample, torch.tensor([one.num_trained for one in rollouts]))
-        of_samples = rewards[heads]
-        if taken is not None:
-            of_samples = of_samples - torch.zeros_like(of_samples).index_add_(0, sample, taken)
-        compared = _numbered_groups([rollouts[place] for place in heads.tolist()])
-        advantages = self._advantage(of_samples, compared, counts)[sample].to(self._engine.device)
+        advantages = advantages_of(rollouts, rewards, taken, self._advantage).to(self._engine.device)
         by_part = advantages.split([len(part) for part in parts])
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
@@ -186,6 +179,22 @@ class Credit:
             kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size)
         summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+
+
+def advantages_of(
+    rollouts: Sequence[Rollout], rewards: Tensor, taken: Tensor | None, advantage: Callable[..., Tensor]
+) -> Tensor:
+    """An advantage for each rollout, (B,) float32: every sequence of a sample gets its sample's.
+
+    rewards: (B,) float32. taken: what is taken off the reward of each, (B,) float32; a sample's is the sum over its
+    sequences. advantage: an entry, which sees each sample once, with the trained tokens of all its sequences.
+    """
+    heads, sample = torch.tensor(places_of_samples(rollouts)).unique(return_inverse=True)
+    counts = torch.zeros_like(heads).index_add_(0, sample, torch.tensor([one.num_trained for one in rollouts]))
+    of_samples = rewards[heads]
+    if taken is not None:
+        of_samples = of_samples - torch.zeros_like(of_samples).index_add_(0, sample, taken)
+    return advantage(of_samples, _numbered_groups([rollouts[place] for place in heads.tolist()]), counts)[sample]
 
 
 def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:

@@ -125,9 +125,9 @@ class Turns:
         if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
             raise ValueError(f"it must return a Sample, or some in a list; found {found!r:.200}")
         for sample in samples:
-            self._check(sample)
             if sample.spans[:1] != given.spans and not sample.role:
                 raise ValueError("a sample must begin with the prompt's own span, unless it says its role")
+            self._check(sample)
             for branch in sample.branches:
                 self._check(branch)
                 if self._has_process_reward:
