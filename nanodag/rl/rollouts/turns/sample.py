@@ -1,6 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +81,8 @@ class Sample:
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, and switches of its template.
+    stop_ids: what ends the assistant's speech. renderer: the chat format, and switches of its template. held: a context
+    in which time does not count as the function's own, as while it waits for a place among others.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class TurnSampler:
         encoding: Encoding,
         renderer: ChatRenderer,
         switches: Switches = NO_SWITCHES,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask = ask
+        self.held = held
         self._params = params
         self._switches = switches
         self.encoding = encoding
