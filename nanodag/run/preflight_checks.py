@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,17 +264,17 @@ class Checks:
             check_lora(name, stage, width, self._pipeline.unchecked)
 
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
-        path = entry.own_function
-        if entry.kind == "generate" and path != entry.name:  # it is run by an interpreter that may have other packages
+        path, traits = entry.own_function, entry.traits
+        passes_on = traits is not None and traits.passes_on
+        if entry.kind == "generate" and path != entry.name and not passes_on:  # it is run by an interpreter that may have other packages
             self._module(path)
             return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
-        options: Mapping[str, Any] = entry.options
-        if (traits := entry.traits) is not None and entry.kind == "generate":  # those are the entry's own
-            options = {name: value for name, value in options.items() if name not in traits.options}
+        own = traits.options if traits is not None and passes_on else ()
+        options = {name: value for name, value in entry.options.items() if name not in own}
         try:
             if prefix:
                 inspect.signature(function).bind(*arguments, **options)

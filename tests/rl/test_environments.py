@@ -6,7 +6,10 @@ import os
 import random
 import re
 import time
+from collections import Counter
+from dataclasses import replace
 
+import psutil
 import pytest
 
 from nanodag.config.kinds.rl import RLStage
@@ -23,6 +26,7 @@ from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProc
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -68,7 +72,6 @@ REASONS = {
     "floods": "more than 4194304 bytes",
     "closes": "ended with code 1",
     "crashes": "SIGSEGV",
-    "answers nothing": "step must return",
     "answers a set": "set is not JSON serializable",
     "rewards NaN": "not JSON compliant",
 }
@@ -225,22 +228,17 @@ class Policy:
         )
 
 
+def stage_in(name: str, options, **values) -> RLStage:
+    """A stage whose samples act in one of these worlds."""
+    base = {"kind": "rl", "data": ["file:x"], "seed": 5, "prompts_per_step": 1, "filters": [], "reward": "reported"}
+    base |= {"generate": {"name": world(name), "options": options}, "sampler": {"context": CONTEXT, "max_batch": 16}}
+    return RLStage.of(**(base | values))
+
+
 def group_of(folder, says, name: str, *, answer: str = "", most: int = 64, samples: int = 2, **options):
     """The rollouts of one prompt with their rewards, and the sampler."""
     limits = {"step_s": 2.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
-    stage = RLStage.of(
-        kind="rl",
-        data=["file:x"],
-        seed=5,
-        samples_per_prompt=samples,
-        prompts_per_step=1,
-        max_new_tokens=most,
-        max_failed_rewards=0.5,
-        filters=[],
-        reward="reported",
-        generate={"name": world(name), "options": {**limits, **options}},
-        sampler={"context": CONTEXT, "max_batch": 64},
-    )
+    stage = stage_in(name, {**limits, **options}, samples_per_prompt=samples, max_new_tokens=most)
     sampler, renderer = Policy(folder, says), load_renderer(folder)
     turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
     messages = [{"role": "user", "content": "hi"}]
@@ -338,6 +336,54 @@ def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sam
 def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
     with pytest.raises(ConfigError, match="RuntimeError: no luck"):
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+    wrong = worlds.drawn(1000, seed=7)
+    fine = ["fine"] * 250
+    mixed = random.Random(7).sample(fine + wrong, 1250)
+    limits = {"step_s": 10.0, "cpu_s": 2, "max_bytes": 256 << 20, "max_turns": 6}
+    (alone,) = rollouts_of(folder, ["fine"], limits)
+    found = rollouts_of(folder, mixed, limits)
+    harmless, reasons = Counter(), Counter()
+    for answer, rollout in zip(mixed, found, strict=True):
+        way = answer.partition(" in ")[0]
+        if answer == "fine":
+            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
+        elif rollout.finish_reason == "error":
+            assert rollout.metadata["generate_error"].startswith(("EnvironmentFailed: ", "ValueError: ")), rollout
+            reasons[way] += 1
+        else:
+            harmless[answer] += 1
+    print(f"{sum(reasons.values())} failed: {reasons}\nthe others: {harmless}")
+    assert set(reasons) == set(worlds.ways()) and sum(reasons.values()) + sum(harmless.values()) == 1000
+    assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
+
+
+def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
+    """One rollout of each prompt, all at once, with what all of them left behind."""
+    stage = stage_in("Hostile", limits, samples_per_prompt=1, max_new_tokens=64)
+    sampler, renderer = Policy(folder, lambda text: "a<|end|>"), load_renderer(folder)
+    given = {"messages": [{"role": "user", "content": "hi"}], "reward": "auto"}
+    ids = tuple(renderer.prompt(given["messages"]))
+    records = [{**given, "prompt_id": f"p{number}", "answer": answer} for number, answer in enumerate(answers)]
+    prompts = [Prompt(epoch=0, record=record, token_ids=ids) for record in records]
+
+    async def all_of_them(generator):
+        return await asyncio.gather(*map(generator.group, prompts))
+
+    turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    with RewardPool("reported") as pool:
+        generator = RolloutGenerator(stage, sampler, pool, sampler.encoding, renderer.stop_ids, turns)
+        batches = asyncio.run(all_of_them(generator))
+    (server,) = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+    deadline = time.monotonic() + 60
+    while server.children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.children() == []
+    return [rollout for batch in batches for rollout in batch.all_rollouts]
 
 
 # The two that are shipped
