@@ -66,8 +66,8 @@ def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
     """Where a function of a source or an adapter stands, and its `module:function`."""
     for source in sources_in(pipeline):
-        if (url := parse_url(source.url)).kind == "python":
-            yield source.url, url.path
+        if (url := parse_url(source.url)).kind in ("python", "verifiers"):
+            yield source.url, url.path.replace("-", "_")
         if ":" in source.adapter:
             yield f"adapter of {source.url}", source.adapter
 
