@@ -15,6 +15,7 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
+NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a sample that was trained
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 HELD_OUT = "held_out"
@@ -22,10 +23,11 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
-    reason. answer, messages: the right answer and the prompt's; empty where none were kept. advantages, differences:
-    of a trained one, an entry for each token after the prompt, None where it was not trained: the advantage, and the
-    trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
+    """A rollout and what became of it. fate: `trained`, `not_trained`, `held_out`, `reward_failed`, `generate_failed`,
+    or a filter's reason. answer, messages: the right answer and the prompt's; empty where none were kept. advantages,
+    differences: of a trained one, an entry for each token after the prompt, None where it was not trained: the
+    advantage, and the trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote
+    none."""
 
     rollout: Rollout
     fate: str
@@ -143,7 +145,7 @@ def _has_begun(entry: StageRecord) -> bool:
 def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping[str, Any]]) -> Read:
     entry = scores.get((rollout.group_id, rollout.sample_index, rollout.branch))
     if entry is None:
-        return Read(rollout=rollout, fate=TRAINED)
+        return Read(rollout=rollout, fate=TRAINED if rollout.num_trained else NOT_TRAINED)
     return Read(
         rollout=rollout,
         fate=TRAINED,
