@@ -66,8 +66,8 @@ class RolloutSection(StageSection):
     reward_processes: int = operational(1, ge=1)
     """Processes that compute rewards."""
     max_failed_rewards: float = operational(0.25, ge=0, le=1)
-    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
-    Above it the stage stops; below it these samples are left out."""
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process; and
+    of the samples whose function, environment or agent does. Above it the stage stops; below it they are left out."""
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutSection":

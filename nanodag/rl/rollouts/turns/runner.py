@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
@@ -101,6 +101,8 @@ class Turns:
             try:
                 result = await self._waited(call, line)
                 return self._checked(result, sample)
+            except (ConfigError, MissingTool):
+                raise  # it is no failure of this sample
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
