@@ -35,6 +35,8 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
         for _, entry in entries_in(stage):
             if entry.own_function and not registry.is_shipped(entry.own_function):
                 voucher.check(f"stage {stage_name}", entry.own_function)
+            if entry.own_module:
+                voucher.check(f"stage {stage_name}", entry.own_module)
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:

@@ -20,10 +20,10 @@ from urllib.parse import unquote
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
+from nanodag.registry import MODULE_NAME
 
 KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python", "verifiers", "input")
 
-VERIFIERS_MODULE = re.compile(r"[A-Za-z_]\w*(-\w+)*")
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?$")
 _QUERY = re.compile(r"\?((?:[A-Za-z_]\w*=[^&]*)(?:&[A-Za-z_]\w*=[^&]*)*)$")
@@ -120,7 +120,7 @@ def _check(url: SourceURL) -> None:
         raise SourceError(f"Source {url.text!r}: identity: takes ?size=, 1 or more, and seed=, whole numbers.")
     if url.kind == "python" and url.path.count(":") != 1:
         raise SourceError(f"Source {url.text!r} is not of the form python:module:function[?parameter=value].")
-    if url.kind == "verifiers" and not VERIFIERS_MODULE.fullmatch(url.path):
+    if url.kind == "verifiers" and not MODULE_NAME.fullmatch(url.path):
         raise SourceError(f"Source {url.text!r} is not of the form verifiers:module[?parameter=value].")
     if url.kind == "file":
         by = url.parameters.get("by", "document")

@@ -1,7 +1,7 @@
 """Starts verifiers_server.py in verifiers' environment, and talks to it by HTTP on a Unix socket. No torch here.
 
-A process serves all rollouts of a stage. One that ends, or does not answer /health any more, is started again by the
-next rollout; those that were under way in it fail with the reason and the end of its log.
+A process serves many rollouts at once. One that ends is started again by the next rollout, and one that does not answer
+/health any more is ended. Those that were under way in it are lost, with the end of its log as the reason.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ from nanodag.host.patience import Patience
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
-HEALTH_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 30.0
+LOOK_EVERY_S = 2.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
@@ -36,6 +37,10 @@ TASKS_TIMEOUT_S = 600.0
 
 class RolloutFailed(Exception):
     """A rollout that came to nothing; the message is its sample's reason."""
+
+
+class RolloutLost(RolloutFailed):
+    """A rollout whose process ended under it, for which another one may be to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +108,15 @@ class VerifiersProcess:
         self._running: _Running | None = None
 
     async def rollout(self, task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> Outcome:
-        """Run one rollout of a task against an OpenAI address. To cancel this ends it; where it was given up because
-        the process hangs, that is ended too. Raises RolloutFailed."""
+        """Run one rollout of a task against an OpenAI address. To cancel this ends it. Raises RolloutFailed, and
+        RolloutLost where the process ended."""
         running = await self._process()
         asked = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         try:
             reply = await running.client.post("/rollouts", json=asked)
-        except asyncio.CancelledError:
-            running.suspect()
-            raise
         except httpx.HTTPError as error:
             await asyncio.sleep(POLL_S)  # until the system has its exit code
-            raise RolloutFailed(f"{type(error).__name__} of the environment's process: {running.end()}") from error
+            raise RolloutLost(f"{type(error).__name__} of the environment's process: {running.end()}") from error
         if reply.status_code != 200:
             raise RolloutFailed(reply.text[:500])
         found = reply.json()
@@ -131,14 +133,13 @@ class VerifiersProcess:
     async def close(self) -> None:
         """End the process."""
         if self._running is not None:
-            await self._running.client.aclose()
-            self._running.kill()
+            await self._running.close()
 
     async def _process(self) -> "_Running":
         async with self._starting:
             if self._running is None or not self._running.is_alive:
                 if self._running is not None:
-                    await self._running.client.aclose()
+                    await self._running.close()
                 self._running = await _started(self._block)
             return self._running
 
@@ -148,7 +149,7 @@ class _Running:
     process: "subprocess.Popen[bytes]"
     client: httpx.AsyncClient
     log_path: Path
-    _looking: "asyncio.Task[None] | None" = None
+    watching: "asyncio.Task[None] | None" = None
 
     @property
     def is_alive(self) -> bool:
@@ -160,16 +161,21 @@ class _Running:
         how = "it runs" if code is None else f"it ended with code {code}"
         return f"{how}; the end of its log:\n{_end(self.log_path.read_text(errors='replace'))}"
 
-    def suspect(self) -> None:
-        """Look whether it still answers, and kill it where it does not."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
+    async def watch(self) -> None:
+        """Kill it once it does not answer any more: code of an environment that blocks holds up all of them."""
+        while self.is_alive:
+            try:
+                await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
+            except httpx.HTTPError:
+                self.kill()
+            await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _look(self) -> None:
-        try:
-            await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
-        except httpx.HTTPError:
-            self.kill()
+    async def close(self) -> None:
+        """End it, and the connections to it."""
+        if self.watching is not None:
+            self.watching.cancel()
+        await self.client.aclose()
+        self.kill()
 
     def kill(self) -> None:
         """End it with all that it started: tool servers are processes of their own."""
@@ -210,9 +216,9 @@ async def _started(block: Mapping[str, Any]) -> _Running:
             await asyncio.sleep(POLL_S)
         await client.get("/health", timeout=START_TIMEOUT_S)
     except BaseException:
-        await client.aclose()
-        running.kill()
+        await running.close()
         raise
+    running.watching = asyncio.create_task(running.watch())
     return running
 
 

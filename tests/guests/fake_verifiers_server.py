@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import urllib.request
 
 from aiohttp import web
 
@@ -13,8 +14,20 @@ async def health(request):
     return web.json_response({})
 
 
+def speak(asked, text):
+    body = {"model": asked["model"], "messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": f"Bearer {asked['api_key']}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{asked['base_url']}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
 async def rollout(request):
-    task = (await request.json())["task"]
+    asked = await request.json()
+    task = asked["task"]
+    if task["do"] == "die once" and not os.path.exists(task["file"]):
+        open(task["file"], "w").close()
+        os._exit(3)
     if task["do"] == "die":
         print("a last word", flush=True)
         os._exit(3)
@@ -24,7 +37,11 @@ async def rollout(request):
         await asyncio.sleep(3600)
     if task["do"] == "fail":
         return web.json_response({"ok": False, "error": "TaskError: no"})
-    parts = {"reward": 0.5, "components": {"pid": os.getpid()}, "metrics": {}, "turns": 1, "truncated": False}
+    metrics = {}
+    if "say" in task:
+        said = await asyncio.to_thread(speak, asked, task["say"])
+        metrics = {"length": len(said)}
+    parts = {"reward": 0.5, "components": {"pid": os.getpid()}, "metrics": metrics, "turns": 1, "truncated": False}
     return web.json_response({"ok": True, **parts})
 
 

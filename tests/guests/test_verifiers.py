@@ -17,14 +17,14 @@ from tests.verifiers_python import python_or_skip
 
 pytestmark = pytest.mark.slow
 ASKED = web.AppKey("asked", list)
-BOXES = Path(benchmarks_file).with_name("boxes.py")
+BOXES = Path(benchmarks_file).with_name("boxes")
 
 
 @pytest.fixture
 def boxes(tmp_path, monkeypatch):
     """The environment `boxes`, beside a pipeline file."""
     python_or_skip()
-    shutil.copy(BOXES, tmp_path)
+    shutil.copytree(BOXES, tmp_path, dirs_exist_ok=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     module_file.cache_clear()
     return tmp_path

@@ -9,7 +9,7 @@ import pytest
 from nanodag.errors import MissingTool
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS, find_python
-from nanodag.guests.verifiers_process import RolloutFailed, VerifiersProcess, block_of
+from nanodag.guests.verifiers_process import RolloutFailed, RolloutLost, VerifiersProcess, block_of
 
 FAKE = Path(__file__).with_name("fake_verifiers_server.py")
 
@@ -18,7 +18,8 @@ FAKE = Path(__file__).with_name("fake_verifiers_server.py")
 def fake(monkeypatch):
     monkeypatch.setenv(VERIFIERS.variable, sys.executable)
     monkeypatch.setattr(verifiers_process, "SERVER", FAKE)
-    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
 
 
 def do(process, what):
@@ -43,19 +44,17 @@ def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next
     assert first.reward == last.reward == 0.5 and first.components != last.components
 
 
-def test_a_rollout_that_is_given_up_ends_a_process_that_hangs_and_no_other(fake):
+def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(fake):
     async def run():
         process = VerifiersProcess(block_of("m", {}))
-        found = []
         try:
-            for what in ("answer", "wait", "answer", "block", "answer"):
-                if what == "answer":
-                    found.append((await do(process, what)).components["pid"])
-                else:
-                    with pytest.raises(TimeoutError):
-                        await asyncio.wait_for(do(process, what), 0.1)
-                    await asyncio.sleep(0.5)  # it is looked at
-            return found
+            first = await do(process, "answer")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(do(process, "wait"), 0.1)
+            second = await do(process, "answer")
+            with pytest.raises(RolloutLost, match="it ended with code -9"):
+                await do(process, "block")
+            return [one.components["pid"] for one in (first, second, await do(process, "answer"))]
         finally:
             await process.close()
 

@@ -8,18 +8,10 @@
 `python -m benchmarks.verifiers_learns` trains on it. It needs verifiers 0.4.0, and nothing of nanodag.
 """
 
-import random
 from collections.abc import Iterable
 
+import box_numbers
 import verifiers.v1 as vf
-
-LARGEST = 1000
-HOLDS = {0: 2, 1: 3}  # how many numbers lie in an even box, and in an odd one
-
-
-def content(box: int) -> list[int]:
-    """What lies in a box."""
-    return random.Random(box).sample(range(10, 100), HOLDS[box % 2])
 
 
 class BoxTools(vf.Toolset[vf.SharedToolsetConfig]):
@@ -30,9 +22,9 @@ class BoxTools(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     async def open_box(self, number: str) -> str:
         """What lies in a box."""
-        if not number.strip().isascii() or not number.strip().isdecimal() or len(number) > 9:
+        if not number.isascii() or not number.isdecimal() or len(number) > 9:
             return "no such box"
-        return " ".join(map(str, content(int(number))))
+        return box_numbers.said(box_numbers.content(int(number)))
 
 
 class BoxData(vf.TaskData):
@@ -44,7 +36,7 @@ class BoxData(vf.TaskData):
 class BoxTask(vf.Task[BoxData]):
     """One pair of boxes."""
 
-    @vf.reward(weight=1.0)
+    @vf.reward
     async def in_order(self, trace: vf.Trace) -> float:
         """1 for all numbers in order."""
         return float(trace.last_reply.strip() == self.data.answer)
@@ -56,10 +48,11 @@ class BoxTask(vf.Task[BoxData]):
 
 
 class BoxConfig(vf.TasksetConfig):
-    """size: tasks. seed: of the draw."""
+    """size: tasks. seed: of the draw. held_out: those that are never trained on."""
 
     size: int = 1000
     seed: int = 0
+    held_out: bool = False
 
 
 class BoxTaskset(vf.Taskset[BoxTask, BoxConfig]):
@@ -67,11 +60,10 @@ class BoxTaskset(vf.Taskset[BoxTask, BoxConfig]):
 
     def load(self) -> Iterable[BoxTask]:
         """As verifiers calls it."""
-        draw = random.Random(self.config.seed)
-        for _ in range(self.config.size):
-            even, odd = 2 * draw.randrange(LARGEST // 2), 2 * draw.randrange(LARGEST // 2) + 1
-            answer = " ".join(map(str, sorted([*content(even), *content(odd)])))
-            yield BoxTask(BoxData(prompt=f"Merge: {even} {odd}", answer=answer), self.config.task)
+        config = self.config
+        for even, odd in box_numbers.tasks(size=config.size, seed=config.seed, held_out=config.held_out):
+            data = BoxData(prompt=box_numbers.question(even, odd), answer=box_numbers.answer(even, odd))
+            yield BoxTask(data, config.task)
 
     @classmethod
     def toolsets(cls, config: BoxConfig) -> list[vf.Toolset]:
