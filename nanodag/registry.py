@@ -39,6 +39,8 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "group": ("prompt", "completions"),
     "process": ("prompt", "completion"),
     "generate": ("sampler", "sample"),
+    "agent": ("task",),
+    "environment": (),
     "filter": ("group",),
 }
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,9 +274,12 @@ class Checks:
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
+        options: Mapping[str, Any] = entry.options
+        if (traits := entry.traits) is not None and entry.kind == "generate":  # those are the entry's own
+            options = {name: value for name, value in options.items() if name not in traits.options}
         try:
             if prefix:
-                inspect.signature(function).bind(*arguments, **entry.options)
+                inspect.signature(function).bind(*arguments, **options)
             else:
                 inspect.signature(loaded).bind(*arguments)
         except TypeError as error:

@@ -1,10 +1,15 @@
 """Environments: what they answer, the processes that they run in, and the loop of a sample. The sampler is a fake."""
 
 import asyncio
+import json
 import os
+import random
 import re
 import time
+from collections import Counter
+from dataclasses import replace
 
+import psutil
 import pytest
 
 from nanodag.config.kinds.rl import RLStage
@@ -13,11 +18,15 @@ from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments import fork_server
+from nanodag.rl.environments.environment import Action, Call
+from nanodag.rl.environments.examples.rooms import Rooms
+from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
 from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, Limits, end_processes
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -63,7 +72,6 @@ REASONS = {
     "floods": "more than 4194304 bytes",
     "closes": "ended with code 1",
     "crashes": "SIGSEGV",
-    "answers nothing": "step must return",
     "answers a set": "set is not JSON serializable",
     "rewards NaN": "not JSON compliant",
 }
@@ -111,6 +119,7 @@ def test_each_episode_begins_with_the_environment_as_it_was_made_and_with_the_sa
         (f"{worlds.__name__}:Unmade", {"how": ""}, "none of them is trained"),
         (f"{worlds.__name__}:Echo", {"turns": 3}, "unexpected keyword argument 'turns'"),
         (f"{worlds.__name__}:Nothing", {}, "has no attribute 'Nothing'"),
+        (f"{worlds.__name__}:ways", {}, "it has no method reset"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_an_error_of_the_config(path, options, reason):
@@ -219,22 +228,17 @@ class Policy:
         )
 
 
+def stage_in(name: str, options, **values) -> RLStage:
+    """A stage whose samples act in one of these worlds."""
+    base = {"kind": "rl", "data": ["file:x"], "seed": 5, "prompts_per_step": 1, "filters": [], "reward": "reported"}
+    base |= {"generate": {"name": world(name), "options": options}, "sampler": {"context": CONTEXT, "max_batch": 16}}
+    return RLStage.of(**(base | values))
+
+
 def group_of(folder, says, name: str, *, answer: str = "", most: int = 64, samples: int = 2, **options):
     """The rollouts of one prompt with their rewards, and the sampler."""
     limits = {"step_s": 2.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
-    stage = RLStage.of(
-        kind="rl",
-        data=["file:x"],
-        seed=5,
-        samples_per_prompt=samples,
-        prompts_per_step=1,
-        max_new_tokens=most,
-        max_failed_rewards=0.5,
-        filters=[],
-        reward="reported",
-        generate={"name": world(name), "options": {**limits, **options}},
-        sampler={"context": CONTEXT, "max_batch": 64},
-    )
+    stage = stage_in(name, {**limits, **options}, samples_per_prompt=samples, max_new_tokens=most)
     sampler, renderer = Policy(folder, says), load_renderer(folder)
     turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
     messages = [{"role": "user", "content": "hi"}]
@@ -272,6 +276,9 @@ def test_an_environment_may_give_the_prompt_and_a_last_turn_that_is_cut_off_is_h
         assert spelled(sampler, rollout)[-1] == ("sampled", "ab")
         assert rollout.metadata["ended"] == "tokens" and rollout.finish_reason == "length"
         assert rollout.reward == 0.5 and rollout.num_sampled == 7
+    rollouts, sampler = group_of(folder, lambda text: "abcd<|end|>", "Echo", turn_tokens=3)
+    between = "<|end|><|user|>abc!<|end|><|assistant|>"
+    assert [said for _, said in spelled(sampler, rollouts[0])][1:] == ["abc", between, "abc"]
     rollouts, _ = group_of(folder, lambda text: "ab<|end|>", "Echo", rounds=9, max_turns=3)
     assert {(one.metadata["ended"], one.finish_reason, one.reward) for one in rollouts} == {("turns", "length", 0.75)}
 
@@ -329,3 +336,100 @@ def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sam
 def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
     with pytest.raises(ConfigError, match="RuntimeError: no luck"):
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+    wrong = worlds.drawn(1000, seed=7)
+    fine = ["fine"] * 250
+    mixed = random.Random(7).sample(fine + wrong, 1250)
+    limits = {"step_s": 10.0, "cpu_s": 2, "max_bytes": 256 << 20, "max_turns": 6}
+    (alone,) = rollouts_of(folder, ["fine"], limits)
+    found = rollouts_of(folder, mixed, limits)
+    harmless, reasons = Counter(), Counter()
+    for answer, rollout in zip(mixed, found, strict=True):
+        way = answer.partition(" in ")[0]
+        if answer == "fine":
+            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
+        elif rollout.finish_reason == "error":
+            assert rollout.metadata["generate_error"].startswith(("EnvironmentFailed: ", "ValueError: ")), rollout
+            reasons[way] += 1
+        else:
+            harmless[answer] += 1
+    print(f"{sum(reasons.values())} failed: {reasons}\nthe others: {harmless}")
+    assert set(reasons) == set(worlds.ways()) and sum(reasons.values()) + sum(harmless.values()) == 1000
+    assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
+
+
+def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
+    """One rollout of each prompt, all at once, with what all of them left behind."""
+    stage = stage_in("Hostile", limits, samples_per_prompt=1, max_new_tokens=64)
+    sampler, renderer = Policy(folder, lambda text: "a<|end|>"), load_renderer(folder)
+    given = {"messages": [{"role": "user", "content": "hi"}], "reward": "auto"}
+    ids = tuple(renderer.prompt(given["messages"]))
+    records = [{**given, "prompt_id": f"p{number}", "answer": answer} for number, answer in enumerate(answers)]
+    prompts = [Prompt(epoch=0, record=record, token_ids=ids) for record in records]
+
+    async def all_of_them(generator):
+        return await asyncio.gather(*map(generator.group, prompts))
+
+    turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    with RewardPool("reported") as pool:
+        generator = RolloutGenerator(stage, sampler, pool, sampler.encoding, renderer.stop_ids, turns)
+        batches = asyncio.run(all_of_them(generator))
+    (server,) = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+    deadline = time.monotonic() + 60
+    while server.children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.children() == []
+    return [rollout for batch in batches for rollout in batch.all_rollouts]
+
+
+# The two that are shipped
+
+
+def test_the_policy_searches_a_corpus_and_a_right_answer_is_rewarded(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    texts = {"Ada": "Ada lives in Rome.", "Bob": "Bob lives in Oslo.", "Cy": "Cy sails the sea."}
+    corpus.write_text("".join(json.dumps({"title": name, "text": text}) + "\n" for name, text in texts.items()))
+    search = Search(corpus=str(corpus), top=2, search_reward=0.5)
+    assert search.found("where does bob live?") == "Bob: Bob lives in Oslo."
+    assert search.found("zebra") == "nothing found"
+    rewards = {}
+    for query, answer in (("Bob", "oslo."), ("Ada", "Oslo"), ("Bob", "Rome")):
+        assert search.reset(seed=0, record={"answer": "Oslo"}) is None
+        assert search.step(Action("", (Call("search", {"query": query}),)))[2] is False
+        rewards[query, answer] = search.step(Action(answer))[1:3]
+    assert rewards == {("Bob", "oslo."): (1.5, True), ("Ada", "Oslo"): (1.0, True), ("Bob", "Rome"): (0.5, True)}
+    assert search.metrics() == {"searches": 1, "found": 1.0}
+
+
+def test_the_text_game_is_laid_out_by_its_seed_and_is_won_with_the_key():
+    one, other = Rooms(num_rooms=4), Rooms(num_rooms=4)
+    seen = [one.reset(seed=seed, record={}) for seed in range(20)]
+    assert seen == [other.reset(seed=seed, record={}) for seed in range(20)] and len({str(each) for each in seen}) > 10
+    for seed in range(20):
+        commands = won(Rooms(num_rooms=4, max_commands=99), seed)
+        assert "take key" in commands and commands[-1] == "open chest"
+    game = Rooms(max_commands=2)
+    game.reset(seed=1, record={})
+    said, reward, done, _ = game.step(Action("dance"))
+    assert said.startswith("That is not possible.") and (reward, done) == (0.0, False)
+    assert game.step(Action("dance"))[2] is True and game.metrics() == {"commands": 2, "wrong_commands": 2}
+
+
+def won(game: Rooms, seed: int) -> list[str]:
+    """The commands of one who looks everywhere, whose rewards add up to 1."""
+    said, done, total, commands = game.reset(seed=seed, record={})[-1]["content"], False, 0.0, []
+    draw = random.Random(0)
+    while not done:
+        ways = re.search(r"You can go ([^.]*)\.", said).group(1).split(", ")
+        command = "take key" if "key" in said else f"go {draw.choice(ways)}"
+        if "chest" in said and "take key" in commands:
+            command = "open chest"
+        commands.append(command)
+        said, reward, done, _ = game.step(Action(f" {command.title()}\n"))
+        total += reward
+    assert total == 1.0 and game.metrics()["wrong_commands"] == 0
+    return commands

@@ -99,17 +99,35 @@ def ways() -> dict[str, Callable[[], Any]]:
     }
 
 
+WHEN = ("reset", "step", "metrics")
+
+
+def drawn(count: int, seed: int) -> list[str]:
+    """So many episodes that go wrong, as Hostile takes them: a way and when, each drawn."""
+    draw, names = random.Random(seed), list(ways())
+    return [f"{draw.choice(names)} in {draw.choice(WHEN)}" for _ in range(count)]
+
+
 class Hostile:
-    """An episode goes wrong in the way that the prompt's answer names; in any other it is an Echo's."""
+    """An episode goes wrong in the way and at the time that the prompt's answer names, as `drawn` has them; without a
+    time in the second step. With any other answer it is an Echo's."""
 
     def reset(self, *, seed, record):
-        self.way, self.left = ways().get(record["answer"]), 3
+        way, _, when = record["answer"].partition(" in ")
+        self.way, self.when, self.left = ways().get(way), when or "step", 3
+        return self.way() if self._is_time("reset") else None
 
     def step(self, action):
         self.left -= 1
-        if self.way is not None and self.left < 2:
+        if self.left < 2 and self._is_time("step"):
             return self.way()
         return f"{action.text}!", 0.25, self.left == 0, {}
+
+    def metrics(self):
+        return self.way() if self._is_time("metrics") else {}
+
+    def _is_time(self, now):
+        return self.way is not None and self.when == now
 
 
 class Killed(Echo):
@@ -126,10 +144,11 @@ class Killed(Echo):
         return super().step(action)
 
 
-class Unmade:
+class Unmade(Echo):
     """Cannot be made, in the way that its option names."""
 
     def __init__(self, *, how: str) -> None:
+        super().__init__()
         if how == "raises":
             raise RuntimeError("no luck")
         if how == "dies":

@@ -50,6 +50,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # the kernel ends an import that hangs when nobody waits
     try:
         environment = function_at(job["path"])(**job["options"])
+        if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+            raise TypeError(f"it has no method {missing[0]}")
         said = json.dumps({"roles": getattr(environment, "roles", None)}, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - whatever a module raises when it is imported
         control.sendall(json.dumps({"error": with_place(error)}).encode() + b"\n")

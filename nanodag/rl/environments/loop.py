@@ -26,6 +26,7 @@ async def environment(
     *,
     named: str,
     max_turns: int = 16,
+    turn_tokens: int = 0,
     step_s: float = 30.0,
     cpu_s: int = 600,
     max_bytes: int = 4 << 30,
@@ -35,21 +36,31 @@ async def environment(
     """An environment of yours, a class with `reset` and `step`, in processes of its own; further options are those of
     its constructor.
 
-    max_turns: of an episode. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU time of
-    an episode, and the address space of each of its processes. max_processes: that it may start.
+    max_turns: of an episode. turn_tokens: the most of a turn, 0 for no bound beside `max_new_tokens`; a turn that is
+    cut off there is heard as it is. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU
+    time of an episode, and the address space of each of its processes. max_processes: that it may start.
     """
+    talk = Talk(max_turns=max_turns, turn_tokens=turn_tokens)
     limits = Limits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
     process = process_of(named, options, limits)
     for number in range(1, MAX_PLAYS + 1):
         episode = process.episode()
         try:
-            return await _Play(sampler, sample, episode, process.roles, max_turns).run()
+            return await _Play(sampler, sample, episode, process.roles, talk).run()
         except EnvironmentLost:  # from the same seeds comes the same sample
             if number == MAX_PLAYS:
                 raise
         finally:
             episode.close()
     raise AssertionError("the last play returns or raises")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk:
+    """How long an episode may be; see `environment`."""
+
+    max_turns: int
+    turn_tokens: int
 
 
 @dataclass(slots=True)
@@ -66,10 +77,10 @@ class _Play:
     """One episode. roles: whether each is trained, the main one first."""
 
     def __init__(
-        self, sampler: TurnSampler, sample: Sample, episode: Episode, roles: Mapping[str, bool], max_turns: int
+        self, sampler: TurnSampler, sample: Sample, episode: Episode, roles: Mapping[str, bool], talk: Talk
     ) -> None:
         self._sampler, self._given, self._episode = sampler, sample, episode
-        self._roles, self._max_turns = roles, max_turns
+        self._roles, self._talk = roles, talk
         self._names = list(roles)
         self._speakers: dict[str, _Speaker] = {}
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -80,9 +91,12 @@ class _Play:
         """The sample of the main role, with the others as branches."""
         ended, num_turns = "turns", 0
         heard = await self._begin()
-        while num_turns < self._max_turns:
+        while num_turns < self._talk.max_turns:
             said = await self._spoken(heard, num_turns)
             if said is None:
+                if not num_turns:
+                    most = self._given.max_tokens
+                    raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
                 ended = "tokens"
                 break
             num_turns += 1
@@ -114,25 +128,22 @@ class _Play:
         new = self._given.record["messages"] if heard.messages is None else heard.messages
         messages = [*([] if heard.is_anew else speaker.messages), *new]
         if sum(len(message["content"] or "") for message in new) > LONGEST_TOKEN * given.max_tokens:
-            return self._no_room()
+            return None
         asked = speaker.transcript.asked(messages, self._tools)
         before = 0 if asked.sequence is None else speaker.sampled[asked.sequence]
         room = min(given.max_sampled - before, given.max_tokens - len(asked.ids))
         if room < 1:
-            return self._no_room()
+            return None
+        wanted = min(room, self._talk.turn_tokens or room)
         seed = asked.seed(derived_seed(given.seed, "role", heard.role))
-        completion = await sampler.answer(asked.ids, seed=seed, max_tokens=room, stop_token_ids=self._stop_ids)
+        completion = await sampler.answer(asked.ids, seed=seed, max_tokens=wanted, stop_token_ids=self._stop_ids)
         told = speech.said(sampler, completion, speaker.transcript.text_of(completion), self._tools)
         message = told.message(number)
         speaker.transcript.answered(asked, completion, message)
         speaker.sampled.append(before + len(completion.output_ids))
         speaker.messages = [*messages, message]
         reason = completion.finish_reason
-        return told, reason is not None and reason.type == "length"
-
-    def _no_room(self) -> None:
-        if not self._speakers or not any(speaker.sampled for speaker in self._speakers.values()):
-            raise ValueError(f"the first observation leaves no room in a context of {self._given.max_tokens} tokens")
+        return told, wanted == room and reason is not None and reason.type == "length"
 
     async def _stepped(
         self, role: str, told: speech.Said, number: int, *, is_cut: bool
@@ -156,24 +167,26 @@ class _Play:
         ), False
 
     def _sample(self, metadata: Mapping[str, Any]) -> Sample:
-        main = self._names[0]
-        if main not in self._speakers:
+        main, spoke = self._names[0], [name for name in self._names if self._has_spoken(name)]
+        if main not in spoke:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
-        found = [self._sequences(name) for name in self._names if name in self._speakers]
-        (first, *others), rest = found[0], found[1:]
+        first, *others = [one for name in spoke for one in self._sequences(name)]
         return replace(
             first,
-            branches=(*others, *(one for sequences in rest for one in sequences)),
+            branches=tuple(others),
             reward=self._earned.by_role.get(main, 0.0),
             components=dict(self._earned.components),
             metadata=metadata,
             finish_reason="length" if metadata[ENDED] != "done" else first.finish_reason,
         )
 
+    def _has_spoken(self, name: str) -> bool:
+        return name in self._speakers and bool(self._speakers[name].sampled)
+
     def _sequences(self, name: str) -> list[Sample]:
         """Those of a role, the one that it spoke in last first, with the role's reward."""
         first = self._speakers[name].transcript.sample(self._given)
-        both = {"role": name or ROLE, "is_trained": self._roles[name]}
-        others = [replace(one, **both) for one in first.branches]
-        reward = self._earned.by_role.get(name)
-        return [replace(first, branches=(), reward=reward, **both), *others]
+        others = first.branches
+        first, reward = replace(first, branches=()), self._earned.by_role.get(name)
+        named = [replace(one, role=name or ROLE, is_trained=self._roles[name]) for one in (first, *others)]
+        return [replace(named[0], reward=reward), *named[1:]]
