@@ -111,7 +111,11 @@ def _step(stage: RLStage, model: ModelSize, habit: Habit) -> _Step:
     most = rollout.max_new_tokens
     answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
     groups = float(rollout.prompts_per_step)
-    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not rollout.over_sampling:
+    if (
+        rollout.is_sampled
+        and any(entry.name == "nonzero_spread" for entry in rollout.filters)
+        and not rollout.over_sampling
+    ):
         chances = [pass_chance(source.url, model.total) for source in stage.data]
         groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
     samples = _sampled_a_step(stage) * rollout.samples_per_prompt
