@@ -22,8 +22,9 @@ from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts")  # folders of this package that hold entries
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents")  # folders that hold entries
 REQUIRED = "required"
+NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
 CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "advantage": ("rewards", "group_ids", "num_tokens"),
@@ -118,8 +119,10 @@ def _shipped() -> dict[str, dict[str, Entry]]:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "entry":
                     kind, name = map(ast.literal_eval, call.args)
+                    spec = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+                    name += ":" if spec.argument else ""  # the same name may stand without an argument, too
                     assert name not in entries[kind], f"two entries of kind {kind} are called {name}"
-                    entries[kind][name] = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+                    entries[kind][name] = spec
     return entries
 
 
@@ -128,6 +131,8 @@ def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
     options = {}
     if not isinstance(node, ast.ClassDef):
         for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            if parameter.arg == NAMED:
+                continue
             kind = ast.unparse(parameter.annotation) if parameter.annotation else "any"
             options[parameter.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
     traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
@@ -152,8 +157,8 @@ def find(kind: str, name: str) -> Entry | None:
     """
     shipped = entries_of(kind)
     prefix, _, argument = name.partition(":")
-    spec = shipped.get(prefix if argument else name)
-    if spec is not None and bool(spec.argument) == bool(argument):
+    spec = shipped.get(f"{prefix}:" if argument else name)
+    if spec is not None:
         _check_argument(kind, prefix, spec.argument, argument)
         return spec
     if _is_path(name):
@@ -184,7 +189,10 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
     spec = find(kind, name)
     function = _imported(kind, name)
-    made: Any = function if spec is None or not spec.argument else function_at(spec.path)(name.partition(":")[2])
+    argument = name.partition(":")[2] if spec is not None and spec.argument else ""
+    if kind == "generate" and argument:
+        return partial(function, **{NAMED: argument}, **(options or {}))
+    made: Any = function if spec is None or not argument else function_at(spec.path)(argument)
     if kind == "generate" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
     if options is None:
@@ -210,6 +218,8 @@ def _imported(kind: str, name: str) -> Callable[..., Any]:
     class."""
     spec = find(kind, name)
     path = own_function(kind, name) or (spec.path if spec else name)
+    if kind == "generate" and spec is not None:  # what it names is run elsewhere
+        path = spec.path
     try:
         return function_at(path)
     except (ImportError, AttributeError) as error:
@@ -226,7 +236,7 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
     for option in options:
         if option in settings:
             raise ConfigError(f"{option} of {_said(kind)} {name} is the setting {settings[option]}; set it there.")
-    if spec is None or spec.argument == "function":
+    if spec is None or (spec.argument == "function" and kind != "generate"):
         return  # the function's own signature is asked when it is loaded
     takes = {key: parameter for key, parameter in spec.options.items() if key not in settings}
     _check_options(kind, name, options, takes)

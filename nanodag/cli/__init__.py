@@ -380,6 +380,16 @@ def rollouts(
     port: Annotated[
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
     ] = 0,
+    samples: Annotated[
+        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
+    ] = 0,
+    step: Annotated[
+        int, typer.Option("--step", metavar="STEP", min=-1, help="With --print: of this step. -1 for the newest.")
+    ] = -1,
+    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="With --print: what this role said.")] = "",
+    failed: Annotated[
+        bool, typer.Option("--failed", help="With --print: samples that failed, with the reason.")
+    ] = False,
     export: Annotated[
         str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
     ] = "",
@@ -395,18 +405,21 @@ def rollouts(
     ] = 1.0,
     file: File = "",
 ) -> None:
-    """Open a local page to read what RL sampled. Ctrl-C ends it. Or write it to a file, for training or other tools.
+    """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
 
     \b
     nanodag rollouts RUN --port 8080
+    nanodag rollouts RUN --print 4 --failed
     nanodag rollouts RUN --export rollouts.parquet
     nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
     nanodag rollouts RUN --export pairs.jsonl --pairs
     """
-    from nanodag.cli.use import save_rollouts, show_rollouts
+    from nanodag.cli.use import print_rollouts, save_rollouts, show_rollouts
 
     if export:
         save_rollouts(run, stage, Path(export), best=best, pairs=pairs, lowest=lowest, file=file)
+    elif samples:
+        print_rollouts(run, stage, most=samples, step=step, role=role, failed=failed, file=file)
     else:
         show_rollouts(run, stage, port=port, file=file)
 

@@ -21,9 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +74,20 @@ class Finished:
     timed_out: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Further:
+    """What a program sees and has beside the usual. read_only: folders, at their own paths. shown: files and sockets,
+    and where it finds them. environment: variables. max_processes: threads count, too."""
+
+    read_only: tuple[str, ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_processes: int = MAX_PROCESSES
+
+
+NOTHING = Further()
+
+
 @dataclass(frozen=True, slots=True)
 class Walls:
     """command: what comes before bubblewrap's options. becomes: the user that it is started as, None for this one.
@@ -85,10 +99,27 @@ class Walls:
     is_sized: bool
 
 
-def run_python(program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES) -> Finished:
+def run_python(
+    program: str,
+    *,
+    stdin: str = "",
+    timeout_s: float,
+    max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
+    is_given_up: Callable[[], bool] | None = None,
+) -> Finished:
     """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
-    Raises MissingTool where there are no walls."""
-    return _run(walls(), program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
+    is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. Raises MissingTool
+    where there are no walls."""
+    return _run(
+        walls(),
+        program,
+        stdin=stdin,
+        timeout_s=timeout_s,
+        max_bytes=max_bytes,
+        further=further,
+        is_given_up=is_given_up,
+    )
 
 
 @cache
@@ -164,11 +195,18 @@ class _Started:
 
 
 def _run(
-    behind: Walls | None, program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES
+    behind: Walls | None,
+    program: str,
+    *,
+    stdin: str = "",
+    timeout_s: float,
+    max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
+    is_given_up: Callable[[], bool] | None = None,
 ) -> Finished:
     with ExitStack() as stack:
-        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
-        return started.finished(_wait([started], timeout_s, max_bytes), max_bytes)
+        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
+        return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
 
 
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
@@ -204,6 +242,7 @@ def _start(
     shown: Sequence[int] = (),
     timeout_s: float,
     max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
 ) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
@@ -219,10 +258,10 @@ def _start(
         filter_path = seccomp.filter_path()
         assert filter_path is not None  # _why_not has seen it
         rules = stack.enter_context(filter_path.open("rb"))
-        command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
+        command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno(), further=further)]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
-    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
-    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MAX_PROCESSES if behind else 1]
+    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
+    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
     becomes = None if behind is None else behind.becomes
@@ -232,7 +271,7 @@ def _start(
         stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it
         stderr=error,
         cwd=folder if behind is None else "/",
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **further.environment},
         start_new_session=True,
         pass_fds=files,
         user=becomes,
@@ -244,7 +283,7 @@ def _start(
     return _Started(process, folder, group is not None)
 
 
-def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
+def _options(behind: Walls, *, source: int, rules: int, further: Further) -> list[str]:
     """Of bubblewrap. source, rules: open files of the program and of the filter of system calls."""
     size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
@@ -257,6 +296,8 @@ def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
         *(part for folder in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", folder, folder)),
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
         *("--ro-bind", behind.prefix, sys.base_prefix),
+        *(part for folder in further.read_only for part in ("--ro-bind", folder, folder)),
+        *(part for path, place in further.shown for part in ("--bind", path, place)),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
         *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
         *(part for folder in closed for part in ("--remount-ro", folder)),
@@ -264,16 +305,21 @@ def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
     ]
 
 
-def _wait(started: Sequence[_Started], timeout_s: float, max_bytes: int) -> str:
+def _wait(
+    started: Sequence[_Started],
+    timeout_s: float,
+    max_bytes: int,
+    is_given_up: Callable[[], bool] | None = None,
+) -> str:
     """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
     they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
     first, watched = started[0].process, [one.process.pid for one in started if not one.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(first, min(WATCH_S, left_s) if watched else left_s):
+        if _ends_within(first, min(WATCH_S, left_s) if watched or is_given_up else left_s):
             break
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
         elif any(_memory(pid) > MAX_TOGETHER * max_bytes for pid in watched):
             ended = "memory"

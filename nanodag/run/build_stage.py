@@ -157,13 +157,22 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
     functions = {
         entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries if entry.own_function
     }
-    return functions | {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
+    files = {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
+    folders = {entry.name: _folder_identity(entry.own_folder) for entry in entries if entry.own_folder}
+    return functions | files | folders
 
 
 def _file_identity(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ConfigError(f"there is no file {path}")
     return {"kind": "file", "sha256": file_sha256(Path(path))}
+
+
+def _folder_identity(path: str) -> dict[str, Any]:
+    if not Path(path).is_dir():
+        raise ConfigError(f"there is no folder {path}")
+    files = sorted(file for file in Path(path).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {"kind": "folder", "sha256": {str(file.relative_to(path)): file_sha256(file) for file in files}}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

@@ -265,6 +265,9 @@ class Checks:
 
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path = entry.own_function
+        if entry.kind == "generate" and path != entry.name:  # it is run by an interpreter that may have other packages
+            self._module(path)
+            return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""

@@ -16,6 +16,7 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
+NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a sample that was trained
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 HELD_OUT = "held_out"
@@ -23,11 +24,11 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A rollout and what became of it. fate: `trained`, `replayed` (trained again), `held_out`, `reward_failed`,
-    `generate_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty where none were
-    kept. advantages, differences: of a trained one, an entry for each token after the prompt, None where it was not
-    trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are empty where the
-    trainer wrote none."""
+    """A rollout and what became of it. fate: `trained`, `replayed` (trained again), `not_trained`, `held_out`,
+    `reward_failed`, `generate_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty
+    where none were kept. advantages, differences: of a trained one, an entry for each token after the prompt, None
+    where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are
+    empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
@@ -146,7 +147,7 @@ def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping
     entry = scores.get((rollout.group_id, rollout.sample_index, rollout.branch))
     fate = REPLAYED if REPLAYED in rollout.metadata else TRAINED
     if entry is None:
-        return Read(rollout=rollout, fate=fate)
+        return Read(rollout=rollout, fate=fate if rollout.num_trained else NOT_TRAINED)
     return Read(
         rollout=rollout,
         fate=fate,

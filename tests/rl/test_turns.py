@@ -333,7 +333,7 @@ def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generate": "calculater"}, "no generate 'calculater'; choose one of calculator, python"),
+        ({"generate": "calculater"}, "no generate 'calculater'; choose one of agent, calculator, python"),
         ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "no option 'calls'; it takes max_calls"),
         ({"generate": {"name": "one_turn", "timeout_s": 3}}, "generate.timeout_s means nothing to one_turn"),
         ({"generate": "python", "partial_rollout_tokens": 4, "over_sampling": 4}, "has turns of its own"),

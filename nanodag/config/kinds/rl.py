@@ -72,7 +72,7 @@ class RLStage(StageBase):
     benchmark of `evaluation`."""
     log_responses: int = operational(0, ge=0)
     """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
-    one of each group in turn, then the second. 0 for none."""
+    one of each group in turn, then the second, each with its branches. 0 for none."""
     profile_steps: tuple[Positive, ...] = operational(())
     """Steps whose traces are written into records/profile: torch's of each trainer rank and of each sampler, and the
     step's timeline."""

@@ -293,9 +293,10 @@ def from_record(record: Any) -> Rollout:
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Write rollouts as JSON lines. The file appears under its name only when it is complete."""
+    """Write rollouts as JSON lines, a lone surrogate in a text as `?`. The file appears under its name only when it is
+    complete."""
     temporary = path.with_name(path.name + ".tmp")  # beside its target: rename is atomic within one filesystem only
-    with temporary.open("w", encoding="utf-8") as stream:
+    with temporary.open("w", encoding="utf-8", errors="replace") as stream:
         for rollout in rollouts:
             stream.write(to_json(rollout) + "\n")
         stream.flush()

@@ -9,9 +9,9 @@ import ctypes
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -94,7 +94,9 @@ class Turns:
         """The samples of one call, or why there are none."""
         async with self._places:
             line = _Line(ask, rid)
-            sampler = TurnSampler(line.ask, params=params, encoding=self._encoding, renderer=self._renderer)
+            sampler = TurnSampler(
+                line.ask, params=params, encoding=self._encoding, renderer=self._renderer, held=line.held
+            )
             call = _Call(partial(self._function, sampler, sample))
             try:
                 result = await self._waited(call, line)
@@ -173,14 +175,24 @@ class _Line:
     def __init__(self, ask: Ask, rid: str) -> None:
         self._ask, self._rid = ask, rid
         self._loop = asyncio.get_running_loop()
-        self._num_asked, self._num_waiting = 0, 0
+        self._num_asked, self._num_waiting, self._num_held = 0, 0, 0
         self._last = time.monotonic()
         self.broken: SamplerError | None = None
 
     @property
     def idle_s(self) -> float:
         """How long nothing has been asked of the sampler."""
-        return 0.0 if self._num_waiting else time.monotonic() - self._last
+        return 0.0 if self._num_waiting or self._num_held else time.monotonic() - self._last
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Time in here is not idle. For one thread at a time."""
+        self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            self._last = time.monotonic()
 
     async def ask(self, request: Request) -> Completion:
         """The answer, from the event loop of any thread."""

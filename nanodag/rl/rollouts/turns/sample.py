@@ -1,6 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +81,8 @@ class Sample:
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says.
+    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says. held: a context in
+    which time does not count as the function's own, as while it waits for a place among others.
     """
 
     def __init__(
@@ -90,10 +92,12 @@ class TurnSampler:
         params: SamplingParams,
         encoding: Encoding,
         renderer: ChatRenderer,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask = ask
+        self.held = held
         self._params = params
-        self._encoding = encoding
+        self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
 
@@ -127,8 +131,8 @@ class TurnSampler:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
-        return self._encoding.encode(text)
+        return self.encoding.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by name. For reading only: it is never turned into ids again."""
-        return self._encoding.decode(ids)
+        return self.encoding.decode(ids)
