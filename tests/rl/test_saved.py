@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import statistics
@@ -226,6 +227,8 @@ def test_imitation_trains_the_mean_negative_log_likelihood_of_the_best_answers(d
     assert steps[0]["trained_tokens"] == 28 and steps[0]["sampled_tokens"] == 0
     assert not [name for name in steps[0] if "mismatch" in name or "staleness" in name]
     assert not list(job.workspace.glob("sampler-*.log"))
+    told = json.loads((job.workspace / "result.json").read_text())["metrics"]
+    assert told["version"] == 6 and not [name for name in told if "reward" in name or "spread" in name]
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

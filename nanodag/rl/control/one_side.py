@@ -129,6 +129,11 @@ class SavedRollouts:
             )
         if self._config.rollout.clone.best:
             return
+        if self._config.has_process_reward and rollout.steps is None:
+            raise ConfigError(
+                f"{where} has no scores of steps, and advantage {self._config.algorithm.advantage} is made of them. "
+                "Name the records of a stage with a process reward, or another reward."
+            )
         if not rollout.has_logprobs or GREEDY in rollout.metadata:
             found = "no log-probabilities" if not rollout.has_logprobs else "greedy answers, which were not drawn"
             raise ConfigError(
