@@ -18,11 +18,11 @@ from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments import fork_server
-from nanodag.rl.environments.environment import Action, Call
+from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
-from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, Limits, end_processes
+from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, EpisodeLimits, end_processes
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
@@ -36,7 +36,7 @@ from tests.rl import worlds
 from tests.rl.stages import BYTES, VOCABULARY
 
 CONTEXT = 256
-LIMITS = Limits(step_s=2.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+LIMITS = EpisodeLimits(step_s=2.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
@@ -399,7 +399,7 @@ def test_the_policy_searches_a_corpus_and_a_right_answer_is_rewarded(tmp_path):
     rewards = {}
     for query, answer in (("Bob", "oslo."), ("Ada", "Oslo"), ("Bob", "Rome")):
         assert search.reset(seed=0, record={"answer": "Oslo"}) is None
-        assert search.step(Action("", (Call("search", {"query": query}),)))[2] is False
+        assert search.step(Action("", (ToolCall("search", {"query": query}),)))[2] is False
         rewards[query, answer] = search.step(Action(answer))[1:3]
     assert rewards == {("Bob", "oslo."): (1.5, True), ("Ada", "Oslo"): (1.0, True), ("Bob", "Rome"): (0.5, True)}
     assert search.metrics() == {"searches": 1, "found": 1.0}

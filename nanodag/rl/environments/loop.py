@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments import observations, speech
 from nanodag.rl.environments.observations import Earned, Heard, Message
-from nanodag.rl.environments.processes import EnvironmentLost, Episode, Limits, process_of
+from nanodag.rl.environments.processes import EnvironmentLost, Episode, EpisodeLimits, process_of
 from nanodag.rl.rollouts.metrics import METRICS, TURNS
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.transcript import Transcript
 
 ROLE = "policy"  # of who speaks where the environment has no roles
-ENDED = "ended"  # in the metadata: what ended the episode, `done`, `turns` or `tokens`
+ENDED = "ended"  # in the metadata: what ended the episode
+Ended = Literal["done", "turns", "tokens"]
 MAX_PLAYS = 4  # of a sample whose environment is killed by somebody else again and again
 LONGEST_TOKEN = 64  # characters: what is longer than a context of these cannot fit, and is not made into tokens
 
@@ -40,13 +41,13 @@ async def environment(
     cut off there is heard as it is. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU
     time of an episode, and the address space of each of its processes. max_processes: that it may start.
     """
-    talk = Talk(max_turns=max_turns, turn_tokens=turn_tokens)
-    limits = Limits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
+    length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens)
+    limits = EpisodeLimits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
     process = process_of(named, options, limits)
     for number in range(1, MAX_PLAYS + 1):
         episode = process.episode()
         try:
-            return await _Play(sampler, sample, episode, process.roles, talk).run()
+            return await _Play(sampler, sample, episode, process.roles, length).run()
         except EnvironmentLost:  # from the same seeds comes the same sample
             if number == MAX_PLAYS:
                 raise
@@ -56,7 +57,7 @@ async def environment(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class EpisodeLength:
     """How long an episode may be; see `environment`."""
 
     max_turns: int
@@ -77,10 +78,10 @@ class _Play:
     """One episode. roles: whether each is trained, the main one first."""
 
     def __init__(
-        self, sampler: TurnSampler, sample: Sample, episode: Episode, roles: Mapping[str, bool], talk: Talk
+        self, sampler: TurnSampler, sample: Sample, episode: Episode, roles: Mapping[str, bool], length: EpisodeLength
     ) -> None:
         self._sampler, self._given, self._episode = sampler, sample, episode
-        self._roles, self._talk = roles, talk
+        self._roles, self._length = roles, length
         self._names = list(roles)
         self._speakers: dict[str, _Speaker] = {}
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -89,26 +90,21 @@ class _Play:
 
     async def run(self) -> Sample:
         """The sample of the main role, with the others as branches."""
-        ended, num_turns = "turns", 0
-        heard = await self._begin()
-        while num_turns < self._talk.max_turns:
-            said = await self._spoken(heard, num_turns)
-            if said is None:
-                if not num_turns:
-                    most = self._given.max_tokens
-                    raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
-                ended = "tokens"
-                break
-            num_turns += 1
-            told, is_cut = said
-            heard_next, is_done = await self._stepped(heard.role, told, num_turns - 1, is_cut=is_cut)
-            if is_done or is_cut:
-                ended = "done" if is_done else "tokens"
-                break
-            assert heard_next is not None
-            heard = heard_next
+        outcome: Heard | Ended = await self._begin()
+        num_turns = 0
+        while isinstance(outcome, Heard):
+            if num_turns == self._length.max_turns:
+                outcome = "turns"
+            elif (spoken := await self._spoken(outcome, num_turns)) is None:
+                outcome = "tokens"
+            else:
+                outcome = await self._stepped(outcome.role, *spoken, num_turns)
+                num_turns += 1
+        if not num_turns:
+            most = self._given.max_tokens
+            raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
         metrics = observations.metrics_of((await self._episode.end()).get("metrics"))
-        return self._sample({TURNS: num_turns, ENDED: ended, METRICS: metrics})
+        return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
 
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
@@ -134,7 +130,7 @@ class _Play:
         room = min(given.max_sampled - before, given.max_tokens - len(asked.ids))
         if room < 1:
             return None
-        wanted = min(room, self._talk.turn_tokens or room)
+        wanted = min(room, self._length.turn_tokens or room)
         seed = asked.seed(derived_seed(given.seed, "role", heard.role))
         completion = await sampler.answer(asked.ids, seed=seed, max_tokens=wanted, stop_token_ids=self._stop_ids)
         told = speech.said(sampler, completion, speaker.transcript.text_of(completion), self._tools)
@@ -145,28 +141,24 @@ class _Play:
         reason = completion.finish_reason
         return told, wanted == room and reason is not None and reason.type == "length"
 
-    async def _stepped(
-        self, role: str, told: speech.Said, number: int, *, is_cut: bool
-    ) -> tuple[Heard | None, bool]:
-        """What is heard of it, and whether the episode is over."""
-        call_ids = told.call_ids(number)
-        if wrong := told.wrong(self._tools):
+    async def _stepped(self, role: str, told: speech.Said, is_cut: bool, number: int) -> Heard | Ended:
+        """What is heard of a turn, or what ended the episode."""
+        call_ids, wrong = told.call_ids(number), told.wrong(self._tools)
+        if wrong and not is_cut:
             answers = [observations.tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
-            return Heard(role=role, messages=answers), False
-        said_by = "" if "" in self._roles else role
-        answer = await self._episode.step(text=told.text, calls=told.given(), is_cut=is_cut, role=said_by)
+            return Heard(role=role, messages=answers)
+        calls = [] if wrong else told.given()
+        answer = await self._episode.step(text=told.text, calls=calls, is_cut=is_cut, role=role)
         self._earned.add(answer.get("reward"), answer.get("info"), self._names)
         done = answer.get("done")
         if not isinstance(done, bool):
             raise ValueError(f"done is {done!r:.80}; it must be true or false")
         if done or is_cut:
-            return None, done
+            return "done" if done else "tokens"
         found = answer.get("observation")
-        return observations.heard(
-            found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False
-        ), False
+        return observations.heard(found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False)
 
-    def _sample(self, metadata: Mapping[str, Any]) -> Sample:
+    def _sample(self, ended: Ended, metadata: Mapping[str, Any]) -> Sample:
         main, spoke = self._names[0], [name for name in self._names if self._has_spoken(name)]
         if main not in spoke:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
@@ -177,7 +169,7 @@ class _Play:
             reward=self._earned.by_role.get(main, 0.0),
             components=dict(self._earned.components),
             metadata=metadata,
-            finish_reason="length" if metadata[ENDED] != "done" else first.finish_reason,
+            finish_reason=first.finish_reason if ended == "done" else "length",
         )
 
     def _has_spoken(self, name: str) -> bool:
