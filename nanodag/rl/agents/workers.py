@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from nanodag.errors import ConfigError
 from nanodag.rl.agents.visit import AgentFailed
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -37,6 +38,8 @@ class Workers:
     def __init__(
         self, function: str, *, python: str, folders: Sequence[str], at_once: int, max_bytes: int, timeout_s: float
     ) -> None:
+        if at_once < 1 or timeout_s <= 0:
+            raise ConfigError(f"agent {function}: at_once {at_once} and seconds {timeout_s:g} must be above 0.")
         self._python, self._timeout_s = python, timeout_s
         self._first = {"function": function, "folders": folders, "max_bytes": max_bytes, "timeout_s": timeout_s}
         self.places = asyncio.Semaphore(at_once)
