@@ -36,12 +36,12 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "inputs": {"model": "model"},
             "data": [
-                {"url": "python:range_problems:calls?size=120&seed=1", "adapter": "messages", "held_out": 0.1},
+                {"url": "python:range_problems:calls?size=90&seed=1", "adapter": "messages", "held_out": 0.1},
                 {"url": "python:nanodag.data.lists:sort?count=5&size=60&seed=1", "adapter": "problem"},
             ],
             "sequence_length": 128,
             "batch_tokens": 1024,
-            "num_epochs": 6,
+            "num_epochs": 5,
             "validation_every": 5,
             "patience": 15,
             "optimizer": {"matrix_lr": 0.01, "learning_rate": 0.0025, "weight_decay": 0.1},
@@ -78,14 +78,14 @@ def measure(seed: int, model: str, file: Path, folder: Path) -> dict[str, Any]:
     store = Store(folder)
     rl = artifact_of(store, run, "rl")
     records = store.records(rl) / "rollouts"
-    files = sorted(path for path in records.glob("eval-*.jsonl") if ".answers" not in path.name)
+    files = sorted(records.glob("eval-????????.jsonl"))
     before, after = (
         {one.prompt_id: one.reward or 0.0 for one in main_sequences(read_rollouts(path))}
         for path in (files[0], files[-1])
     )
     gains = np.array([after[prompt] - before[prompt] for prompt in before])
     error = float(gains.std(ddof=1) / np.sqrt(len(gains)))
-    trained = next(records.glob("step-*.jsonl"), None)
+    trained = [one for path in records.glob("step-????????.jsonl") for one in read_rollouts(path)]
     return {
         "seed": seed,
         "sft": float(np.mean(list(before.values()))),
@@ -94,7 +94,8 @@ def measure(seed: int, model: str, file: Path, folder: Path) -> dict[str, Any]:
         "low": float(gains.mean() - Z95 * error),
         "high": float(gains.mean() + Z95 * error),
         "problems": len(gains),
-        "branches": sum(one.branch > 0 for one in read_rollouts(trained)) if trained else None,
+        "trained_samples": len(main_sequences(trained)),
+        "trained_sequences": len(trained),
         "cpu_s": rl.cost.get("cpu_seconds"),
     }
 

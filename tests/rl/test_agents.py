@@ -80,6 +80,16 @@ def greedy(task):
     while True:
         messages += [said(task, messages), user("more")]
 
+def killed(task):
+    """Killed in the middle, the first two times."""
+    said(task, [user("go")])
+    with open(__file__ + ".times", "a") as times:
+        times.write("x")
+        times.flush()
+        if times.tell() < 3:
+            os.kill(os.getpid(), 9)
+    return said(task, [user("on")])["content"]
+
 def two_at_once(task):
     found = {}
     def ask(name):
@@ -214,6 +224,14 @@ def test_parallel_calls_give_the_same_sample_whoever_is_answered_first(folder, i
     one = generated(folder, slowly, "two_at_once")
     assert generated(folder, slowly, "two_at_once")[0] == one[0] and len(one[0]) == 6
     assert len({rollout.spans for rollout in one[0]}) == 6
+
+
+def test_an_agent_that_is_killed_begins_anew_and_is_answered_the_same(folder, ids):  # noqa: F811
+    says = lambda request: [65 + request.params.sampling_seed % 26, *ids("<|end|>")]  # noqa: E731
+    rollouts, requests, _ = generated(folder, says, "killed", samples_per_prompt=1)
+    asked = [(request.input_ids, request.params) for request in requests]
+    assert asked[0] == asked[1] == asked[2] and len(asked) == 4
+    assert [one.num_sampled for one in rollouts] == [2, 2]
 
 
 def test_a_sampler_that_is_lost_ends_the_agent_and_is_blamed(folder):  # noqa: F811

@@ -19,12 +19,14 @@ from typing import Any
 
 import psutil
 
-from nanodag.rl.agents.visit import AgentFailed
+from nanodag.errors import ConfigError
+from nanodag.rl.agents.visit import AgentFailed, AgentLost
 
 WORKER = Path(__file__).with_name("worker.py")
 MAX_REPLY_BYTES = 1 << 20
 LINES_SHOWN = 5
 TAIL_BYTES = 2000
+END_TIMEOUT_S = 1.0
 
 
 class Workers:
@@ -37,6 +39,8 @@ class Workers:
     def __init__(
         self, function: str, *, python: str, folders: Sequence[str], at_once: int, max_bytes: int, timeout_s: float
     ) -> None:
+        if at_once < 1 or timeout_s <= 0:
+            raise ConfigError(f"agent {function}: at_once {at_once} and seconds {timeout_s:g} must be above 0.")
         self._python, self._timeout_s = python, timeout_s
         self._first = {"function": function, "folders": folders, "max_bytes": max_bytes, "timeout_s": timeout_s}
         self.places = asyncio.Semaphore(at_once)
@@ -99,11 +103,11 @@ class _Worker:
                 block = await loop.sock_recv(self._socket, 1 << 16)
                 self._rest += block
                 if not block:
-                    raise AgentFailed(f"its process ended{self._how()}{self.last_words()}")
+                    raise self._ended()
                 if len(self._rest) > MAX_REPLY_BYTES:
                     raise AgentFailed(f"it returned more than {MAX_REPLY_BYTES} bytes")
         except OSError as error:
-            raise AgentFailed(f"its process ended{self._how()}{self.last_words()}") from error
+            raise self._ended() from error
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             answer = json.loads(line)
@@ -138,10 +142,13 @@ class _Worker:
         self._process.wait()
         self._words.close()
 
-    def _how(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            return f" with code {self._process.wait(timeout=1.0)}"
-        return ""
+    def _ended(self) -> AgentFailed:
+        try:
+            code = self._process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return AgentFailed(f"its process answers no more{self.last_words()}")
+        kind = AgentLost if code == -signal.SIGKILL else AgentFailed
+        return kind(f"its process ended with code {code}{self.last_words()}")
 
 
 def interpreter(python: str) -> str:
