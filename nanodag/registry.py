@@ -64,7 +64,8 @@ class Entry:
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
-    needs_sandbox: it runs programs. least_timeout_s: what a reward needs to find a program that hangs wrong.
+    needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
+    needs to find a program that hangs wrong.
     argument: what the name resumes after a colon, as in `remote:http://...`.
     """
 
@@ -76,6 +77,7 @@ class Entry:
     scores_steps: bool = False
     needs_critic: bool = False
     needs_sandbox: bool = False
+    is_of_generate: bool = False
     least_timeout_s: float = 0.0
     argument: Argument = ""
 
@@ -89,6 +91,7 @@ def entry(
     scores_steps: bool = False,
     needs_critic: bool = False,
     needs_sandbox: bool = False,
+    is_of_generate: bool = False,
     least_timeout_s: float = 0.0,
     argument: Argument = "",
 ) -> Callable[[F], F]:

@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
-
-from nanodag.api.bodies import ChatBody, Message, NamedTool, Tool
+from nanodag.api.bodies import ChatBody, NamedTool, Tool
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
 from nanodag.api.tool_format import NativeReader, PlainReader, Reader, TemplateReader, argument_of, response_template
@@ -37,6 +35,14 @@ def chat_prompt(model: ServedModel, body: ChatBody) -> ChatPrompt:
         raise Refused(str(error), param="messages") from error
 
 
+def messages_of(body: ChatBody) -> list[dict[str, Any]]:
+    """The conversation as it is rendered. Raises Refused for a part that is no text."""
+    return [
+        {**message.model_dump(), "content": message.text(f"messages.{number}")}
+        for number, message in enumerate(body.messages)
+    ]
+
+
 def offered(body: ChatBody) -> list[Tool]:
     """The tools that the answer may call. Raises Refused for a choice that names none of them."""
     choice = body.tool_choice
@@ -65,11 +71,7 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> 
             f"{names}. Give one, or name it in tool_choice.",
             param="tools",
         )
-    turns, is_open = _folded(body.messages)
-    if is_open:  # the answer goes on behind the result, in the turn that called
-        ids = renderer.render_batch([turns], [body.chat_template_kwargs])[0][0].tolist()[:-1]
-    else:
-        ids = renderer.prompt(turns, body.chat_template_kwargs)
+    ids = renderer.opened(messages_of(body), body.chat_template_kwargs)
     if not tools:
         return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader(renderer.tool_tokens))
     (tool,), forced = tools, is_forced(body)
@@ -81,46 +83,7 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> 
     )
 
 
-def _folded(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], bool]:
-    """The messages in nanodag's format, where a call, its result and what follows are parts of one turn; and whether
-    the last turn is one that goes on."""
-    turns: list[dict[str, Any]] = []
-    is_open = False  # whether the last turn is an assistant's that called
-    for number, message in enumerate(messages):
-        place = f"messages.{number}"
-        text = message.text(place)
-        if message.role == "tool":
-            if not is_open:
-                raise Refused(f"{place} is a tool's result, and no call stands before it", param="messages")
-            turns[-1]["content"].append({"type": "tool_result", "text": text})
-        elif message.role == "assistant":
-            parts = [{"type": "text", "text": text}] if text else []
-            parts += [{"type": "tool_call", "text": _argument(call.function.arguments)} for call in message.tool_calls]
-            if is_open:
-                turns[-1]["content"] += parts
-            else:
-                turns.append({"role": "assistant", "content": parts or text})
-            is_open = bool(message.tool_calls)
-            if not is_open and isinstance(turns[-1]["content"], list) and len(turns[-1]["content"]) == 1:
-                turns[-1]["content"] = text
-        else:
-            turns.append({"role": "system" if message.role == "developer" else message.role, "content": text})
-            is_open = False
-    return turns, is_open and messages[-1].role == "tool"
-
-
-def _argument(arguments: str) -> str:
-    """The text of a call, from its arguments: the one value that is there, else all as it stands."""
-    try:
-        given = from_json(arguments)
-    except ValueError:
-        return arguments
-    values = list(given.values()) if isinstance(given, Mapping) else []
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
-
-
 def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
-    messages = [_plain(message, f"messages.{number}") for number, message in enumerate(body.messages)]
     template = response_template(renderer)
     if tools and (template is None or not renderer.takes_tools):
         raise Refused(
@@ -130,7 +93,7 @@ def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody,
             param="tools",
         )
     declared = [tool.model_dump(exclude_unset=True) for tool in tools]
-    ids = renderer.prompt(messages, body.chat_template_kwargs, tools=declared)
+    ids = renderer.opened(messages_of(body), body.chat_template_kwargs, tools=declared)
     if not tools:
         return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader({}))
     assert template is not None
@@ -148,26 +111,3 @@ def _beginning(template: Mapping[str, Any], body: ChatBody, tools: Sequence[Tool
         )
     name = f'{tools[0].function.name}", "arguments": ' if len(tools) == 1 else ""
     return f'<tool_call>\n{{"name": "{name}'
-
-
-def _plain(message: Message, place: str) -> dict[str, Any]:
-    """A message as chat templates have it: the arguments of calls are objects."""
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": message.text(place)}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            _called(call.id, call.function.name, call.function.arguments, place) for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
-
-
-def _called(identity: str, name: str, arguments: str, place: str) -> dict[str, Any]:
-    try:
-        given = from_json(arguments or "{}")
-    except ValueError as error:
-        raise Refused(
-            f"{place}.tool_calls: the arguments of {name[:80]!r} are not JSON: {error}", param=place
-        ) from error
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": given}}

@@ -19,7 +19,7 @@ from nanodag.data.shards import ROWS_OF_A_SHARD, Shard
 from nanodag.data.sources import Block, Row, Source
 from nanodag.errors import CorruptArtifact
 
-_WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 64 << 20  # of blocks that are shuffled together
 _WINDOW_ROWS = 4096
 _WINDOWS_A_RANK = 16  # so many, and a rank has windows of its own: it has a sixteenth more than another at most
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -198,7 +198,7 @@ class _Share:
         self._blocks: Sequence[Block] = source.blocks() or ()
         num_bytes = sum(block.num_bytes for block in self._blocks)
         self.has_own_windows = world > 1 and (
-            min(len(self._blocks), num_bytes // _WINDOW_BYTES) >= _WINDOWS_A_RANK * world
+            min(len(self._blocks), num_bytes // WINDOW_BYTES) >= _WINDOWS_A_RANK * world
         )
 
     @cached_property
@@ -244,7 +244,7 @@ class _Share:
         for block in map(int, order):
             if blocks[block].num_rows == 0:
                 continue
-            if window and (not self._shuffle or num_bytes + blocks[block].num_bytes > _WINDOW_BYTES):
+            if window and (not self._shuffle or num_bytes + blocks[block].num_bytes > WINDOW_BYTES):
                 yield window
                 window, num_bytes = [], 0
             window.append(block)

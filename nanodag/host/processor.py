@@ -8,6 +8,9 @@ from pathlib import Path
 
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+# oneDNN, and torch's layer above it, each keep what they compiled for a shape: 0.3 to 0.7 MB a shape, 1,024 shapes.
+# RL's micro-batches differ in length each time, so that its trainer grew by 10 MB a step. One micro-batch has some 20.
+SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _ANY = ("DEFAULT", "ALL", "AVX10")
 _BF16 = (*_ANY, "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX")
 ISA_LIMITS_OF = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.host.processor import SHAPE_CACHES
 from nanodag.inference.sampler_process import Elsewhere, ServerProcess
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option, arguments
@@ -120,9 +121,10 @@ def is_healthy(url: str) -> bool:
 
 
 def foreign_environment() -> dict[str, str]:
-    """This process's, without what belongs to its own Python."""
+    """This process's, without what belongs to its own Python and its own torch."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in foreign}
+    ours = SHAPE_CACHES.items()
+    return {name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours}
 
 
 def sglang_environment(device: Device, threads: int) -> dict[str, str]:

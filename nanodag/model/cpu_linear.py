@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# oneDNN, and torch's layer above it, each keep what they compiled for a shape: 0.3 to 0.7 MB a shape, 1,024 shapes.
-# RL's micro-batches differ in length each time, so that its trainer grew by 10 MB a step. One micro-batch has some 20.
-# Both read their variable at the first product.
-KEPT_SHAPES = 32
-for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(variable, str(KEPT_SHAPES))
+from nanodag.host.processor import SHAPE_CACHES
+
+for variable, size in SHAPE_CACHES.items():  # read at the first product
+    os.environ.setdefault(variable, size)
 
 
 def times_transposed(x: Tensor, matrix: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ CUDA = 3 << 30
 """Of a process that uses a GPU, beside what it holds."""
 PARSED = 3.0
 """Bytes in memory for each byte of a JSON file, which is read as a whole."""
+PARQUET = 45 * MB
+"""Of the library that reads parquet."""
+WINDOWED = 1.7
+"""Bytes in memory for each byte of a parquet file that is shuffled at once, tokenised texts among them."""
 HOST_SHARE = 0.95
 """Of a machine's memory, that processes can fill."""
 

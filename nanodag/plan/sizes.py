@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nanodag.data.config import SourceConfig
 from nanodag.data.hub import mirrored_files
+from nanodag.data.shuffle import WINDOW_BYTES
 from nanodag.data.urls import SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
 from nanodag.plan.models import Habit
@@ -219,6 +220,14 @@ def in_memory(sources: Sequence[SourceConfig]) -> int:
     """Bytes of files that a process holds as a whole."""
     found = {source.url.partition("?")[0]: size_of(source.url) for source in sources}
     return sum(size.in_memory for size in found.values() if size is not None)
+
+
+def in_windows(sources: Sequence[SourceConfig], mirror: Path | None = None) -> int:
+    """Bytes of parquet from the hub that a process shuffles at once: a window of each source, or all of a small one."""
+    hub = [source.url for source in sources if source.url.startswith("hub:")]
+    sizes = [size_of(url, mirror) for url in hub]
+    known = [None if size is None or size.rows is None else int(size.rows * size.row_bytes) for size in sizes]
+    return sum(WINDOW_BYTES if whole is None else min(WINDOW_BYTES, whole) for whole in known)
 
 
 PACKED = 0.45

@@ -30,6 +30,7 @@ from nanodag.plan.sizes import (
     held_out_share,
     held_out_tokens,
     in_memory,
+    in_windows,
     tokens_of_pass,
 )
 from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
@@ -75,7 +76,7 @@ def plan_supervised(
         flops=flops,
         read_bytes=read,
         download_bytes=None if read is None else downloaded(stage.data, read),
-        processes=_processes(stage, model),
+        processes=_processes(stage, model, mirror),
         num_gpus=int(stage.resources.num_ranks) // stage.resources.num_nodes if device == "cuda" else 0,
         disk_bytes=_disk(stage, model),
         kept_bytes=artifact_bytes(model, str(stage.precision)),
@@ -131,7 +132,7 @@ def _validated(stage: SupervisedStage) -> float:
     return stage.validation_tokens / max(shares) if shares else 0.0
 
 
-def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
+def _processes(stage: SupervisedStage, model: ModelSize, mirror: Path | None) -> tuple[Process, ...]:
     resources, precision, device = stage.resources, str(stage.precision), str(stage.resources.device)
     micro, ranks = int(stage.micro_batch_tokens), int(resources.num_ranks)
     state = train_state(
@@ -163,7 +164,7 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     compiler = processes.compiler(model, compiled=stage.compile, device=device)
-    base = {"process": processes.TRAINER + compiler.num_bytes, "data": _data(stage)}
+    base = {"process": processes.TRAINER + compiler.num_bytes, "data": _data(stage, mirror)}
     here = ranks // resources.num_nodes
     launcher = (Process(name="launcher", host={"process": processes.LAUNCHER}),) if ranks > 1 else ()
     if device == "cuda":
@@ -176,9 +177,11 @@ def _processes(stage: SupervisedStage, model: ModelSize) -> tuple[Process, ...]:
     return (Process(name="rank", count=here, host=host), *launcher)
 
 
-def _data(stage: SupervisedStage) -> int:
-    """Of files that are read as a whole, and of the packer's buffer."""
-    return int(processes.PARSED * in_memory(stage.data)) + 20 * processes.MB
+def _data(stage: SupervisedStage, mirror: Path | None) -> int:
+    """Of files that are read as a whole, of windows of parquet files, and of the packer's buffer."""
+    windows = in_windows(stage.data, mirror)
+    parquet = processes.PARQUET + int(processes.WINDOWED * windows) if windows else 0
+    return int(processes.PARSED * in_memory(stage.data)) + parquet + 20 * processes.MB
 
 
 def _disk(stage: SupervisedStage, model: ModelSize) -> int:

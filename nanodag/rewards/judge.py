@@ -18,16 +18,14 @@ from typing import Any
 import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from nanodag.data.canonical import message_text
 from nanodag.errors import ConfigError
 from nanodag.host.folders import cache_folder
 from nanodag.registry import entry
-from nanodag.rewards.remote import may_pass
+from nanodag.rewards.remote import post_json
 from nanodag.rewards.reward import Reward, plain_number
 
-ATTEMPTS = 4
 ASKED_AT_ONCE = 16
 PLACES = ("question", "conversation", "reference", "response")
 MAX_FILE_BYTES = 1 << 20
@@ -141,7 +139,7 @@ class Judge:
         reply = self._kept.get(digest)
         was_kept = reply is not None
         if reply is None:
-            reply = _reply_of(self._post(body))
+            reply = _reply_of(post_json(self._client, f"{self._file.url.rstrip('/')}/chat/completions", body))
         value = score_in(reply["text"], self._file)
         if not was_kept:  # one that cannot be parsed is asked again
             self._kept.put(digest, reply)
@@ -159,17 +157,6 @@ class Judge:
             "temperature": file.temperature,
             "max_tokens": file.max_tokens,
         }
-
-    @retry(
-        retry=retry_if_exception(may_pass),
-        wait=wait_random_exponential(multiplier=0.4, max=3.0),
-        stop=stop_after_attempt(ATTEMPTS),
-        reraise=True,
-    )
-    def _post(self, body: dict[str, Any]) -> Any:
-        response = self._client.post(f"{self._file.url.rstrip('/')}/chat/completions", json=body)
-        response.raise_for_status()
-        return response.json()
 
     def _agreed(self, labelled: Sequence[tuple[Mapping[str, str], str, float]]) -> float:
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:

@@ -38,29 +38,32 @@ class Remote:
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
         """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
         that failed as a whole."""
-        reply = self._post({"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]})
+        asked = {"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]}
+        reply = post_json(self._client, self._url, asked)
         rewards = reply.get("rewards") if isinstance(reply, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(samples):
             raise ValueError(f"{self._url} answered {len(samples)} samples with {str(reply)[:120]!r}")
         return [_reward_of(reward) for reward in rewards]
 
-    @retry(
-        retry=retry_if_exception(lambda error: may_pass(error)),
-        wait=wait_random_exponential(multiplier=0.4, max=3.0),
-        stop=stop_after_attempt(ATTEMPTS),
-        reraise=True,
-    )
-    def _post(self, body: dict[str, Any]) -> Any:
-        response = self._client.post(self._url, json=body)
-        response.raise_for_status()
-        return response.json()
 
-
-def may_pass(error: BaseException) -> bool:
+def _may_pass(error: BaseException) -> bool:
     """Whether a request that failed so may succeed when it is sent again."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)
+
+
+@retry(
+    retry=retry_if_exception(_may_pass),
+    wait=wait_random_exponential(multiplier=0.4, max=3.0),
+    stop=stop_after_attempt(ATTEMPTS),
+    reraise=True,
+)
+def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
+    """What a server answers. Raises httpx.HTTPError for a request that failed at last, ValueError for no JSON."""
+    response = client.post(url, json=body)
+    response.raise_for_status()
+    return response.json()
 
 
 def _reward_of(one: Any) -> Reward | str:

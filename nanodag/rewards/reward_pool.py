@@ -21,6 +21,7 @@ from typing import Any
 from nanodag import registry as entries
 from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
+from nanodag.rewards.reported import REPORTED
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MAX_BYTES = 4 << 30
@@ -75,9 +76,16 @@ class RewardPool:
         """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
         return self.submit_group(prompt, [completion])[0]
 
-    def submit_group(self, prompt: Mapping[str, Any], completions: Sequence[str]) -> "list[Future[SampleReward]]":
-        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). Raises
-        ConfigError when it does not exist, MissingTool when it needs a sandbox and there is none."""
+    def submit_group(
+        self,
+        prompt: Mapping[str, Any],
+        completions: Sequence[str],
+        *,
+        reported: Sequence[Mapping[str, Any] | None] = (),
+    ) -> "list[Future[SampleReward]]":
+        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). reported: what
+        was reported of each, for the reward `reported`. Raises ConfigError when the reward does not exist, MissingTool
+        when it needs a sandbox and there is none."""
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
             reward = prompt["reward"] if name == "auto" else name
@@ -90,7 +98,9 @@ class RewardPool:
                     f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
                 )
             weights[reward] = weights.get(reward, 0.0) + weight
-        samples = [_Sample(weights, dict(prompt), completion, Future()) for completion in completions]
+        records = [{**prompt, REPORTED: one} for one in reported or [None] * len(completions)]
+        pairs = zip(records, completions, strict=True)
+        samples = [_Sample(weights, record, completion, Future()) for record, completion in pairs]
         for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
             self._waiting.put(lot)
         return [sample.future for sample in samples]

@@ -13,6 +13,7 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.encoding import Encoding
+from nanodag.tokenizer.messages import folded, says_the_same, with_objects
 
 Messages = Sequence[Mapping[str, Any]]
 Rendered = tuple[np.ndarray, np.ndarray]
@@ -46,6 +47,27 @@ class ChatRenderer(ABC):
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         """Ids up to where the assistant begins to speak. tools: declared to the model as its template has it, each in
         OpenAI's form; our own format declares none."""
+
+    @abstractmethod
+    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages)."""
+
+    @abstractmethod
+    def following(
+        self,
+        messages: Messages,
+        answered: int,
+        sampled: Sequence[int],
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+    ) -> list[int] | None:
+        """What stands between sampled ids and where the assistant speaks again, in a conversation that went on.
+
+        messages: in OpenAI's form; those before `answered` were the prompt, and that one is what was sampled. An answer
+        that was cut off gets its end. None where the messages are not rendered as they were: the template rewrites
+        what was said, or leaves it out.
+        """
 
     def render(self, messages: Messages) -> Rendered:
         """`render_batch` of one conversation."""
@@ -122,6 +144,35 @@ class NativeRenderer(ChatRenderer):
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         ((ids, _),) = self.render_batch([messages], [switches])
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
+
+    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        turns, is_open = folded(messages)
+        if not is_open:
+            return self.prompt(turns, switches)
+        ((ids, _),) = self.render_batch([turns], [switches])
+        return ids.tolist()[:-1]  # the answer goes on behind the result, in the turn that called
+
+    def following(
+        self,
+        messages: Messages,
+        answered: int,
+        sampled: Sequence[int],
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+    ) -> list[int] | None:
+        calls = messages[answered].get("tool_calls")
+        is_call = bool(sampled) and sampled[-1] == self.call_end
+        if is_call != bool(calls):
+            return None  # whose answer this is read it otherwise
+        # What follows depends on how the answer ended, not on what it said: another one stands for it.
+        empty: dict[str, Any] = {"role": "assistant", "content": ""}
+        if is_call:
+            empty["tool_calls"] = [{"function": {"name": "", "arguments": ""}}]
+        ids = self.opened([empty, *messages[answered + 1 :]], switches)
+        said = [layout.BOS, layout.ASSISTANT, *([layout.TOOL_CALL, layout.TOOL_CALL_END] if is_call else [])]
+        has_end = bool(sampled) and sampled[-1] in self.stop_ids
+        return ids[len(said) + has_end :]
 
     def tool_result(self, text: str) -> list[int]:
         """What is put behind a tool call that was sampled."""
@@ -217,9 +268,36 @@ class TemplateRenderer(ChatRenderer):
         return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        declared = {"tools": list(tools)} if tools else {}
-        text = self._apply(messages, switches, tokenize=False, add_generation_prompt=True, **declared)
+        text = self._text(messages, switches, add_generation_prompt=True, **_declared(tools))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        return self.prompt(with_objects(messages), switches, tools=tools)
+
+    def following(
+        self,
+        messages: Messages,
+        answered: int,
+        sampled: Sequence[int],
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+    ) -> list[int] | None:
+        given = with_objects(messages)
+        declared = _declared(tools)
+        before = self._text(given[:answered], switches, add_generation_prompt=True, **declared)
+        alone = self._text(given[: answered + 1], switches, add_generation_prompt=False, **declared).rstrip()
+        whole = self._text(given, switches, add_generation_prompt=True, **declared)
+        end = next((name for name in self._special_texts if alone.endswith(name)), None)
+        if end is None or not whole.startswith(before):
+            return None
+        said, found, rest = whole[len(before) :].partition(end)
+        end_id, *ids = self._tokenizer(end + rest, add_special_tokens=False)["input_ids"]
+        has_end = bool(sampled) and sampled[-1] in (end_id, *self.stop_ids)
+        spoken = self._tokenizer.decode(list(sampled[: len(sampled) - has_end]), clean_up_tokenization_spaces=False)
+        if not found or not says_the_same(spoken, said):
+            return None
+        return ids if has_end else [end_id, *ids]
 
     @property
     def takes_tools(self) -> bool:
@@ -254,8 +332,8 @@ class TemplateRenderer(ChatRenderer):
             return False
         return "one" in text and "two" in text and "'type'" not in text and '"type"' not in text
 
-    def _text(self, messages: Messages, switches: Switches, *, add_generation_prompt: bool) -> str:
-        return self._apply(messages, switches, tokenize=False, add_generation_prompt=add_generation_prompt)
+    def _text(self, messages: Messages, switches: Switches, *, add_generation_prompt: bool, **further: Any) -> str:
+        return self._apply(messages, switches, tokenize=False, add_generation_prompt=add_generation_prompt, **further)
 
     def _apply(self, messages: Messages, switches: Switches, **how: Any) -> Any:
         from jinja2 import TemplateError
@@ -301,3 +379,7 @@ class TemplateRenderer(ChatRenderer):
         """Where the turn's last special token ends, or the text when white space is not all that follows it."""
         stripped = text.rstrip()
         return len(stripped) if any(stripped.endswith(token) for token in self._special_texts) else len(text)
+
+
+def _declared(tools: Tools) -> dict[str, Any]:
+    return {"tools": list(tools)} if tools else {}

@@ -80,8 +80,7 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
 
 def text_of(rollout: Rollout, encoding: Encoding) -> str:
     """What follows the prompt, without the stop token."""
-    ids = rollout.response_token_ids
-    return encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
+    return encoding.decode(rollout.without_stop(rollout.response_token_ids))
 
 
 def _why_not(read: Read, lowest: float) -> str:

@@ -91,10 +91,10 @@ class Shelf:
         paths = (self.records / "rollouts").glob("step-*.jsonl")
         return sorted({_step_of(path) for path in paths})
 
-    def _scores(self, step: int) -> dict[tuple[str, int], dict[str, Any]]:
+    def _scores(self, step: int) -> dict[tuple[str, int, int], dict[str, Any]]:
         paths = sorted((self.records / "rollouts").glob(f"step-{step:08d}.scores-*.jsonl"))
         lines = [line for path in paths for line in _lines(path)]
-        return {(line["group_id"], line["sample_index"]): line for line in lines}
+        return {(line["group_id"], line["sample_index"], line["branch"]): line for line in lines}
 
 
 def _asked(read: Read, line: Mapping[str, Any]) -> Read:
@@ -140,8 +140,8 @@ def _has_begun(entry: StageRecord) -> bool:
     return entry.made is not None or (entry.workspace != "" and (Path(entry.workspace) / "records").is_dir())
 
 
-def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> Read:
-    entry = scores.get((rollout.group_id, rollout.sample_index))
+def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping[str, Any]]) -> Read:
+    entry = scores.get((rollout.group_id, rollout.sample_index, rollout.branch))
     if entry is None:
         return Read(rollout=rollout, fate=TRAINED)
     return Read(

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from nanodag.api.answer import ParsedAnswer
-from nanodag.api.bodies import Function, Message, Tool
-from nanodag.api.prompts import _folded
+from nanodag.api.bodies import Function, Tool
 from nanodag.api.served_model import Limits
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import HERMES, Call, TemplateReader, argument_of
 from nanodag.inference.protocol import FinishReason
+from nanodag.tokenizer.messages import folded
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
 
 
@@ -167,13 +167,13 @@ def test_the_answer_goes_on_in_the_turn_that_called(folder, ids_of):
 def test_what_follows_a_result_is_a_part_of_the_same_turn():
     call = {"function": {"name": "f", "arguments": '{"x": "1+1"}'}}
     given = [
-        Message(role="user", content="?"),
-        Message.model_validate({"role": "assistant", "content": "a", "tool_calls": [call]}),
-        Message(role="tool", content="2"),
-        Message(role="assistant", content="b"),
-        Message(role="user", content="!"),
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "a", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "!"},
     ]
-    turns, is_open = _folded(given)
+    turns, is_open = folded(given)
     assert [turn["role"] for turn in turns] == ["user", "assistant", "user"] and not is_open
     assert [(part["type"], part["text"]) for part in turns[1]["content"]] == [
         ("text", "a"), ("tool_call", "1+1"), ("tool_result", "2"), ("text", "b"),

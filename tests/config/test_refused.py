@@ -35,6 +35,7 @@ def refusal(file, *overrides, preset="one"):
     [
         # names
         ("rl.lerning_rate=1", "rl.lerning_rate: there is no such key. Did you mean 'optimizer.learning_rate'?"),
+        ("rl.tool_use=true", "rl.tool_use: there is no such key. `nanodag config` prints all."),
         ("base.tool_use=1", "base.tool_use: there is no such key. `nanodag config` prints all."),
         ("rl={rollout: 3, temperature: 2}", "temperature is a setting of the section rollout, which is no table "
          "here: 3."),
@@ -48,8 +49,8 @@ def refusal(file, *overrides, preset="one"):
         (
             "rl.reward=gms8k",
             "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
-            "math, boxed_math, multiple_choice, reasoning_gym, short_answer, or name a function of your own as "
-            "package.module:function. Did you mean 'gsm8k'?",
+            "math, boxed_math, multiple_choice, reasoning_gym, reported, short_answer, or name a function of your own "
+            "as package.module:function. Did you mean 'gsm8k'?",
         ),
         (
             "rl.kind=grpo",

@@ -104,7 +104,7 @@ def test_blocks_beyond_a_window_are_shuffled_too_and_read_once(tmp_path, monkeyp
     table = pa.Table.from_pylist([{"text": str(i)} for i in range(100)])
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     source = open_source(f"file:{tmp_path}/a.parquet")
-    monkeypatch.setattr(shuffle, "_WINDOW_BYTES", 3 * source.blocks()[0].num_bytes)
+    monkeypatch.setattr(shuffle, "WINDOW_BYTES", 3 * source.blocks()[0].num_bytes)
     reads = []
     read = source.read
     monkeypatch.setattr(source, "read", lambda number: reads.append(number) or read(number))
@@ -300,7 +300,7 @@ def test_memory_holds_a_window_not_the_corpus(tmp_path):
             writer.write_table(pa.table({"text": texts}))  # 50 row groups of 5 MB
     code = (
         "import sys, resource; from nanodag.data.mixture import Mixture; from nanodag.data.config import SourceConfig;"
-        "import nanodag.data.shuffle as s; s._WINDOW_BYTES = 10 << 20; import pyarrow.parquet;"
+        "import nanodag.data.shuffle as s; s.WINDOW_BYTES = 10 << 20; import pyarrow.parquet;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "count = sum(1 for _ in Mixture([SourceConfig(url=sys.argv[1])], kind='document', seed=0));"
         "print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"

@@ -248,7 +248,7 @@ def test_a_line_that_goes_dead_is_tried_again_and_then_named(large, counted, mon
 
 
 def test_ranks_have_windows_of_their_own_where_there_are_enough(tmp_path, monkeypatch):
-    monkeypatch.setattr(shuffle, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(shuffle, "WINDOW_BYTES", 1)
     monkeypatch.setattr(shuffle, "_WINDOWS_A_RANK", 4)
     pq.write_table(pa.table({"text": list("abcdefghijklmnopqrstuvw")}), tmp_path / "a.parquet", row_group_size=2)
     read = []

@@ -29,7 +29,7 @@ class FakeRenderer:
 class FakePool:
     """The reward of an answer is the number that it spells; `?` fails."""
 
-    def submit_group(self, prompt, completions) -> "list[Future[SampleReward]]":
+    def submit_group(self, prompt, completions, *, reported=()) -> "list[Future[SampleReward]]":
         return [self._score(completion) for completion in completions]
 
     def _score(self, completion) -> "Future[SampleReward]":

@@ -88,7 +88,7 @@ def test_a_group_given_up_while_its_reward_is_computed_leaves_the_pool_its_futur
     late: list[Future[SampleReward]] = []
 
     class LatePool(FakePool):
-        def submit_group(self, prompt, completions):
+        def submit_group(self, prompt, completions, *, reported=()):
             if prompt["prompt_id"] != "p3":
                 return super().submit_group(prompt, completions)
             late.extend(Future() for _ in completions)

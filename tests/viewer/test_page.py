@@ -49,9 +49,10 @@ def shelf(tmp_path):
     (folder / "step-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "a < b"}) + "\n")
     (folder / "eval-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "held"}) + "\n")
     scores = [
-        {"group_id": "right@0", "sample_index": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
-        {"group_id": "right@0", "sample_index": 1, "advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
+        {"sample_index": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
+        {"sample_index": 1, "advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
     ]
+    scores = [{"group_id": "right@0", "branch": 0, **line} for line in scores]
     (folder / "step-00000002.scores-0.jsonl").write_text(json.dumps(scores[0]) + "\n")
     (folder / "step-00000002.scores-1.jsonl").write_text(json.dumps(scores[1]) + "\n" + '{"cut": ')
     lines = [{"step": 2, "epoch": 0, "prompt_id": "right", "outcome": "trained", "reason": ""}]

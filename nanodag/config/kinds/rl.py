@@ -354,7 +354,12 @@ class RLStage(StageBase):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"reward {twice[0]} stands twice; name it once, with the sum of the weights")
         for reward in self.reward:
-            if (traits := reward.traits) is None:
+            if (traits := reward.traits) is not None and traits.is_of_generate and self.rollout.generate.is_one_turn:
+                raise ValueError(
+                    f"reward {reward.name} is what a function that generates says, and generate one_turn says none; "
+                    "name another reward, or a function as rollout.generate"
+                )
+            if traits is None:
                 continue
             if traits.scores_steps:
                 self._check_process_reward(reward)

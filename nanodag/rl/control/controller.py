@@ -105,7 +105,6 @@ class Controller:
         self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
         if not self._config.has_samplers:
             self._generator = SavedRollouts(Path(self._config.saved_rollouts), num_steps=self._config.num_steps)
-            self._pool = None
         benchmarks = PolicyBenchmarks(
             self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
         )
@@ -200,13 +199,10 @@ class Controller:
     async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
         if self._config.has_samplers:
-            batch = without_stale(batch, self._state["versions"], largest=self._config.rollout.max_staleness)
-        if (
-            self._config.has_samplers
-            and self._config.rollout.partial_rollout_tokens
-            and self._config.rollout.partial_rollouts == "mask"
-        ):
-            batch = without_older(batch)
+            rollout = self._config.rollout
+            batch = without_stale(batch, self._state["versions"], largest=rollout.max_staleness)
+            if rollout.partial_rollout_tokens and rollout.partial_rollouts == "mask":
+                batch = without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
         if self._config.has_samplers:

@@ -22,7 +22,7 @@ from nanodag.rewards.step_reward import token_places
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
-from nanodag.rl.rollouts.rollout import Rollout, reward_spread
+from nanodag.rl.rollouts.rollout import Rollout, main_sequences, places_of_samples, reward_spread
 from nanodag.rl.rollouts.segments import (
     as_it_ended,
     continued,
@@ -34,7 +34,7 @@ from nanodag.rl.rollouts.segments import (
     was_ended,
 )
 from nanodag.rl.rollouts.shaping import shaped
-from nanodag.rl.rollouts.turns.runner import ANSWER, Turns
+from nanodag.rl.rollouts.turns.runner import ANSWER, REPORTED, Turns
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16
@@ -139,7 +139,7 @@ class RolloutGenerator:
         limit = self._config.rollout.max_failed_rewards
         check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)
         for prompt, group in [*batch.kept, *((drop.prompt, drop.rollouts) for drop in batch.dropped)]:
-            if sum(rollout.reward is not None for rollout in group) > 1:
+            if sum(rollout.reward is not None for rollout in main_sequences(group)) > 1:
                 cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
 
     async def answers(self, prompts: Sequence[Prompt]) -> list[Rollout]:
@@ -222,17 +222,21 @@ class RolloutGenerator:
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
-        self._choose(prompt, [shaped(rollout, self._config) for rollout in group], batch)
+        self._choose(prompt, self._shaped(group), batch)
+
+    def _shaped(self, group: Sequence[Rollout]) -> list[Rollout]:
+        return with_rewards_of_samples([shaped(rollout, self._config) for rollout in group])
 
     def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
         num_before = len(batch.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
-        if len(scored) < min(2, self._config.rollout.samples_per_prompt):
+        samples = main_sequences(scored)
+        if len(samples) < min(2, self._config.rollout.samples_per_prompt):
             failed = any(map(has_failed_reward, group))
             reason: str | None = REWARD_FAILED if failed else GENERATE_FAILED
         else:
-            reason = next((reason for judge in self._filters if (reason := judge(scored)) is not None), None)
+            reason = next((reason for judge in self._filters if (reason := judge(samples)) is not None), None)
         if reason is not None:
             batch.dropped.append(Dropped(prompt, group, reason, num_before))
             return
@@ -258,15 +262,18 @@ class RolloutGenerator:
         return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts of one prompt with their rewards."""
-        whole = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+        """The rollouts of one prompt with their rewards. Each main sequence is judged, and each of a role of which a
+        reward was reported."""
+        answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+        whole = [rollout for rollout in answered if rollout.branch == 0 or REPORTED in rollout.metadata]
         answers = [self._answer(rollout) for rollout in whole]
-        futures = self._pool.submit_group(prompt.record, answers)
+        reported = [rollout.metadata.get(REPORTED) for rollout in whole]
+        futures = self._pool.submit_group(prompt.record, answers, reported=reported)
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         scored = map(self._with_score, whole, answers, scores)
         by_id = {id(before): after for before, after in zip(whole, scored, strict=True)}
-        return [by_id.get(id(rollout), rollout) for rollout in rollouts]
+        return with_rewards_of_samples([by_id.get(id(rollout), rollout) for rollout in rollouts])
 
     async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
         """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
@@ -275,9 +282,9 @@ class RolloutGenerator:
             return list(group)
         bare = [replace(member, metadata={k: v for k, v in member.metadata.items() if k != REASON}) for member in group]
         scored = await self._scored(prompt, bare)
-        return [
-            shaped(new, self._config) if has_failed_reward(old) else old for old, new in zip(group, scored, strict=True)
-        ]
+        pairs = zip(group, scored, strict=True)
+        mended = [shaped(new, self._config) if has_failed_reward(old) else old for old, new in pairs]
+        return with_rewards_of_samples(mended)
 
     async def _responses(self, group: "_Group") -> list[Rollout]:
         if self._turns is not None:
@@ -290,8 +297,7 @@ class RolloutGenerator:
         special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
         if (answer := rollout.metadata.get(ANSWER)) is not None:
             return answer
-        ids = _last_words(rollout)
-        return self._encoding.decode(ids[:-1] if rollout.finish_reason == "stop" and ids else ids)
+        return self._encoding.decode(rollout.without_stop(_last_words(rollout)))
 
     def _with_score(self, rollout: Rollout, answer: str, score: SampleReward) -> Rollout:
         reason = {REASON: score.error} if score.error else {}
@@ -354,6 +360,21 @@ class _Group:
         for rid in rids:
             del self.under_way[rid]
         return answers
+
+
+def with_rewards_of_samples(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts, each further sequence with the reward of its sample: of the first with its role that has one of its
+    own, else of the main one."""
+    mains = {(one.group_id, one.sample_index): one for one in main_sequences(rollouts)}
+    found = []
+    for rollout, place in zip(rollouts, places_of_samples(rollouts), strict=True):
+        first = rollouts[place]
+        source = first if first.branch == 0 or REPORTED in first.metadata else mains[first.group_id, first.sample_index]
+        if source is not rollout:
+            reason = {REASON: source.metadata[REASON]} if REASON in source.metadata else {}
+            rollout = rollout.with_reward(source.reward, source.reward_components, **reason)
+        found.append(rollout)
+    return found
 
 
 def _last_words(rollout: Rollout) -> list[int]:

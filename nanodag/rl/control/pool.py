@@ -188,9 +188,9 @@ class RolloutPool:
 def pool_of(
     config: RLStage, generator: RolloutGenerator, cursor: PromptCursor, *, is_stopping: Callable[[], bool]
 ) -> RolloutPool | None:
-    """A stage's pool; None where groups are chosen in the order of their prompts."""
+    """A stage's pool; None where groups are chosen in the order of their prompts, and where nothing is sampled."""
     rollout = config.rollout
-    if rollout.order != "arrival":
+    if rollout.order != "arrival" or not config.has_samplers:
         return None
     return RolloutPool(
         generator,

@@ -16,7 +16,7 @@ from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, write_rollouts
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, write_rollouts
 from nanodag.rl.rollouts.stopwatch import Span, chrome_trace
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog
@@ -182,7 +182,7 @@ class Records:
 def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of the mean reward, 95 %, over prompts: answers to one prompt are alike. Empty for less than two prompts."""
     rewards: dict[str, list[float]] = {}
-    for rollout in rollouts:
+    for rollout in main_sequences(rollouts):
         if rollout.reward is not None:
             rewards.setdefault(rollout.group_id, []).append(rollout.reward)
     if len(rewards) < 2:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, to_json
+from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, place_in_group, to_json
 from nanodag.store.atomic import write_json
 
 
@@ -64,7 +64,7 @@ class RolloutBatch:
         """Every group that was judged, whole, in the order of judgement."""
         missing = groups_of(self.failed)
         kept: list[tuple[Prompt, list[Rollout]]] = [
-            (prompt, sorted([*group, *missing.get(prompt.group_id, [])], key=lambda one: one.sample_index))
+            (prompt, sorted([*group, *missing.get(prompt.group_id, [])], key=place_in_group))
             for prompt, group in self.kept
         ]
         for place, drop in enumerate(self.dropped):  # each before it has moved those behind it by one

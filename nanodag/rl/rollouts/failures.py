@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
-from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.rollout import Rollout, main_sequences
 from nanodag.rl.rollouts.turns.runner import FAILED
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the rewards
     failed, or all of them, or when the function that generates failed for all.
     """
+    rollouts = main_sequences(rollouts)
     broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
     answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean, median
 
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, reward_spread
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, reward_spread
 from nanodag.rl.rollouts.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
@@ -90,8 +90,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
     with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
     failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
-    tokens a response. repeated_share: share of responses with a `repetition` above 0.5.
+    tokens a response. repeated_share: share of responses with a `repetition` above 0.5. A sample of several sequences
+    counts once, by its main one; sequences: how many a sample has, where any has more.
     """
+    everything, rollouts = len(rollouts), main_sequences(rollouts)
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
     groups = list(groups_of(scored).values())
@@ -111,6 +113,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["pass_rate"] = _share([_is_solved(rollout) for rollout in scored])
         metrics["pass_at_n"] = _share([any(map(_is_solved, group)) for group in groups])
         metrics |= _pass_at([(len(group), sum(map(_is_solved, group))) for group in groups])
+    if everything > len(rollouts):
+        metrics["sequences"] = everything / len(rollouts)
     if num_broken:
         metrics["generate_failed"] = float(num_broken)
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):

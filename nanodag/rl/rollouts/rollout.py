@@ -15,7 +15,8 @@ One line, spelled out (format 1):
      "reward": 1.0, "reward_components": {"exact": 1.0}, "finish_reason": "stop", "metadata": {}, "media": []}
 
 `mask` and `versions` are runs `[value, count]`: nearly always one run. With a process reward there is `"steps": [[1,
-0.5]]` too: the place of a token after the prompt, counted from 0, and the score of the step that it ends.
+0.5]]` too: the place of a token after the prompt, counted from 0, and the score of the step that it ends. A further
+sequence of a sample has `"branch": 1`, one of a role `"role": "judge"`.
 """
 
 import json
@@ -89,9 +90,11 @@ def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sample of one prompt.
+    """One sequence of tokens of one sample of one prompt: the whole sample, nearly always.
 
-    group_id: rollouts that are compared with one another; groups may differ in size. reward: None until it is known,
+    group_id: rollouts that are compared with one another; groups may differ in size. branch: of a sample's sequences,
+    which share group_id and sample_index; 0 is the main one, whose reward is the sample's, and each has a prompt of its
+    own. role: who speaks, where a sample has several; a role is compared with itself. reward: None until it is known,
     or where computing it failed (`metadata["reward_error"]` then says why). finish_reason: `stop` (a stop token, which
     is the last sampled id), `length` (cut off), `abort`, `error`. media: room for images and the like, as JSON objects.
     steps: of a process reward, else None: for each step the place in response_token_ids of the token that ends it, and
@@ -108,6 +111,8 @@ class Rollout:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[tuple[int, float], ...] | None = None
+    branch: int = 0
+    role: str = ""
 
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].kind != "prompt" or not self.spans[0].token_ids:
@@ -122,7 +127,7 @@ class Rollout:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The ids of the leading prompt span, which the group shares."""
+        """The ids of the leading prompt span, which the main sequences of a group share."""
         return self.spans[0].token_ids
 
     @property
@@ -139,6 +144,15 @@ class Rollout:
     def num_sampled(self) -> int:
         """How many tokens the sampler drew."""
         return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
+
+    @property
+    def num_trained(self) -> int:
+        """How many tokens are trained."""
+        return sum(sum(span.mask) for span in self.spans)
+
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        """The last ids of this response without the stop token that ended it."""
+        return ids[:-1] if self.finish_reason == "stop" else ids
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -180,19 +194,35 @@ def flatten_response(rollout: Rollout) -> Response:
 
 
 def groups_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
-    """Rollouts by group id, groups in order of first appearance, members sorted by sample index."""
+    """Rollouts by group id, groups in order of first appearance, members sorted by sample index and branch."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
     for members in groups.values():
-        members.sort(key=lambda member: member.sample_index)
+        members.sort(key=place_in_group)
     return groups
 
 
+def place_in_group(rollout: Rollout) -> tuple[int, int]:
+    """What a group's rollouts are sorted by."""
+    return rollout.sample_index, rollout.branch
+
+
+def main_sequences(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """One rollout a sample, in their order: what a count of samples, a filter and a mean reward look at."""
+    return [rollout for rollout in rollouts if rollout.branch == 0]
+
+
+def places_of_samples(rollouts: Sequence[Rollout]) -> list[int]:
+    """For each rollout the place of the one whose reward it has: the first of its sample with its role."""
+    first: dict[tuple[str, int, str], int] = {}
+    return [first.setdefault((one.group_id, one.sample_index, one.role), at) for at, one in enumerate(rollouts)]
+
+
 def reward_spread(group: Sequence[Rollout]) -> float:
-    """Largest minus smallest reward of the members that have one; 0.0 when fewer than two have. With a process reward
+    """Largest minus smallest reward of the samples that have one; 0.0 when fewer than two have. With a process reward
     of the scores of all their steps, which advantages are then made of."""
-    rewards = [member.reward for member in group if member.reward is not None]
+    rewards = [member.reward for member in main_sequences(group) if member.reward is not None]
     if any(member.steps is not None for member in group):
         rewards = [score for member in group for _, score in member.steps or ()]
     return max(rewards) - min(rewards) if len(rewards) > 1 else 0.0
@@ -213,6 +243,10 @@ def to_json(rollout: Rollout) -> str:
     }
     if rollout.steps is not None:
         rest["steps"] = rollout.steps
+    if rollout.branch:
+        rest["branch"] = rollout.branch
+    if rollout.role:
+        rest["role"] = rollout.role
     # orjson is five times as fast, but takes a NaN, which metadata might hold, for null
     spans = orjson.dumps([_span_record(span) for span in rollout.spans]).decode()
     return f'{_dumped({**names, "sample_index": rollout.sample_index})[:-1]},"spans":{spans},{_dumped(rest)[1:]}'
@@ -238,6 +272,8 @@ def from_json(line: str) -> Rollout:
             metadata=record["metadata"],
             media=tuple(record["media"]),
             steps=tuple((place, score) for place, score in record["steps"]) if "steps" in record else None,
+            branch=record.get("branch", 0),
+            role=record.get("role", ""),
         )
     except KeyError as error:
         raise ValueError(f"the key {error.args[0]!r} is missing") from error

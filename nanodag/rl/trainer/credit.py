@@ -1,6 +1,6 @@
 """Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages.distillation import distilled
 from nanodag.rl.advantages.gae import reward_of_last
 from nanodag.rl.advantages.process import process_grpo, step_rewards
-from nanodag.rl.rollouts.rollout import Rollout, groups_of
+from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow, check_beside
@@ -75,11 +75,11 @@ class Credit:
         call it."""
         rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
         if self.critic is not None:
-            counts = [sum(map(num_trained, part)) for part in parts]
+            counts = [sum(rollout.num_trained for rollout in part) for part in parts]
             return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, old, reference), counts)
         if self._config.has_process_reward:
             return self._by_step(parts, rows), {}
-        return self._by_group(parts, rows, self._less_kl(parts, rows, rewards, old, reference)), {}
+        return self._by_group(parts, rows, torch.cat(rewards), self._taken_by_kl(parts, rows, old, reference)), {}
 
     @torch.no_grad()
     def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
@@ -107,12 +107,15 @@ class Credit:
         return replace(scored, advantages=advantages), share
 
     def _by_group(
-        self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]], rewards: Sequence[Tensor]
+        self,
+        parts: Sequence[Sequence[Rollout]],
+        rows: Sequence[Sequence[DeviceRow]],
+        rewards: Tensor,
+        taken: Tensor | None,
     ) -> ByRow:
+        """rewards, taken: as `advantages_of` has them."""
         rollouts = [rollout for part in parts for rollout in part]
-        group_ids = _numbered_groups(rollouts)
-        counts = torch.tensor(list(map(num_trained, rollouts)))
-        advantages = self._advantage(torch.cat(list(rewards)), group_ids, counts).to(self._engine.device)
+        advantages = advantages_of(rollouts, rewards, taken, self._advantage).to(self._engine.device)
         by_part = advantages.split([len(part) for part in parts])
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
@@ -155,20 +158,18 @@ class Credit:
                 token_rewards[-1].append(of_tokens)
         return token_rewards
 
-    def _less_kl(
+    def _taken_by_kl(
         self,
         parts: Sequence[Sequence[Rollout]],
         rows: list[list[DeviceRow]],
-        rewards: list[Tensor],
         old: ByRow | None,
         reference: ByRow | None,
-    ) -> list[Tensor]:
-        """The rewards without what the KL takes off."""
+    ) -> Tensor | None:
+        """What KL takes off the reward of each rollout, (B,) float32; None where it takes nothing."""
         if self._config.algorithm.kl_in != "reward":
-            return rewards
+            return None
         assert old is not None and reference is not None
-        taken = map(self._kl_penalties, rows, old, reference, map(len, parts))
-        return [before - penalties for before, penalties in zip(rewards, taken, strict=True)]
+        return torch.cat(list(map(self._kl_penalties, rows, old, reference, map(len, parts))))
 
     def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
         """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
@@ -180,12 +181,24 @@ class Credit:
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
 
 
+def advantages_of(
+    rollouts: Sequence[Rollout], rewards: Tensor, taken: Tensor | None, advantage: Callable[..., Tensor]
+) -> Tensor:
+    """An advantage for each rollout, (B,) float32: every sequence of a sample gets its sample's.
+
+    rewards: (B,) float32. taken: what is taken off the reward of each, (B,) float32; a sample's is the sum over its
+    sequences. advantage: an entry, which sees each sample once, with the trained tokens of all its sequences.
+    """
+    heads, sample = torch.tensor(places_of_samples(rollouts)).unique(return_inverse=True)
+    counts = torch.zeros_like(heads).index_add_(0, sample, torch.tensor([one.num_trained for one in rollouts]))
+    of_samples = rewards[heads]
+    if taken is not None:
+        of_samples = of_samples - torch.zeros_like(of_samples).index_add_(0, sample, taken)
+    return advantage(of_samples, _numbered_groups([rollouts[place] for place in heads.tolist()]), counts)[sample]
+
+
 def _numbered_groups(rollouts: Sequence[Rollout]) -> Tensor:
-    """(B,) int64: the number of each rollout's group."""
-    number = {group_id: index for index, group_id in enumerate(groups_of(rollouts))}
-    return torch.tensor([number[rollout.group_id] for rollout in rollouts])
-
-
-def num_trained(rollout: Rollout) -> int:
-    """Trained tokens of a rollout."""
-    return sum(sum(span.mask) for span in rollout.spans)
+    """(B,) int64: the number of each rollout's group, of its role in it."""
+    number: dict[tuple[str, str], int] = {}
+    keys = [(rollout.group_id, rollout.role) for rollout in rollouts]
+    return torch.tensor([number.setdefault(key, len(number)) for key in keys])

@@ -1,8 +1,8 @@
 """The trainer's numbers for each token of a step, kept beside the rollouts for readers.
 
-Rank R writes `step-N.scores-R.jsonl`, a line a rollout: group_id, sample_index, and two numbers for each token after
-the prompt. One is the token's advantage, the other its mismatch: the log-probability by the trainer at the start of the
-step less the sampler's, in nats. Both are null for a token that is not trained.
+Rank R writes `step-N.scores-R.jsonl`, a line a rollout: group_id, sample_index, branch, and two numbers for each token
+after the prompt. One is the token's advantage, the other its mismatch: the log-probability by the trainer at the start
+of the step less the sampler's, in nats. Both are null for a token that is not trained.
 """
 
 import json
@@ -38,6 +38,7 @@ def _lines(rollouts: Sequence[Rollout], scores: Scores) -> Iterable[str]:
             record = {
                 "group_id": rollout.group_id,
                 "sample_index": rollout.sample_index,
+                "branch": rollout.branch,
                 "advantages": columns[0][place],
                 "differences": columns[1][place],
             }

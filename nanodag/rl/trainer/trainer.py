@@ -37,7 +37,7 @@ from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.buckets import Source
-from nanodag.rl.trainer.credit import Credit, num_trained
+from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.rl.trainer.learning_rate import rate_at
@@ -129,7 +129,7 @@ class Trainer:
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
         self.giver.release()
-        groups = list(groups_of(rollouts).values())
+        groups = list(groups_of(one for one in rollouts if one.num_trained or not one.role).values())
         num_parts = min(self.config.optimizer.updates_per_step, len(groups))
         parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
         rows = [self._rows_of(part) for part in parts]
@@ -317,7 +317,7 @@ class Trainer:
         return [to_row(batch, self.engine.device) for batch in groups[group.number]]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
-        trained = [num_trained(rollout) for rollout in part]
+        trained = [rollout.num_trained for rollout in part]
         return Totals(
             num_tokens=sum(trained),
             num_sequences=sum(n > 0 for n in trained),

@@ -20,8 +20,10 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
+from nanodag.rewards.reported import REPORTED
+from nanodag.rewards.reward import Reward
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, prompt_span
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
@@ -45,7 +47,7 @@ class Turns:
         self, config: RLStage, encoding: Encoding, renderer: ChatRenderer, *, context: int, vocabulary: int
     ) -> None:
         self._config = config.rollout.generate
-        self._longest = config.rollout.max_new_tokens
+        self._longest, self._has_process_reward = config.rollout.max_new_tokens, config.has_process_reward
         self._function = self._config.load()
         if self._config.traits is not None and not isinstance(renderer, NativeRenderer):
             raise ConfigError(
@@ -68,11 +70,15 @@ class Turns:
         ]
         answered = await _all(calls)
         rollouts: list[Rollout] = []
+        num_samples = 0
         for outcome in answered:
             if isinstance(outcome, str):
-                rollouts.append(_failed(prompt, len(rollouts), outcome))
+                rollouts.append(_failed(prompt, num_samples, outcome))
+                num_samples += 1
             else:
-                rollouts += [_rollout(prompt, len(rollouts) + place, sample) for place, sample in enumerate(outcome)]
+                for sample in outcome:
+                    rollouts += _sequences(prompt, num_samples, sample)
+                    num_samples += 1
         return rollouts
 
     def _sample(self, prompt: Prompt, seed: int) -> Sample:
@@ -119,21 +125,44 @@ class Turns:
         if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
             raise ValueError(f"it must return a Sample, or some in a list; found {found!r:.200}")
         for sample in samples:
-            ids = sample.token_ids
-            kinds = [span.kind for span in sample.spans]
-            if sample.spans[:1] != given.spans or "prompt" in kinds[1:]:
-                raise ValueError(f"a sample must begin with the prompt's own span, and it alone; its spans are {kinds}")
-            if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
-                raise ValueError("a sample was returned that no turn added to")
-            if len(ids) > self._context or sample.num_sampled > self._longest:
-                raise ValueError(
-                    f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
-                    f"{self._longest} are the limits"
-                )
-            if not all(0 <= token < self._vocabulary for token in ids):
-                raise ValueError(f"a sample holds the token id {max(ids)}; the vocabulary has {self._vocabulary}")
-            json.dumps([ids, dict(sample.metadata), sample.answer], allow_nan=False)
+            if sample.spans[:1] != given.spans and not sample.role:
+                raise ValueError("a sample must begin with the prompt's own span, unless it says its role")
+            self._check(sample)
+            for branch in sample.branches:
+                self._check(branch)
+                if self._has_process_reward:
+                    raise ValueError(
+                        "a process reward scores the steps of one sequence; return a sample without branches"
+                    )
+                if branch.branches:
+                    raise ValueError("a branch has branches; hang all of them on the sample")
+            if not any(one.is_trained for one in (sample, *sample.branches)):
+                raise ValueError("no role of a sample is trained")
         return list(samples)
+
+    def _check(self, sample: Sample) -> None:
+        """Raises ValueError for a sequence that cannot be trained."""
+        ids = sample.token_ids
+        kinds = [span.kind for span in sample.spans]
+        if kinds[:1] != ["prompt"] or "prompt" in kinds[1:]:
+            raise ValueError(f"a sample must begin with a prompt, and with one alone; its spans are {kinds}")
+        if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
+            raise ValueError("a sample was returned that no turn added to")
+        if len(ids) > self._context or sample.num_sampled > self._longest:
+            raise ValueError(
+                f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
+                f"{self._longest} are the limits"
+            )
+        if not all(0 <= token < self._vocabulary for token in ids):
+            raise ValueError(f"a sample holds the token id {max(ids)}; the vocabulary has {self._vocabulary}")
+        if not sample.is_trained and not sample.role:
+            raise ValueError("a sample that is not trained must say its role")
+        if not isinstance(sample.role, str):
+            raise ValueError(f"role is {sample.role!r:.80}, no text")
+        said = [ids, dict(sample.metadata), sample.answer, sample.reward, dict(sample.components)]
+        json.dumps(said, allow_nan=False)
+        if sample.reward is not None:
+            Reward(float(sample.reward), {name: float(value) for name, value in sample.components.items()})
 
 
 class _Line:
@@ -229,16 +258,33 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _rollout(prompt: Prompt, index: int, sample: Sample) -> Rollout:
+def _sequences(prompt: Prompt, index: int, sample: Sample) -> list[Rollout]:
+    """The rollouts of a sample: its main sequence and its branches."""
+    return [_rollout(prompt, index, branch, one) for branch, one in enumerate((sample, *sample.branches))]
+
+
+def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout:
     assert sample.finish_reason is not None
+    metadata = dict(sample.metadata)
+    if sample.answer is not None:
+        metadata[ANSWER] = sample.answer
+    if sample.reward is not None:
+        metadata[REPORTED] = {"value": sample.reward, "components": dict(sample.components)}
+    spans = sample.spans if sample.is_trained else tuple(map(_untrained, sample.spans))
     return Rollout(
         group_id=prompt.group_id,
         prompt_id=prompt.prompt_id,
         sample_index=index,
-        spans=sample.spans,
+        spans=spans,
         finish_reason=sample.finish_reason,
-        metadata={**sample.metadata, **({} if sample.answer is None else {ANSWER: sample.answer})},
+        metadata=metadata,
+        branch=branch,
+        role=sample.role,
     )
+
+
+def _untrained(span: Span) -> Span:
+    return replace(span, mask=(0,) * len(span.mask))
 
 
 def _failed(prompt: Prompt, index: int, reason: str) -> Rollout:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
-from nanodag.rl.rollouts.rollout import FinishReason, Span
+from nanodag.rl.rollouts.rollout import FinishReason, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of, span_of
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
@@ -20,6 +20,10 @@ class Sample:
     the draws. max_sampled: `max_new_tokens`. max_tokens: the size of the context, prompt included.
     finish_reason: of the last turn; a sample that is returned must have one, `stop` or `length`. answer: what the
     reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
+    reward, components: what the reward `reported` then is. branches: further sequences of this sample, each with a
+    prompt of its own (`beginning`), which are trained with its advantage; they have no branches themselves. role: who
+    speaks in this sequence; a role is compared with itself, and one that reports a reward of its own is trained by
+    that. is_trained: False for the sequence of a role that is not trained.
     """
 
     record: Mapping[str, Any]
@@ -30,6 +34,11 @@ class Sample:
     finish_reason: FinishReason | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    branches: "tuple[Sample, ...]" = ()
+    role: str = ""
+    is_trained: bool = True
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -54,6 +63,14 @@ class Sample:
     def with_tool(self, token_ids: Sequence[int]) -> "Sample":
         """This sample with a tool span behind it, whose tokens are never trained."""
         return replace(self, spans=(*self.spans, Span(kind="tool", token_ids=tuple(token_ids))))
+
+    def beginning(self, token_ids: Sequence[int]) -> "Sample":
+        """A sequence with another prompt and nothing sampled, for `branches`, with this one's record, seed and limits:
+        max_sampled holds for each sequence."""
+        return replace(
+            self, spans=(prompt_span(token_ids),), finish_reason=None, answer=None, metadata={}, reward=None,
+            components={}, branches=(),
+        )  # fmt: skip
 
     def forked(self, count: int) -> "list[Sample]":
         """Copies with seeds of their own, so that they continue differently."""
@@ -91,17 +108,22 @@ class TurnSampler:
         wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
         if wanted < 1:
             return replace(sample, finish_reason="length")
-        overrides = {
-            "max_new_tokens": wanted,
-            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
-            "sampling_seed": derived_seed(sample.seed, "turn", len(sample.token_ids)),
-        }
-        if self._params.temperature == 0.0:
-            del overrides["sampling_seed"]
-        request = Request(input_ids=list(sample.token_ids), params=self._params.model_copy(update=overrides))
-        completion = await self._ask(request)
+        seed = derived_seed(sample.seed, "turn", len(sample.token_ids))
+        completion = await self.answer(sample.token_ids, seed=seed, max_tokens=wanted, stop_token_ids=stop_token_ids)
         reason = finish_reason_of(completion)
         return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
+
+    async def answer(
+        self, ids: Sequence[int], *, seed: int, max_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """What the sampler says behind ids, at most max_tokens tokens of it; where it is greedy the seed means nothing.
+        Raises BadRequest for what no sampler can serve."""
+        overrides = {
+            "max_new_tokens": max_tokens,
+            "stop_token_ids": (*self.stop_ids, *stop_token_ids),
+            "sampling_seed": seed if self._params.temperature else None,
+        }
+        return await self._ask(Request(input_ids=list(ids), params=self._params.model_copy(update=overrides)))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""

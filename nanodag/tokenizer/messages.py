@@ -1,0 +1,130 @@
+"""Conversations as OpenAI's API has them, and what chat templates and nanodag's own format make of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from json import JSONDecoder
+from typing import Any
+
+from nanodag.errors import SourceError
+
+_KEPT = ("tool_call_id", "reasoning_content", "name")
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in one form: content is a text, what is empty is left out, `developer` is `system`; a call's arguments
+    stay as they are, JSON or an object. Raises SourceError for content that is no text."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    found: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [dict(call) for call in calls]
+    return found | {name: message[name] for name in _KEPT if message.get(name) and isinstance(message[name], str)}
+
+
+def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two messages have in common that say the same. Identities of calls, which a client may leave out or give
+    anew, are not compared, nor reasoning, which most clients drop."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    called = tuple((call["name"], _spelled(_given(call["arguments"]))) for call in calls)
+    return message["role"], _text(message.get("content")), called
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: the arguments of calls are objects. Raises SourceError for arguments
+    that are no JSON."""
+    found = []
+    for number, message in enumerate(map(plain, messages)):
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_object(call, number) for call in message["tool_calls"]]
+        found.append(message)
+    return found
+
+
+def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    """The messages in nanodag's format, where a call, its result and what follows are parts of one turn; and whether
+    the last turn is one that goes on. Raises SourceError for a result without a call."""
+    turns: list[dict[str, Any]] = []
+    is_open = False  # whether the last turn is an assistant's that called
+    for number, message in enumerate(map(plain, messages)):
+        role, text, calls = message["role"], message["content"], message.get("tool_calls", ())
+        if role == "tool":
+            if not is_open:
+                raise SourceError(f"messages.{number} is a tool's result, and no call stands before it")
+            turns[-1]["content"].append({"type": "tool_result", "text": text})
+        elif role == "assistant":
+            parts = [{"type": "text", "text": text}] if text else []
+            parts += [{"type": "tool_call", "text": _argument(call["function"]["arguments"])} for call in calls]
+            if is_open:
+                turns[-1]["content"] += parts
+            else:
+                turns.append({"role": "assistant", "content": parts or text})
+            is_open = bool(calls)
+            if not is_open and isinstance(turns[-1]["content"], list) and len(turns[-1]["content"]) == 1:
+                turns[-1]["content"] = text
+        else:
+            turns.append({"role": role, "content": text})
+            is_open = False
+    return turns, is_open and messages[-1]["role"] == "tool"
+
+
+def says_the_same(one: str, other: str) -> bool:
+    """Whether two texts are equal but for white space, the spelling of JSON objects in them, and bytes that are no
+    text."""
+    return one == other or _bare(one) == _bare(other)
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise SourceError(f"a message has a part of the type {str(part.get('type'))[:80]!r}; only text is read")
+    return "".join(part["text"] for part in content)
+
+
+def _with_object(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise SourceError(
+                f"messages.{number}.tool_calls: the arguments of {function['name'][:80]!r} are not JSON: {error}"
+            ) from error
+    named = {"id": call.get("id", ""), "type": "function"}
+    return {**named, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _given(arguments: Any) -> Any:
+    """Arguments as they are meant: what JSON says, else the text itself."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _argument(arguments: Any) -> str:
+    """The text of a call, from its arguments: the one value that is there, else all as it stands."""
+    given = _given(arguments)
+    values = list(given.values()) if isinstance(given, Mapping) else []
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _bare(text: str) -> str:
+    decoder, pieces, place = JSONDecoder(), [], 0
+    while (brace := text.find("{", place)) >= 0:
+        pieces.append(text[place:brace])
+        try:
+            value, place = decoder.raw_decode(text, brace)
+            pieces.append(_spelled(value))
+        except (ValueError, RecursionError):
+            pieces.append("{")
+            place = brace + 1
+    pieces.append(text[place:])
+    return "".join("".join(pieces).replace("\ufffd", "").split())

@@ -1,0 +1,210 @@
+"""Conversations that go on: which ids are asked, and which sequences are trained."""
+
+import random
+
+import pytest
+
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
+from nanodag.rl.rollouts.rollout import prompt_span
+from nanodag.rl.rollouts.turns.sample import Sample
+from nanodag.rl.rollouts.turns.transcript import Transcript
+from nanodag.tokenizer.encoding import Encoding
+from tests.rl.templates import FORGETFUL, LLAMA3, QWEN3, QWEN25, renderer_of
+
+TEMPLATES = {"ours": None, "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, "forgetful": FORGETFUL}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"sum": {"type": "string"}}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"sum": "1+1"}'}}
+QUESTION = {"role": "user", "content": "What is 1+1?"}
+THANKS = {"role": "user", "content": "Thanks. And é?"}
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory):
+    """Renderer and encoding of each template."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
+    return {name: (renderer_of(TEMPLATES[name], folder), Encoding(folder)) for name, folder in folders.items()}
+
+
+def spelled(encoding, text):
+    """Ids of a text, a token a byte: never what the tokenizer itself would give."""
+    return [encoding.encode_bytes(bytes([value]))[0] for value in text.encode() if value < 128]
+
+
+def completion(ids, *, is_cut=False):
+    return Completion(
+        rid="r", output_ids=list(ids), logprobs=[-0.1 * (place + 1) for place in range(len(ids))],
+        finish_reason=FinishReason(type="length" if is_cut else "stop"), weight_version="1",
+        weight_versions=[VersionSpan(version="1", start=0, end=len(ids))], num_prompt_tokens=1,
+    )  # fmt: skip
+
+
+def base(**values):
+    limits = {"max_sampled": 99, "max_tokens": 999}
+    return Sample(**({"record": {}, "spans": (prompt_span([1]),), "seed": 5} | limits | values))
+
+
+def said(text, calls=()):
+    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"),
+    [
+        ("ours", "<|user|>Thanks. And é?<|end|><|assistant|>"),
+        ("qwen2.5", "\n<|im_start|>user\nThanks. And é?<|im_end|>\n<|im_start|>assistant\n"),
+        ("llama3", "<|start_header_id|>user<|end_header_id|>\n\nThanks. And é?<|eot_id|>"
+                   "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_answer_is_continued_by_its_own_ids_and_one_that_was_cut_off_gets_its_end(formats, name, tail, is_cut):
+    renderer, encoding = formats[name]
+    transcript = Transcript(renderer, encoding)
+    first = transcript.asked([QUESTION])
+    end = renderer.stop_ids[0]
+    sampled = [*spelled(encoding, "It is two"), *([] if is_cut else [end])]
+    assert first.sequence is None and encoding.encode("It is two") != sampled[:9]
+    transcript.answered(first, completion(sampled, is_cut=is_cut))
+    second = transcript.asked([QUESTION, said("It is two"), THANKS])
+    assert second.sequence == 0 and second.ids[: len(first.ids) + len(sampled)] == (*first.ids, *sampled)
+    added = second.ids[len(first.ids) + len(sampled) :]
+    assert encoding.decode(added) == encoding.decode([end] * is_cut) + tail
+    # as the template renders it, but for how the answer is spelled
+    assert encoding.decode(second.ids) == encoding.decode(renderer.opened([QUESTION, said("It is two"), THANKS]))
+    transcript.answered(second, completion([7, end]))
+    sample = transcript.sample(base())
+    assert [span.kind for span in sample.spans] == ["prompt", "sampled", "tool", "sampled"] and not sample.branches
+    assert sample.token_ids == (*second.ids, 7, end)
+
+
+WRITTEN = {  # how a model writes the call, in other words than the template: JSON's spelling and white space differ
+    "ours": ("<|tool_call|>", "1+1", "<|tool_call_end|>"),
+    "qwen2.5": ('<tool_call>\n{"arguments":{"sum":"1\\u002b1"}, "name":"add"}\n</tool_call>', "<|im_end|>"),
+    "qwen3": ('<think>\nhm\n</think>\n\n<tool_call>{"name":"add","arguments":{"sum":"1+1"}}</tool_call>', "<|im_end|>"),
+    "llama3": ('{"name":"add","parameters":{"sum":"1+1"}}', "<|eot_id|>"),
+}
+QWEN_RESULT = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LLAMA_RESULT = "<|start_header_id|>ipython<|end_header_id|>\n\n2<|eot_id|>"
+RESULTS = {
+    "ours": "<|tool_result|>2<|tool_result_end|>",
+    "qwen2.5": QWEN_RESULT,
+    "qwen3": QWEN_RESULT,
+    "llama3": LLAMA_RESULT + "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_tool_s_result_stands_behind_the_call_as_it_was_sampled(formats, name):
+    renderer, encoding = formats[name]
+    transcript = Transcript(renderer, encoding)
+    first = transcript.asked([QUESTION], TOOLS)
+    sampled = []
+    for piece in WRITTEN[name]:
+        is_special = piece.startswith("<|")
+        sampled += [encoding.token_id(piece)] if is_special else spelled(encoding, piece)
+    answer = said("<think>\nhm\n</think>\n\n" if name == "qwen3" else "", [CALL])
+    transcript.answered(first, completion(sampled), answer)
+    # the client sends it back as clients do: with fields of their own, and identities anew
+    echo = answer | {"tool_calls": [CALL | {"id": "x", "index": 0}], "refusal": None}
+    second = transcript.asked([QUESTION, echo, {"role": "tool", "tool_call_id": "x", "content": "2"}], TOOLS)
+    assert second.sequence == 0
+    assert encoding.decode(second.ids[len(first.ids) + len(sampled) :]) == RESULTS[name]
+    assert second.ids[len(first.ids) :][: len(sampled)] == tuple(sampled)
+    # with other tools, or other words before it, it is another conversation
+    assert transcript.asked([QUESTION, echo, {"role": "tool", "content": "2"}]).sequence is None
+    assert transcript.asked([THANKS, echo, {"role": "tool", "content": "2"}], TOOLS).sequence is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "forgetful"])
+def test_a_template_that_leaves_thinking_out_begins_a_further_sequence_with_the_prompt_as_it_renders_it(formats, name):
+    renderer, encoding = formats[name]
+    transcript, end = Transcript(renderer, encoding), renderer.stop_ids[0]
+    first = transcript.asked([QUESTION])
+    thought = "hm\n</think>\n\nTwo" if name == "forgetful" else "<think>\nhm\n</think>\n\nTwo"
+    thinking = [*spelled(encoding, thought), end]
+    transcript.answered(first, completion(thinking))
+    messages = [QUESTION, said(thought), THANKS]
+    second = transcript.asked(messages)
+    assert second.sequence is None and "hm" not in encoding.decode(second.ids)
+    assert second.ids == tuple(renderer.opened(messages))
+    transcript.answered(second, completion([8, end]))
+    sample = transcript.sample(base())
+    (branch,) = sample.branches
+    assert sample.spans[0].token_ids == second.ids and sample.last_turn == (8, end) and sample.answer is None
+    assert branch.spans[0].token_ids == first.ids and branch.last_turn == tuple(thinking)
+    # where the first call was the sample's own prompt, that is the main sequence; the reward sees the last answer
+    other_way = transcript.sample(base(spans=(prompt_span(first.ids),)))
+    assert other_way.spans == branch.spans and other_way.branches[0].spans == sample.spans
+    assert other_way.answer == encoding.decode([8])
+
+
+def test_an_empty_thought_that_the_template_takes_back_begins_a_further_sequence(formats):
+    renderer, encoding = formats["qwen3"]
+    transcript = Transcript(renderer, encoding, {"enable_thinking": False})
+    first = transcript.asked([QUESTION])
+    assert encoding.decode(first.ids).endswith("<think>\n\n</think>\n\n")
+    transcript.answered(first, completion([*spelled(encoding, "Two"), renderer.stop_ids[0]]))
+    second = transcript.asked([QUESTION, said("Two"), THANKS])
+    assert second.sequence is None and encoding.decode(second.ids).count("<think>") == 1
+
+
+def talked(formats, name, seed):
+    """An agent that asks at random: it goes on with one of its conversations, or begins another. What it was answered,
+    with the ids that were asked, and the sample."""
+    renderer, encoding = formats[name]
+    transcript, draw = Transcript(renderer, encoding), random.Random(seed)
+    ordinary = [token for token in range(encoding.size) if token not in encoding.special_ids]
+    told, conversations = [], [[QUESTION]]
+    for number in range(draw.randint(1, 8)):
+        messages = draw.choice(conversations)
+        asked = transcript.asked(messages)
+        is_cut = draw.random() < 0.3
+        ids = draw.choices(ordinary, k=draw.randint(1, 6)) + ([] if is_cut else [renderer.stop_ids[0]])
+        answer = completion(ids, is_cut=is_cut)
+        transcript.answered(asked, answer)
+        told.append((asked, ids))
+        goes_on = [*messages, said(transcript.text_of(answer)), {"role": "user", "content": f"{number}?"}]
+        conversations += [goes_on, [{"role": "user", "content": f"{number}!"}]]
+    return told, transcript.sample(base())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_sampled_token_is_trained_once_behind_the_very_ids_that_it_was_sampled_from(formats, name):
+    num_continued = 0
+    for seed in range(12):
+        told, sample = talked(formats, name, seed)
+        found = []
+        for sequence in (sample, *sample.branches):
+            assert [span.kind for span in sequence.spans[:2]] == ["prompt", "sampled"]
+            for place, span in enumerate(sequence.spans):
+                if span.kind == "sampled":
+                    before = tuple(token for one in sequence.spans[:place] for token in one.token_ids)
+                    found.append((before, span.token_ids))
+        assert sorted(found) == sorted((asked.ids, tuple(ids)) for asked, ids in told)
+        assert sample.last_turn == tuple(told[-1][1])
+        num_continued += sum(asked.sequence is not None for asked, _ in told)
+    assert num_continued > 10 if name != "forgetful" else num_continued == 0
+
+
+def test_a_conversation_that_goes_on_twice_is_two_sequences_whoever_was_first(formats):
+    renderer, encoding = formats["qwen2.5"]
+    end, seeds, samples = renderer.stop_ids[0], [], []
+    for order in ((0, 1), (1, 0)):
+        transcript = Transcript(renderer, encoding)
+        first = transcript.asked([QUESTION])
+        transcript.answered(first, completion([7, end]))
+        told = [QUESTION, said(encoding.decode([7]))]
+        parts = {n: transcript.asked([*told, {"role": "user", "content": f"Part {n}"}]) for n in order}
+        for n in order:
+            transcript.answered(parts[n], completion([9 + n, end]))
+        final = transcript.asked([{"role": "user", "content": "The end"}])
+        transcript.answered(final, completion([20, end]))
+        seeds.append({n: asked.seed(5) for n, asked in parts.items()})
+        samples.append(transcript.sample(base(spans=(prompt_span(final.ids),))))
+        assert transcript.asked([QUESTION]).seed(5) != first.seed(5)  # it is asked once more, and drawn anew
+    assert samples[0] == samples[1] and seeds[0] == seeds[1] and len({*seeds[0].values()}) == 2
+    main, (one, other) = samples[0], samples[0].branches
+    assert main.last_turn == (20, end)
+    assert one.spans[1].token_ids == (7, end) and one.last_turn == (9, end)
+    assert other.last_turn == (10, end) and other.num_sampled == 2  # what both begin with is the other one's prompt
+    assert other.spans[0].token_ids[: len(first.ids) + 2] == (*first.ids, 7, end)
