@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
+from nanodag.rl.agents import function
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments import fork_server
 from nanodag.rl.environments.environment import Action, ToolCall
@@ -345,8 +347,14 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     fine = ["fine"] * 250
     mixed = random.Random(7).sample(fine + wrong, 1250)
     limits = {"step_s": 10.0, "cpu_s": 2, "max_bytes": 256 << 20, "max_turns": 6}
-    (alone,) = rollouts_of(folder, ["fine"], limits)
-    found = rollouts_of(folder, mixed, limits)
+    generate = {"name": world("Hostile"), "options": limits}
+    (alone,) = rollouts_of(folder, ["fine"], generate)
+    found = rollouts_of(folder, mixed, generate)
+    servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
+    deadline = time.monotonic() + 60
+    while (left := [one for server in servers for one in server.children()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert servers and not left
     harmless, reasons = Counter(), Counter()
     for answer, rollout in zip(mixed, found, strict=True):
         way = answer.partition(" in ")[0]
@@ -362,9 +370,33 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
 
 
-def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
-    """One rollout of each prompt, all at once, with what all of them left behind."""
-    stage = stage_in("Hostile", limits, samples_per_prompt=1, max_new_tokens=64)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+    draw = random.Random(7)
+    names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
+    wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
+    mixed = draw.sample(["fine"] * 50 + wrong, 250)
+    generate = {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 10.0, "max_bytes": 512 << 20}}
+    try:
+        (alone,) = rollouts_of(folder, ["fine"], generate)
+        found = rollouts_of(folder, mixed, generate)
+    finally:
+        function._workers(f"{worlds.__name__}:agent", "auto", 10.0, 512 << 20, 16).close()
+    unhurt = Counter()
+    for way, rollout in zip(mixed, found, strict=True):
+        if way == "fine":
+            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
+        elif rollout.reward is not None:
+            unhurt[way] += 1
+    assert not unhurt, unhurt
+    reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
+    assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
+
+
+def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:
+    """One rollout of each prompt, all at once."""
+    stage = stage_in("Hostile", {}, samples_per_prompt=1, max_new_tokens=64, generate=generate)
     sampler, renderer = Policy(folder, lambda text: "a<|end|>"), load_renderer(folder)
     given = {"messages": [{"role": "user", "content": "hi"}], "reward": "auto"}
     ids = tuple(renderer.prompt(given["messages"]))
@@ -378,11 +410,6 @@ def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
     with RewardPool("reported") as pool:
         generator = RolloutGenerator(stage, sampler, pool, sampler.encoding, renderer.stop_ids, turns)
         batches = asyncio.run(all_of_them(generator))
-    (server,) = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
-    deadline = time.monotonic() + 60
-    while server.children() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert server.children() == []
     return [rollout for batch in batches for rollout in batch.all_rollouts]
 
 

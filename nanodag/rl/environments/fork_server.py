@@ -151,7 +151,9 @@ class Server:
             resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             serve(self._environment, connection)
-        except BaseException as error:  # noqa: BLE001 - the connection was closed by the environment, perhaps
+        except ConnectionError:
+            pass  # its sample has ended
+        except BaseException as error:  # noqa: BLE001 - the environment has closed the connection, perhaps
             with suppress(OSError):
                 os.write(2, f"{type(error).__name__}: {error}".encode())
         finally:
