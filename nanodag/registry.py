@@ -39,7 +39,6 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "group": ("prompt", "completions"),
     "process": ("prompt", "completion"),
     "generate": ("sampler", "sample"),
-    "agent": ("task",),
     "environment": (),
     "filter": ("group",),
 }

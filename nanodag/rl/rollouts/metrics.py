@@ -36,7 +36,8 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
 
     entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
     logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
-    left_out_share: tokens whose weight is 0. teacher_kl: old minus teacher logprob.
+    left_out_share: tokens whose weight is 0; none of these where answers are imitated. replayed_ratio: exp(old -
+    sampler) of the replayed tokens. teacher_kl: old minus teacher logprob.
     """
     total = Sums({}, {})
     for sums in ranks:
@@ -57,6 +58,8 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     ):
         if name in total.summed:
             metrics[shown] = total.summed[name] / tokens
+    if replayed := total.summed.get("replayed"):
+        metrics["replayed_ratio"] = total.summed["replayed_ratio"] / replayed
     return metrics | total.largest
 
 
