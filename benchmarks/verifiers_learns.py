@@ -53,11 +53,11 @@ def pipeline(port: int, *, steps: int) -> dict[str, Any]:
             "num_steps": steps,
             "rollout": {
                 "generate": {"name": "verifiers:boxes", "options": {"agent.max_turns": 4, "at_once": 128}},
-                "prompts_per_step": 16,
+                "prompts_per_step": 12,
                 "samples_per_prompt": 8,
                 "max_new_tokens": 32,
             },
-            "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0, "warmup_steps": 3},
+            "optimizer": {"learning_rate": 4e-4, "weight_decay": 0.0, "warmup_steps": 2},
             "evaluation": {
                 "eval_every": steps,
                 "eval_prompts": 200,
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", required=True, metavar="SEED=FOLDER")
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--port", type=int, default=4340, help="of the Prefect server")
     parser.add_argument("--out", type=Path, default=Path("verifiers_learns.json"))
     arguments = parser.parse_args()

@@ -33,6 +33,7 @@ LOOK_EVERY_S = 2.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
+NO_SAMPLING: Mapping[str, Any] = {}
 
 
 class RolloutFailed(Exception):
@@ -46,13 +47,16 @@ class RolloutLost(RolloutFailed):
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a rollout came to. reward: the weighted sum of the rubric's parts. components: the parts, without weights.
-    is_cut: a limit ended it."""
+    is_cut: a limit ended it. reply: what was said last. Tokens: of all calls, as the address counts them."""
 
     reward: float
     components: Mapping[str, float]
     metrics: Mapping[str, float]
     turns: int
     is_cut: bool
+    reply: str
+    prompt_tokens: int
+    completion_tokens: int
 
 
 def block_of(module: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +111,25 @@ class VerifiersProcess:
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
 
-    async def rollout(self, task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> Outcome:
-        """Run one rollout of a task against an OpenAI address. To cancel this ends it. Raises RolloutFailed, and
-        RolloutLost where the process ended."""
+    async def rollout(
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        sampling: Mapping[str, Any] = NO_SAMPLING,
+    ) -> Outcome:
+        """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
+        for, by OpenAI's names. Raises RolloutFailed, and RolloutLost where the process ended."""
         running = await self._process()
-        asked = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
+        asked = {
+            "task": dict(task),
+            "base_url": base_url,
+            "api_key": api_key,
+            "model": model,
+            "sampling": dict(sampling),
+        }
         try:
             reply = await running.client.post("/rollouts", json=asked)
         except httpx.HTTPError as error:
@@ -128,6 +146,9 @@ class VerifiersProcess:
             metrics=found["metrics"],
             turns=found["turns"],
             is_cut=found["truncated"],
+            reply=found["reply"],
+            prompt_tokens=found["prompt_tokens"],
+            completion_tokens=found["completion_tokens"],
         )
 
     async def close(self) -> None:

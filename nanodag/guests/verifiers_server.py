@@ -6,9 +6,11 @@
 ENVIRONMENT is the `[env]` block of verifiers as JSON: `{"taskset": {"id": "my_module"}, "agent": {"max_turns": 4}}`.
 
     GET  /health     {"environment": "my_module", "seat": "agent"}
-    POST /rollouts   {"task": {...}, "base_url": "http://127.0.0.1:1/v1", "api_key": "...", "model": "policy"}
-                     {"ok": true, "reward": 0.5, "components": {...}, "metrics": {...}, "stop": "", "turns": 2,
-                      "truncated": false}, or {"ok": false, "error": "HarnessError: ..."}
+    POST /rollouts   {"task": {...}, "base_url": "http://127.0.0.1:1/v1", "api_key": "...", "model": "policy",
+                      "sampling": {"temperature": 0.0}}
+                     {"ok": true, "reward": 0.5, "components": {...}, "metrics": {...}, "turns": 2, "truncated": false,
+                      "reply": "...", "prompt_tokens": 90, "completion_tokens": 12},
+                     or {"ok": false, "error": "HarnessError: ..."}
 
 Of verifiers 0.4.0 two things are set apart, so that one process serves many rollouts at a laptop's price:
 
@@ -175,7 +177,8 @@ class Server:
             )
             client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=NO_KEY)
             (slot,) = self._environment.slots(task)
-            context = vf.ModelContext(model=asked["model"], client=client)
+            sampling = vf.SamplingConfig(**asked["sampling"])
+            context = vf.ModelContext(model=asked["model"], client=client, sampling=sampling)
             return result_of(await self._environment.run_slot(slot, context, on_trace=begun), self._seat)
         except Exception as error:  # noqa: BLE001 - an environment's own fault, which its rollout's caller is told
             return _failed(f"{type(error).__name__}: {error}")
@@ -205,9 +208,11 @@ def result_of(episode: vf.Episode, seat: str) -> dict[str, Any]:
         "reward": trace.reward,
         "components": components,
         "metrics": metrics,
-        "stop": trace.stop_condition or "",
         "turns": trace.num_turns,
         "truncated": trace.is_truncated,
+        "reply": trace.last_reply,
+        "prompt_tokens": used.prompt_tokens if (used := trace.usage) else 0,
+        "completion_tokens": used.completion_tokens if used else 0,
     }
 
 

@@ -15,7 +15,7 @@ async def health(request):
 
 
 def speak(asked, text):
-    body = {"model": asked["model"], "messages": [{"role": "user", "content": text}]}
+    body = {"model": asked["model"], "messages": [{"role": "user", "content": text}], **asked["sampling"]}
     headers = {"Authorization": f"Bearer {asked['api_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{asked['base_url']}/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=20) as reply:
@@ -37,11 +37,12 @@ async def rollout(request):
         await asyncio.sleep(3600)
     if task["do"] == "fail":
         return web.json_response({"ok": False, "error": "TaskError: no"})
-    metrics = {}
+    said, metrics = "", {}
     if "say" in task:
         said = await asyncio.to_thread(speak, asked, task["say"])
         metrics = {"length": len(said)}
     parts = {"reward": 0.5, "components": {"pid": os.getpid()}, "metrics": metrics, "turns": 1, "truncated": False}
+    parts |= {"reply": said, "prompt_tokens": 0, "completion_tokens": 0}
     return web.json_response({"ok": True, **parts})
 
 
@@ -54,5 +55,11 @@ async def main(socket):
     await asyncio.Event().wait()
 
 
-assert json.loads(sys.argv[1]) == {"taskset": {"id": "m"}} and int(sys.argv[3]) == os.getppid()
-asyncio.run(main(sys.argv[2]))
+assert json.loads(sys.argv[1]) == {"taskset": {"id": "m"}}
+if sys.argv[2] == "--tasks":
+    for text in ("the cat", "the dog", "the mat", "fail"):
+        task = {"do": "fail"} if text == "fail" else {"do": "answer", "say": text}
+        print(json.dumps({"task": task, "messages": [{"role": "user", "content": text}]}))
+else:
+    assert int(sys.argv[3]) == os.getppid()
+    asyncio.run(main(sys.argv[2]))
