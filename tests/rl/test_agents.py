@@ -196,7 +196,11 @@ def generated(folder, says, function_or_options, *, name="", context=200, count=
     if not name:
         named = f"agent:tiny_agents:{function_or_options}"
         generate = {"name": named, "options": {"seconds": 20.0, **(options or {})}}
+<<<<<<< HEAD
     stage = config(generate=generate, filters=[], prompts_per_step=len(only) or count, **values)
+=======
+    stage = config(generate=generate, filters=[], prompts_per_step=count, max_failed_rewards=1.0, **values)
+>>>>>>> main
     turns = Turns(stage, encoding, renderer, context=context, vocabulary=VOCABULARY)
     generator = RolloutGenerator(stage, script, pool, encoding, renderer.stop_ids, turns)
     asked = [

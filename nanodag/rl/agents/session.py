@@ -60,7 +60,7 @@ class Session:
 
     def __init__(self, sampler: TurnSampler, sample: Sample, limits: CallLimits) -> None:
         self._sampler, self._given, self._limits = sampler, sample, limits
-        self._transcript = Transcript(sampler.renderer, sampler.encoding)
+        self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
         self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
         self._calls: list[_Call] = []
         self._texts: list[Sample] = []  # sequences of /v1/completions
