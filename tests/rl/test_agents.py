@@ -196,11 +196,12 @@ def generated(folder, says, function_or_options, *, name="", context=200, count=
     if not name:
         named = f"agent:tiny_agents:{function_or_options}"
         generate = {"name": named, "options": {"seconds": 20.0, **(options or {})}}
-<<<<<<< HEAD
-    stage = config(generate=generate, filters=[], prompts_per_step=len(only) or count, **values)
-=======
-    stage = config(generate=generate, filters=[], prompts_per_step=count, max_failed_rewards=1.0, **values)
->>>>>>> main
+    stage = config(
+        **(
+            {"generate": generate, "filters": [], "prompts_per_step": len(only) or count, "max_failed_rewards": 1.0}
+            | values
+        )
+    )
     turns = Turns(stage, encoding, renderer, context=context, vocabulary=VOCABULARY)
     generator = RolloutGenerator(stage, script, pool, encoding, renderer.stop_ids, turns)
     asked = [
@@ -375,7 +376,7 @@ def _wrong(count: int, folder):  # noqa: F811
         return [65 + request.params.sampling_seed % 26]
 
     options = {"seconds": 2.0, "at_once": 8, "max_bytes": 2 << 30}
-    values = {"samples_per_prompt": 1, "options": options, "max_failed_rewards": 1.0}
+    values = {"samples_per_prompt": 1, "options": options}
     rollouts, _, _ = generated(folder, says, "hostile", count=count, **values)
     quiet = [f"p{number}" for number in range(0, count, 4)]
     alone, _, _ = generated(folder, says, "hostile", count=count, only=quiet, **values)
