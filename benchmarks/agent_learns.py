@@ -36,13 +36,13 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "inputs": {"model": "model"},
             "data": [
-                {"url": "python:range_problems:calls?size=90&seed=1", "adapter": "messages", "held_out": 0.1},
-                {"url": "python:nanodag.data.lists:sort?count=5&size=60&seed=1", "adapter": "problem"},
+                {"url": "python:range_problems:calls?size=400&seed=1", "adapter": "messages", "held_out": 0.1},
+                {"url": "python:nanodag.data.lists:sort?count=5&size=400&seed=1", "adapter": "problem"},
             ],
             "sequence_length": 128,
-            "batch_tokens": 1024,
-            "num_epochs": 5,
-            "validation_every": 5,
+            "batch_tokens": 2048,
+            "num_epochs": 10,
+            "validation_every": 20,
             "patience": 15,
             "optimizer": {"matrix_lr": 0.01, "learning_rate": 0.0025, "weight_decay": 0.1},
             "schedule": {"warmup_fraction": 0.02, "decay_fraction": 0.5},
@@ -61,7 +61,7 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
                 "max_new_tokens": 24,
             },
             "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0, "warmup_steps": 3},
-            "evaluation": {"eval_every": 20, "eval_prompts": 200, "validation": [held_out]},
+            "evaluation": {"eval_every": 30, "eval_prompts": 200, "validation": [held_out]},
         },
     }
     return {
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", required=True, metavar="SEED=FOLDER")
     parser.add_argument("--python", required=True, help="an interpreter that has the package openai")
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--port", type=int, default=4330, help="of the Prefect server")
     parser.add_argument("--out", type=Path, default=Path("agent_learns.json"))
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@ fail. Agents are real processes; the sampler is a fake that we own."""
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, SeenPool, config, folder, ids, prompts  # noqa: F401 - two are fixtures
 
 AGENTS = '''
-import json, os, subprocess, sys, threading, time, urllib.error, urllib.request
+import json, os, random, subprocess, sys, threading, time, urllib.error, urllib.request
 
 KEYS = []
 
@@ -90,6 +91,60 @@ def killed(task):
             os.kill(os.getpid(), 9)
     return said(task, [user("on")])["content"]
 
+def hostile(task):
+    """One of many ways to go wrong, by the number of the prompt; every fourth agent does as it should."""
+    number = int(task.record["prompt_id"].removeprefix("p"))
+    if number % 4:
+        WAYS[random.Random(number).randrange(len(WAYS))](task)
+    KEYS.append(task.api_key)
+    first = said(task, [user(f"{number}?")])["content"]
+    return first + said(task, [user(f"{number}? {first}")])["content"]
+
+def raw(task, data, path="/chat/completions", method="POST"):
+    headers = {"Authorization": "Bearer " + task.api_key}
+    request = urllib.request.Request(task.base_url + path, data, headers, method=method)
+    try:
+        return urllib.request.urlopen(request, timeout=30).status
+    except urllib.error.HTTPError as error:
+        assert 400 <= error.code < 500, error.code
+        return error.code
+
+def leave(call):
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.01)
+
+def descriptors():
+    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+
+WAYS = [
+    lambda task: 1 / 0,
+    lambda task: sys.exit(0),
+    lambda task: os._exit(1),
+    lambda task: os.kill(os.getpid(), 9),
+    lambda task: os.kill(os.getpid(), 11),
+    lambda task: time.sleep(60),
+    lambda task: bytearray(8 << 30),
+    lambda task: subprocess.Popen(["sleep", "60"]),
+    lambda task: subprocess.Popen(["sleep", "60"], start_new_session=True),
+    lambda task: subprocess.run("sleep 60 &", shell=True),
+    lambda task: leave(lambda: time.sleep(60)),
+    lambda task: leave(lambda: [said(task, [user("late")]) for _ in range(9)]),
+    lambda task: [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in KEYS[-3:]],
+    lambda task: [post(task, "/reward", {"reward": 9}, f"nanodag-{guess}") for guess in range(3)],
+    lambda task: [raw(task, data) for data in (b"", b"{", b"[]", b"{}", b"null", b'{"messages": 3}', b"x" * 100000)],
+    lambda task: [raw(task, None, path, "GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)],
+    lambda task: [raw(task, body.encode(), "/reward") for body in ('{"reward": NaN}', '{"reward": "1"}', '{"x": 1}')],
+    lambda task: said(task, [user("x" * 100000)]),
+    lambda task: said(task, [user("?")], n=128, temperature=9.0),
+    lambda task: said(task, [{"role": "tool", "content": "?"}]),
+    lambda task: [said(task, [user("more")]) for _ in range(99)],
+    lambda task: print("x" * 1000000),
+    lambda task: [os.close(number) for number in descriptors()],
+    lambda task: [os.write(number, b"rubbish\\n") for number in descriptors()],
+    lambda task: sys.setrecursionlimit(10**9) or (lambda again: again(again))(lambda again: again(again)),
+    lambda task: os.environ.update(OPENAI_API_KEY="x", OPENAI_BASE_URL="x") or sys.path.clear(),
+]
+
 def two_at_once(task):
     found = {}
     def ask(name):
@@ -134,17 +189,26 @@ class Pool(SeenPool):
         return futures
 
 
-def generated(folder, says, function_or_options, *, name="", context=200, count=1, options=None, **values):  # noqa: F811
+def generated(folder, says, function_or_options, *, name="", context=200, count=1, only=(), options=None, **values):  # noqa: F811
     """The rollouts of one step, the sampler's requests, and what the reward saw."""
     script, pool, encoding, renderer = Script(says), Pool(), Encoding(folder), load_renderer(folder)
     generate = {"name": name, "options": function_or_options}
     if not name:
         named = f"agent:tiny_agents:{function_or_options}"
         generate = {"name": named, "options": {"seconds": 20.0, **(options or {})}}
-    stage = config(generate=generate, filters=[], prompts_per_step=count, max_failed_rewards=1.0, **values)
+    stage = config(
+        **(
+            {"generate": generate, "filters": [], "prompts_per_step": len(only) or count, "max_failed_rewards": 1.0}
+            | values
+        )
+    )
     turns = Turns(stage, encoding, renderer, context=context, vocabulary=VOCABULARY)
     generator = RolloutGenerator(stage, script, pool, encoding, renderer.stop_ids, turns)
-    asked = prompts(lambda text: [266 - 10, *text[-2:].encode()], count)
+    asked = [
+        prompt
+        for prompt in prompts(lambda text: [266 - 10, *text[-2:].encode()], count)
+        if not only or prompt.prompt_id in only
+    ]
 
     async def step():
         return await generator.step(Cursor(asked), 1)
@@ -303,3 +367,27 @@ def test_options_of_agents_are_checked_before_anything_runs(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             config(generate=generate)
+
+
+def _wrong(count: int, folder):  # noqa: F811
+    """What came of so many agents, a quarter of which are as they should be, and of these alone."""
+
+    def says(request):
+        return [65 + request.params.sampling_seed % 26]
+
+    options = {"seconds": 2.0, "at_once": 8, "max_bytes": 2 << 30}
+    values = {"samples_per_prompt": 1, "options": options}
+    rollouts, _, _ = generated(folder, says, "hostile", count=count, **values)
+    quiet = [f"p{number}" for number in range(0, count, 4)]
+    alone, _, _ = generated(folder, says, "hostile", count=count, only=quiet, **values)
+    return rollouts, alone
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, count):  # noqa: F811
+    rollouts, alone = _wrong(count, folder)
+    assert len({one.prompt_id for one in rollouts}) == count and len({one.prompt_id for one in alone}) == count // 4
+    assert all(one.finish_reason == "length" for one in alone)
+    ours = [replace(one, reward=None) for one in rollouts if int(one.prompt_id[1:]) % 4 == 0]
+    assert ours == [replace(one, reward=None) for one in alone]
+    assert sum(one.finish_reason == "error" for one in rollouts) >= count / 4
