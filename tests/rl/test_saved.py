@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nanodag.rl.control.facts import ModelFacts
 from nanodag.rl.control.one_side import SavedRollouts, best_of
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, read_rollouts, sampled_span, write_rollouts
 from nanodag.rl.rollouts.saved import GREEDY, REPLAYED, check_steps, read_saved, saved_files
+from nanodag.run.build_stage import key_of
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.export import export_rollouts
 from nanodag.viewer.shelf import Shelf
@@ -169,6 +171,19 @@ def test_a_folder_of_steps_is_trained_step_by_step_and_named_by_its_bytes(tmp_pa
     pooled = saved_files(f"file:{tmp_path}/step-*.jsonl")
     assert len(pooled.files) == 3 and not pooled.steps  # dropped ones too, for filters to judge
     check_steps(pooled, num_steps=4)
+
+
+def test_a_key_holds_the_bytes_of_the_files_and_not_their_place(tmp_path):
+    run_of = SimpleNamespace(pipeline=SimpleNamespace(mirror="none"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "answer": ""}\n')
+    keys = []
+    for store, lines in (("one", group("p")), ("two", group("p")), ("two", group("q"))):
+        records = tmp_path / store / "records" / "rollouts"
+        records.mkdir(parents=True, exist_ok=True)
+        write_rollouts(records / "step-00000001.jsonl", lines)
+        stage = config(data=[f"file:{tmp_path}/prompts.jsonl"], source=f"file:{records}")
+        keys.append(key_of(run_of, stage, {})[0])
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize(
