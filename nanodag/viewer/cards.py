@@ -276,7 +276,8 @@ def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -
 def _sampled_facts(span: TokenSpan, place: int) -> list[str]:
     if span.kind != "sampled":
         return [span.kind]
-    facts = [f"logprob {span.logprobs[place]:.4g}", f"version {span.versions[place]}"]
+    facts = [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
+    facts.append(f"version {span.versions[place]}")
     return facts if span.mask[place] else [*facts, "not trained"]
 
 
@@ -284,7 +285,7 @@ def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colo
     if span.kind != "sampled" or colour == "none":
         return None
     if colour == "logprob":
-        return span.logprobs[place]
+        return span.logprobs[place] if span.logprobs else None
     if colour == "version":
         return span.versions[place]
     values = read.advantages if colour == "advantage" else read.differences
