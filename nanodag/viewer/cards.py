@@ -25,6 +25,7 @@ ERRORS = {"generate_error": "no response", "reward_error": "no reward"}  # of me
 ANSWER = "answer"  # of metadata: what the reward saw
 ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
 LAST_LINES, LINE_LENGTH = 20, 300
+WORDS = "; its last words: "
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
 MOST_COMPONENTS = 50
@@ -252,6 +253,9 @@ def _facts(read: Read, num_turns: int) -> list[tuple[str, str]]:
 
 def _failure(what: str, said: str) -> Failure:
     reason, _, rest = said.strip().partition("\n")
+    if not rest and WORDS in reason:  # what a process wrote stands behind the reason in one line
+        reason, _, rest = reason.partition(WORDS)
+        rest = rest.replace(" | ", "\n")
     last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
     return Failure(what=what, reason=shortened(reason, REASON_LENGTH), last_lines="\n".join(last))
 

@@ -2,10 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
 
+from nanodag.cli import use
+from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -301,10 +305,13 @@ def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
     failed = Rollout(
         group_id="f@0", prompt_id="f", sample_index=0, spans=(prompt_span([A]),), finish_reason="error", metadata=broken
     )
+    words = {"generate_error": "AgentFailed: it ended with code 1; its last words: one | two"}
+    dead = replace(failed, prompt_id="d", group_id="d@0", metadata=words)
     unrewarded = rollout("g", 0, None, [said("a")], metadata={"reward_error": "reported none"})
-    get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, unrewarded])
+    get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, dead, unrewarded])
     page = get("?fate=failed")
-    assert "2 of 3 rollouts" in page and "any failure (2)" in page
+    assert "3 of 4 rollouts" in page and "any failure (3)" in page
+    assert "</b> AgentFailed: it ended with code 1\n<pre>one\ntwo</pre>" in page
     assert (
         "<b>no response</b> RuntimeError: the agent ended with 1" in page and "<b>no reward</b> reported none" in page
     )
@@ -351,3 +358,16 @@ def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
         "  branch 1 · judge · reward 1 · trained · ended by stop · tokens 4", "    judge fair",
         "no reward · trained · sample 1 · ended by stop · tokens 1", "    no reward: reported none", "    model a",
     ]  # fmt: skip
+
+
+def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, monkeypatch, capsys):
+    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
+        monkeypatch.setattr(use, name, MagicMock())
+    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
+    use.print_rollouts("r", "rl", most=5, step=-1, role="", failed=True, file="")
+    shown = capsys.readouterr().out
+    assert "step 2: 1 of 4 rollouts" in shown and "no reward: it raised <b>" in shown and "prompt right" not in shown
+    use.print_rollouts("r", "rl", most=5, step=2, role="judge", failed=False, file="")
+    assert capsys.readouterr().out == "step 2: 0 of 4 rollouts\n"
+    with pytest.raises(ArtifactNotFound, match="step-00000007"):
+        use.print_rollouts("r", "rl", most=5, step=7, role="", failed=False, file="")
