@@ -38,7 +38,7 @@ from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
-LIMITS = EpisodeLimits(step_s=2.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
@@ -68,7 +68,6 @@ REASONS = {
     "raises": "KeyError: 'none'",
     "exits": "SystemExit: 3",
     "dies": "ended with code 7",
-    "sleeps": "longer than 2 s",
     "leaks": "MemoryError",
     "forks": "more than 8 processes",
     "floods": "more than 4194304 bytes",
@@ -93,6 +92,13 @@ def test_an_episode_that_goes_wrong_says_how_leaves_no_process_and_touches_no_ot
     while (left := list(fork_server.descendants(pid))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
+
+
+def test_an_episode_that_hangs_is_ended_after_its_time():
+    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, replace(LIMITS, step_s=0.5))
+    with pytest.raises(EnvironmentFailed, match=r"step took longer than 0.5 s"):
+        asyncio.run(played(process, "sleeps"))
+    process.close()
 
 
 def test_a_process_that_is_killed_is_started_again():
@@ -239,7 +245,7 @@ def stage_in(name: str, options, **values) -> RLStage:
 
 def group_of(folder, says, name: str, *, answer="", most=64, samples=2, context=CONTEXT, **options):
     """The rollouts of one prompt with their rewards, and the sampler."""
-    limits = {"step_s": 2.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
+    limits = {"step_s": 20.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
     sizes = {"samples_per_prompt": samples, "max_new_tokens": most, "sampler": {"context": context, "max_batch": 16}}
     stage = stage_in(name, {**limits, **options}, **sizes)
     sampler, renderer = Policy(folder, says), load_renderer(folder)
