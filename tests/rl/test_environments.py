@@ -30,15 +30,15 @@ from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.turns.runner import Turns
-from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl import worlds
 from tests.rl.stages import BYTES, VOCABULARY
+from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
-LIMITS = EpisodeLimits(step_s=2.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
@@ -68,7 +68,6 @@ REASONS = {
     "raises": "KeyError: 'none'",
     "exits": "SystemExit: 3",
     "dies": "ended with code 7",
-    "sleeps": "longer than 2 s",
     "leaks": "MemoryError",
     "forks": "more than 8 processes",
     "floods": "more than 4194304 bytes",
@@ -93,6 +92,13 @@ def test_an_episode_that_goes_wrong_says_how_leaves_no_process_and_touches_no_ot
     while (left := list(fork_server.descendants(pid))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
+
+
+def test_an_episode_that_hangs_is_ended_after_its_time():
+    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, replace(LIMITS, step_s=0.5))
+    with pytest.raises(EnvironmentFailed, match=r"step took longer than 0.5 s"):
+        asyncio.run(played(process, "sleeps"))
+    process.close()
 
 
 def test_a_process_that_is_killed_is_started_again():
@@ -201,7 +207,7 @@ class Policy:
 
     def __init__(self, folder, says) -> None:
         self.encoding, self.says, self.requests = Encoding(folder), says, []
-        self.special = {name: self.encoding.token_id(name) for name in layout.SPECIAL_TOKENS}
+        self.special = {self.encoding.decode([token]): token for token in self.encoding.special_ids}
 
     def ids(self, text: str) -> list[int]:
         parts = re.split(r"(<\|\w+\|>)", text)
@@ -237,12 +243,13 @@ def stage_in(name: str, options, **values) -> RLStage:
     return RLStage.of(**(base | values))
 
 
-def group_of(folder, says, name: str, *, answer: str = "", most: int = 64, samples: int = 2, **options):
+def group_of(folder, says, name: str, *, answer="", most=64, samples=2, context=CONTEXT, **options):
     """The rollouts of one prompt with their rewards, and the sampler."""
-    limits = {"step_s": 2.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
-    stage = stage_in(name, {**limits, **options}, samples_per_prompt=samples, max_new_tokens=most)
+    limits = {"step_s": 20.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
+    sizes = {"samples_per_prompt": samples, "max_new_tokens": most, "sampler": {"context": context, "max_batch": 16}}
+    stage = stage_in(name, {**limits, **options}, **sizes)
     sampler, renderer = Policy(folder, says), load_renderer(folder)
-    turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    turns = Turns(stage, sampler.encoding, renderer, context=context, vocabulary=sampler.encoding.size)
     messages = [{"role": "user", "content": "hi"}]
     record = {"prompt_id": "p", "messages": messages, "answer": answer, "reward": "auto"}
     prompt = Prompt(epoch=0, record=record, token_ids=tuple(renderer.prompt(messages)))
@@ -295,6 +302,25 @@ def test_a_tool_call_is_answered_by_the_environment_within_the_turn(folder):
         assert rollout.reward == 1.0
 
 
+def test_a_call_that_is_wrong_is_answered_before_it_reaches_the_environment(tmp_path):
+    def call(name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    right = call("price", '{"goods": "pears"}')
+    turns = [call("cost", "{}") + right, call("price", '"pears"'), right, "5"]
+
+    def says(text: str) -> str:
+        return turns[text.count("<|im_start|>assistant") - 1] + "<|im_end|>"
+
+    renderer_of(QWEN25, tmp_path)
+    rollouts, sampler = group_of(tmp_path, says, "Shop", most=500, context=2000)
+    for rollout in rollouts:
+        tools = [text for kind, text in spelled(sampler, rollout) if kind == "tool"]
+        assert "error: there is no tool 'cost'; there is price" in tools[0] and "not called, as another" in tools[0]
+        assert "error: the arguments must be a JSON object" in tools[1] and "\n5\n" in tools[2]
+        assert rollout.reward == 1.0 and rollout.metadata["turns"] == 4 and rollout.branch == 0
+
+
 @pytest.mark.parametrize("judge_is_trained", [False, True])
 def test_each_role_has_sequences_of_its_own_that_are_trained_or_not_with_rewards_of_its_own(folder, judge_is_trained):
     def says(text):
@@ -336,6 +362,8 @@ def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sam
 
 
 def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
+    with pytest.raises(ConfigError, match=r"max_turns of tests.rl.worlds:Echo is 0; it must be above 0"):
+        group_of(folder, lambda text: "a<|end|>", "Echo", max_turns=0)
     with pytest.raises(ConfigError, match="RuntimeError: no luck"):
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
 

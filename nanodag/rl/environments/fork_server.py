@@ -125,8 +125,13 @@ class Server:
 
     def _begin(self, connection: socket.socket) -> None:
         parent, (output, printed) = os.getpid(), os.pipe()
-        sys.stdout.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes, or too little memory: whoever waits for it may try again
+            connection.close()
+            os.close(output)
+            os.close(printed)
+            return
         if not pid:
             self._be_episode(connection, printed, parent)
         os.close(printed)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanodag.api.tool_format import knows_calls
+from nanodag.errors import ConfigError
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments import observations, tool_calls
@@ -43,6 +44,10 @@ async def environment(
     cut off there is heard as it is. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU
     time of an episode, and the address space of each of its processes. max_processes: that it may start.
     """
+    bounds = {"max_turns": max_turns, "step_s": step_s, "cpu_s": cpu_s, "max_bytes": max_bytes}
+    for name, value in bounds.items():
+        if value <= 0:
+            raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
     length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens)
     limits = EpisodeLimits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
     process = process_of(named, options, limits)
