@@ -375,7 +375,7 @@ def _wrong(count: int, folder):  # noqa: F811
     def says(request):
         return [65 + request.params.sampling_seed % 26]
 
-    options = {"seconds": 2.0, "at_once": 8, "max_bytes": 2 << 30}
+    options = {"seconds": 5.0, "at_once": 8, "max_bytes": 2 << 30}
     values = {"samples_per_prompt": 1, "options": options}
     rollouts, _, _ = generated(folder, says, "hostile", count=count, **values)
     quiet = [f"p{number}" for number in range(0, count, 4)]
