@@ -1,6 +1,6 @@
 """Processes that run agents' functions, one sample at a time each, kept for the next one. No torch here.
 
-One whose function hangs, dies or leaves something behind is ended with all that it started, and another takes its
+Each forks for a sample (`worker.py`). One whose sample hangs is ended with all that it started, and another takes its
 place. All of it belongs to the door's event loop.
 """
 
@@ -56,7 +56,10 @@ class Workers:
                     answer = await worker.ask(task)
             except TimeoutError:
                 raise AgentFailed(f"it took longer than {self._timeout_s:g} s{worker.last_words()}") from None
-            is_good = not answer.get("is_left", True)
+            is_good = True
+            if (code := answer.get("code", 0)) != 0:
+                kind = AgentLost if code == -signal.SIGKILL else AgentFailed
+                raise kind(f"its process ended with code {code}{worker.last_words()}")
             if "error" in answer:
                 raise AgentFailed(f"{answer['error']}{worker.last_words()}")
             return answer.get("returned")
