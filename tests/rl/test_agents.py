@@ -22,7 +22,7 @@ AGENTS = '''
 import json, os, random, subprocess, sys, threading, time, urllib.error, urllib.request
 
 def keys(task=None):
-    """Those of earlier samples, whose processes are gone; a task's own is added."""
+    """Those of earlier samples; the last few may still be valid. A task's own is added."""
     with open(__file__ + ".keys", "a+") as file:
         file.seek(0)
         found = file.read().split()
@@ -101,9 +101,10 @@ def hostile(task):
     number = int(task.record["prompt_id"].removeprefix("p"))
     if number % 4:
         WAYS[random.Random(number).randrange(len(WAYS))](task)
-    keys(task)
     first = said(task, [user(f"{number}?")])["content"]
-    return first + said(task, [user(f"{number}? {first}")])["content"]
+    both = first + said(task, [user(f"{number}? {first}")])["content"]
+    keys(task)
+    return both
 
 def raw(task, data, path="/chat/completions", method="POST"):
     headers = {"Authorization": "Bearer " + task.api_key}
@@ -134,7 +135,7 @@ WAYS = [
     lambda task: subprocess.run("sleep 60 &", shell=True),
     lambda task: leave(lambda: time.sleep(60)),
     lambda task: leave(lambda: [said(task, [user("late")]) for _ in range(9)]),
-    lambda task: [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in keys()[-3:]],
+    lambda task: [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in keys()[:-6][-3:]],
     lambda task: [post(task, "/reward", {"reward": 9}, f"nanodag-{guess}") for guess in range(3)],
     lambda task: [raw(task, data) for data in (b"", b"{", b"[]", b"{}", b"null", b'{"messages": 3}', b"x" * 100000)],
     lambda task: [raw(task, None, path, "GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)],
