@@ -7,6 +7,7 @@ place. All of it belongs to the door's event loop.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -155,5 +156,8 @@ class _Worker:
 
 
 def interpreter(python: str) -> str:
-    """The path of an interpreter: this process's own for `auto`."""
-    return sys.executable if python == "auto" else python
+    """The path of an interpreter: this process's own for `auto`. Raises ConfigError for one that is not there."""
+    found = sys.executable if python == "auto" else shutil.which(python)
+    if found is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
+    return found
