@@ -21,7 +21,13 @@ from tests.rl.test_turns import Cursor, Script, SeenPool, config, folder, ids, p
 AGENTS = '''
 import json, os, random, subprocess, sys, threading, time, urllib.error, urllib.request
 
-KEYS = []
+def keys(task=None):
+    """Those of earlier samples; the last few may still be valid. A task's own is added."""
+    with open(__file__ + ".keys", "a+") as file:
+        file.seek(0)
+        found = file.read().split()
+        file.write(f"{task.api_key}\\n" if task else "")
+    return found
 
 def post(task, path, body, key=None):
     """The answer, or the code with which it is refused."""
@@ -70,8 +76,7 @@ def rude(task):
 
 def late(task):
     """What the key of the sample before it does, and what one that nobody gave does."""
-    codes = [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in KEYS[-1:] + ["nanodag-x"]]
-    KEYS.append(task.api_key)
+    codes = [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in keys(task)[-1:] + ["nanodag-x"]]
     said(task, [user("!")])
     return json.dumps(codes)
 
@@ -96,9 +101,10 @@ def hostile(task):
     number = int(task.record["prompt_id"].removeprefix("p"))
     if number % 4:
         WAYS[random.Random(number).randrange(len(WAYS))](task)
-    KEYS.append(task.api_key)
     first = said(task, [user(f"{number}?")])["content"]
-    return first + said(task, [user(f"{number}? {first}")])["content"]
+    both = first + said(task, [user(f"{number}? {first}")])["content"]
+    keys(task)
+    return both
 
 def raw(task, data, path="/chat/completions", method="POST"):
     headers = {"Authorization": "Bearer " + task.api_key}
@@ -129,7 +135,7 @@ WAYS = [
     lambda task: subprocess.run("sleep 60 &", shell=True),
     lambda task: leave(lambda: time.sleep(60)),
     lambda task: leave(lambda: [said(task, [user("late")]) for _ in range(9)]),
-    lambda task: [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in KEYS[-3:]],
+    lambda task: [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in keys()[:-6][-3:]],
     lambda task: [post(task, "/reward", {"reward": 9}, f"nanodag-{guess}") for guess in range(3)],
     lambda task: [raw(task, data) for data in (b"", b"{", b"[]", b"{}", b"null", b'{"messages": 3}', b"x" * 100000)],
     lambda task: [raw(task, None, path, "GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)],
@@ -244,9 +250,10 @@ def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa:
     for one in rollouts:
         reasons.setdefault(str(one.metadata.get("generate_error", "")).partition(";")[0], []).append(one)
     ends = {reason.removeprefix("AgentFailed: ") for reason in reasons}
+    raised = AGENTS[: AGENTS.index("raise RuntimeError")].count("\n") + 1
     assert ends == {
         "",
-        "RuntimeError: no luck (tiny_agents.py, line 39)",
+        f"RuntimeError: no luck (tiny_agents.py, line {raised})",
         "it took longer than 3 s",
         "its process ended with code 3",
         "ValueError: the reward must be a finite number",
@@ -375,7 +382,7 @@ def _wrong(count: int, folder):  # noqa: F811
     def says(request):
         return [65 + request.params.sampling_seed % 26]
 
-    options = {"seconds": 5.0, "at_once": 8, "max_bytes": 2 << 30}
+    options = {"seconds": 6.0, "at_once": 16, "max_bytes": 2 << 30}
     values = {"samples_per_prompt": 1, "options": options}
     rollouts, _, _ = generated(folder, says, "hostile", count=count, **values)
     quiet = [f"p{number}" for number in range(0, count, 4)]
@@ -383,11 +390,11 @@ def _wrong(count: int, folder):  # noqa: F811
     return rollouts, alone
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, count):  # noqa: F811
     rollouts, alone = _wrong(count, folder)
     assert len({one.prompt_id for one in rollouts}) == count and len({one.prompt_id for one in alone}) == count // 4
     assert all(one.finish_reason == "length" for one in alone)
     ours = [replace(one, reward=None) for one in rollouts if int(one.prompt_id[1:]) % 4 == 0]
-    assert ours == [replace(one, reward=None) for one in alone]
+    assert sorted(ours, key=str) == sorted((replace(one, reward=None) for one in alone), key=str)
     assert sum(one.finish_reason == "error" for one in rollouts) >= count / 4

@@ -1,12 +1,13 @@
 """Processes that run agents' functions, one sample at a time each, kept for the next one. No torch here.
 
-One whose function hangs, dies or leaves something behind is ended with all that it started, and another takes its
+Each forks for a sample (`worker.py`). One whose sample hangs is ended with all that it started, and another takes its
 place. All of it belongs to the door's event loop.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,7 +57,10 @@ class Workers:
                     answer = await worker.ask(task)
             except TimeoutError:
                 raise AgentFailed(f"it took longer than {self._timeout_s:g} s{worker.last_words()}") from None
-            is_good = not answer.get("is_left", True)
+            is_good = True
+            if (code := answer.get("code", 0)) != 0:
+                kind = AgentLost if code == -signal.SIGKILL else AgentFailed
+                raise kind(f"its process ended with code {code}{worker.last_words()}")
             if "error" in answer:
                 raise AgentFailed(f"{answer['error']}{worker.last_words()}")
             return answer.get("returned")
@@ -152,5 +156,8 @@ class _Worker:
 
 
 def interpreter(python: str) -> str:
-    """The path of an interpreter: this process's own for `auto`."""
-    return sys.executable if python == "auto" else python
+    """The path of an interpreter: this process's own for `auto`. Raises ConfigError for one that is not there."""
+    found = sys.executable if python == "auto" else shutil.which(python)
+    if found is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
+    return found
