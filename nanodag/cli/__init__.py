@@ -396,8 +396,12 @@ def rollouts(
     best: Annotated[
         int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
     ] = 0,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
+    ] = False,
     lowest: Annotated[
-        float, typer.Option("--lowest", metavar="REWARD", help="With --best: the least reward of an answer.")
+        float,
+        typer.Option("--lowest", metavar="REWARD", help="With --best or --pairs: a good answer's least reward."),
     ] = 1.0,
     file: File = "",
 ) -> None:
@@ -408,11 +412,12 @@ def rollouts(
     nanodag rollouts RUN --print 4 --failed
     nanodag rollouts RUN --export rollouts.parquet
     nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
+    nanodag rollouts RUN --export pairs.jsonl --pairs
     """
     from nanodag.cli.use import print_rollouts, save_rollouts, show_rollouts
 
     if export:
-        save_rollouts(run, stage, Path(export), best=best, lowest=lowest, file=file)
+        save_rollouts(run, stage, Path(export), best=best, pairs=pairs, lowest=lowest, file=file)
     elif samples:
         print_rollouts(run, stage, most=samples, step=step, role=role, failed=failed, file=file)
     else:

@@ -88,7 +88,7 @@ def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
         if found is None or found.rows is None:
             return None
         prompts += found.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
-    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.prompts_per_step))
+    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.num_fresh))
 
 
 def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:

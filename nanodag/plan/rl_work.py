@@ -66,7 +66,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def prompts_a_step(stage: RLStage) -> int:
     """Prompts that a step asks."""
-    return stage.rollout.over_sampling or stage.rollout.prompts_per_step
+    rollout = stage.rollout
+    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
 
 
 @dataclass(frozen=True)

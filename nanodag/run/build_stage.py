@@ -26,7 +26,7 @@ from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of, required_file
-from nanodag.rl.rollouts.saved import saved_steps
+from nanodag.rl.rollouts.saved import saved_files
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
@@ -132,8 +132,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
         if (url := stage.algorithm.teacher.url) != "none":
             sources[url] = server_identity(url)
-        if stage.saved_rollouts != "none":
-            sources[stage.saved_rollouts] = rollouts_identity(Path(stage.saved_rollouts))
+        if not (rollout := stage.rollout).is_sampled:
+            sources[rollout.source] = saved_files(rollout.source).identity()
     if isinstance(stage, ImportStage):
         sources[stage.model] = model_identity(stage.model, mirror)
     kind = find_kind(stage.kind)
@@ -147,11 +147,6 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources={},
     )
     return key, sources
-
-
-def rollouts_identity(folder: Path) -> dict[str, Any]:
-    """What names the rollouts of a stage's steps in a key: the sha256 of each step's file."""
-    return {"kind": "rollouts", "files": {str(step): file_sha256(path) for step, path in saved_steps(folder).items()}}
 
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class _Brush:
             num_tokens=len(said.span.token_ids),
             num_calls=len(calls_in(said.text)) if is_sampled else 0,
             tokens=self._tokens(read, said, gap),
-            preview=shortened(" ".join(said.text[:OPEN_LENGTH].split()), PREVIEW_LENGTH) if is_folded else "",
+            preview=" ".join(said.text[:PREVIEW_LENGTH].split()) + " …" if is_folded else "",
         )
 
     def _tokens(self, read: Read, said: Said, gap: range) -> list[Token]:
@@ -272,7 +272,8 @@ def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -
 def _sampled_facts(span: TokenSpan, place: int) -> list[str]:
     if span.kind != "sampled":
         return [span.kind]
-    facts = [f"logprob {span.logprobs[place]:.4g}", f"version {span.versions[place]}"]
+    facts = [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
+    facts.append(f"version {span.versions[place]}")
     return facts if span.mask[place] else [*facts, "not trained"]
 
 
@@ -280,7 +281,7 @@ def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colo
     if span.kind != "sampled" or colour == "none":
         return None
     if colour == "logprob":
-        return span.logprobs[place]
+        return span.logprobs[place] if span.logprobs else None
     if colour == "version":
         return span.versions[place]
     values = read.advantages if colour == "advantage" else read.differences

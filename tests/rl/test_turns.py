@@ -302,7 +302,8 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
 )
 def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, how, reason):
     generate = {"name": here("broken"), "options": {"how": how}, "timeout_s": 0.5}
-    generator = made(folder, Script(lambda request: ids("a<|end|>")), generate=generate, samples_per_prompt=4)
+    values = {"generate": generate, "samples_per_prompt": 4, "max_failed_rewards": 0.5}
+    generator = made(folder, Script(lambda request: ids("a<|end|>")), **values)
     batch = batch_of(generator, prompts(ids))
     ((_, group),) = batch.kept
     assert len(group) == 2 and len(batch.failed) == 2

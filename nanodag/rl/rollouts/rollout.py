@@ -45,7 +45,8 @@ class Span:
     """Tokens of one origin. Only `sampled` spans carry mask, logprobs and versions, one entry a token.
 
     mask: 1 = trained, 0 = not. logprobs: the sampler's, natural log, at the sampling temperature, before top-p and
-    top-k. versions: the optimizer steps behind the weights that sampled the token.
+    top-k; empty where nobody knows them, as of answers from elsewhere. versions: the optimizer steps behind the
+    weights that sampled the token.
     """
 
     kind: SpanKind
@@ -63,7 +64,7 @@ class Span:
         wanted = len(self.token_ids) if self.kind == "sampled" else 0
         for name in ("mask", "logprobs", "versions"):
             length = len(getattr(self, name))
-            if length != wanted:
+            if length != wanted and (length or name != "logprobs"):
                 raise ValueError(f"{self.kind} span of {len(self.token_ids)} tokens has {length} {name}, not {wanted}")
         if not set(self.mask) <= {0, 1}:
             raise ValueError(f"mask holds {sorted(set(self.mask))}, not 0 and 1 only")
@@ -79,6 +80,8 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
 
 def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
     """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
     return Span(
         kind="sampled",
         token_ids=tuple(token_ids),
@@ -142,6 +145,11 @@ class Rollout:
         return tuple(token for span in self.spans if span.kind == "sampled" for token in span.token_ids)
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether each sampled token has its log-probability."""
+        return all(len(span.logprobs) == len(span.token_ids) for span in self.spans if span.kind == "sampled")
+
+    @property
     def num_sampled(self) -> int:
         """How many tokens the sampler drew."""
         return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
@@ -167,7 +175,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What follows the prompt, flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1."""
+    """What follows the prompt, flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1. A
+    log-probability that nobody knows is NaN."""
 
     token_ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -186,7 +195,7 @@ def flatten_response(rollout: Rollout) -> Response:
         sampled = span.kind == "sampled"
         token_ids += span.token_ids
         mask += span.mask if sampled else (0,) * size
-        logprobs += span.logprobs if sampled else (0.0,) * size
+        logprobs += (span.logprobs or (math.nan,) * size) if sampled else (0.0,) * size
         versions += span.versions if sampled else (-1,) * size
     return Response(tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions))
 
@@ -255,7 +264,11 @@ def to_json(rollout: Rollout) -> str:
 
 def from_json(line: str) -> Rollout:
     """The rollout of one line. Raises ValueError with the reason; `read_rollouts` adds file and line."""
-    record = orjson.loads(line)
+    return from_record(orjson.loads(line))
+
+
+def from_record(record: Any) -> Rollout:
+    """The rollout of one line's JSON. Raises ValueError with the reason."""
     if not isinstance(record, dict):
         raise ValueError(f"a rollout is a JSON object, found {type(record).__name__}")
     version = record.get("format")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from nanodag.api.tool_format import knows_calls
 from nanodag.config.kinds.rl import RLStage
-from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
@@ -110,6 +110,8 @@ class Turns:
             try:
                 result = await self._waited(call, line)
                 return self._checked(result, sample)
+            except (ConfigError, MissingTool):
+                raise  # it is no failure of this sample
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
@@ -159,6 +161,8 @@ class Turns:
             raise ValueError(f"a sample must begin with a prompt, and with one alone; its spans are {kinds}")
         if not sample.num_sampled or sample.finish_reason not in ("stop", "text", "length"):
             raise ValueError("a sample was returned that no turn added to")
+        if any(span.kind == "sampled" and len(span.logprobs) != len(span.token_ids) for span in sample.spans):
+            raise ValueError("a sampled span has no log-probabilities")
         if len(ids) > self._context or sample.num_sampled > self._longest:
             raise ValueError(
                 f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
