@@ -124,7 +124,8 @@ class _Play:
         sampler, given = self._sampler, self._given
         speaker = self._speakers.get(heard.role)
         if speaker is None:
-            speaker = self._speakers[heard.role] = _Speaker(Transcript(sampler.renderer, sampler.encoding))
+            transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(given))
+            speaker = self._speakers[heard.role] = _Speaker(transcript)
         new = self._given.record["messages"] if heard.messages is None else heard.messages
         messages = [*([] if heard.is_anew else speaker.messages), *new]
         if sum(len(message["content"] or "") for message in new) > LONGEST_TOKEN * given.max_tokens:

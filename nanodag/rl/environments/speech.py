@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.api.bodies import Tool
-from nanodag.api.tool_format import Call, TemplateReader, argument_of, response_template
+from nanodag.api.tool_format import Call, argument_of, knows_calls, reader_of
 from nanodag.inference.protocol import Completion
 from nanodag.rl.rollouts.turns.sample import TurnSampler
-from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer
+from nanodag.tokenizer.chat import NativeRenderer
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -54,7 +54,7 @@ def stop_ids(sampler: TurnSampler, tools: Tools) -> list[int]:
             raise ValueError(f"nanodag's own chat format has one tool, and the environment {len(tools)}")
         argument_of(Tool.model_validate(tools[0]))  # raises Refused for one that takes more than a text
         return [renderer.call_end]
-    if response_template(renderer) is None or not (isinstance(renderer, TemplateRenderer) and renderer.takes_tools):
+    if not knows_calls(renderer):
         raise ValueError("the chat template of this model knows no tools, or writes calls in a form that is not known")
     return []
 
@@ -72,9 +72,7 @@ def said(sampler: TurnSampler, completion: Completion, text: str, tools: Tools) 
         tool = Tool.model_validate(tools[0])
         arguments = json.dumps({argument_of(tool): called}, ensure_ascii=False)
         return Said(text.removesuffix(called), (Call(tool.function.name, arguments),))
-    template = response_template(renderer)
-    assert template is not None  # stop_ids has seen it
-    reader = TemplateReader(template, "")
+    reader = reader_of(renderer, [Tool.model_validate(tool) for tool in tools])
     content = reader.take(-1, text) + reader.end()
     return Said(content, tuple(reader.calls))
 
