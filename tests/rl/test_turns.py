@@ -393,7 +393,8 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     end, written = renderer.stop_ids[0], CALLS_AS_WRITTEN[template]
     # a byte a token, so that text made into ids again would be other ids
     call = [*(encoding.encode_bytes(bytes([byte]))[0] for byte in written.encode()), end]
-    wrong = [*encoding.encode(written.replace("calculator", "abacus")), end]
+    # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
+    wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
     answer = [*encoding.encode("so 8"), end]
     replies = [call, wrong, answer]
     messages = [{"role": "user", "content": "4*2?"}]
