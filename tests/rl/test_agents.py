@@ -57,6 +57,10 @@ def with_subagent(task):
     last = said(task, [*messages, first, result], tools=[TOOL])
     return 0.5, {"length": len(last["content"])}
 
+def named(task):
+    """The name of a call, which some chat templates render."""
+    return said(task, [user("main")], tools=[TOOL])["tool_calls"][0]["id"]
+
 def rude(task):
     how = task.seed % 6
     if how != 4:
@@ -240,6 +244,12 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
     assert sub.response_token_ids == tuple(ids("HI<|end|>"))
     assert {one.reward for one in rollouts} == {0.5} and main.reward_components["length"] == 2.0
     assert {request.params.temperature for request in requests} == {1.0}
+
+
+def test_a_tool_call_has_the_same_name_each_time_that_a_stage_is_run(folder, ids):  # noqa: F811
+    says = lambda request: ids("<|tool_call|>hi<|tool_call_end|>")  # noqa: E731
+    (_, _, once), (_, _, again) = (generated(folder, says, "named", samples_per_prompt=1) for _ in range(2))
+    assert once == again and once[0].startswith("call_") and len(once[0]) == 29
 
 
 def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa: F811
