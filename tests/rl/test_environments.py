@@ -94,6 +94,15 @@ def test_an_episode_that_goes_wrong_says_how_leaves_no_process_and_touches_no_ot
     assert left == []
 
 
+def test_a_process_that_the_environment_starts_when_it_is_made_lives_as_long_as_it():
+    process = EnvironmentProcess(f"{worlds.__name__}:Unmade", {"how": "forks"}, LIMITS)
+    asyncio.run(played(process, ""))
+    (helper,) = psutil.Process(process._process.pid).children()
+    assert helper.is_running()
+    process.close()
+    assert not helper.is_running()
+
+
 def test_an_episode_that_hangs_is_ended_after_its_time():
     process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, replace(LIMITS, step_s=0.5))
     with pytest.raises(EnvironmentFailed, match=r"step took longer than 0.5 s"):

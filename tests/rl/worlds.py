@@ -216,6 +216,9 @@ class Unmade(Echo):
             raise RuntimeError("no luck")
         if how == "dies":
             os._exit(7)
+        if how == "forks":
+            self.child = os.fork() or time.sleep(3600)
+            return
         self.roles = {"judge": False}
 
 

@@ -54,14 +54,14 @@ def main() -> None:
             raise TypeError(f"it has no method {missing[0]}")
         said = json.dumps({"roles": getattr(environment, "roles", None)}, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - whatever a module raises when it is imported
-        control.sendall(json.dumps({"error": with_place(error)}).encode() + b"\n")
-        return
+        environment, said = None, json.dumps({"error": with_place(error)})
     if os.getpid() != pid:  # it forked, and this is the copy
         os._exit(1)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    control.sendall(said.encode() + b"\n")
     gc.freeze()  # a collection in a fork would copy every page
-    Server(control, environment, job).run()
+    server = Server(control, environment, job)
+    control.sendall(said.encode() + b"\n")
+    server.run()
 
 
 @dataclass(slots=True)
@@ -99,6 +99,7 @@ class Server:
         for episode in self._episodes.values():
             self._kill(episode, "the stage has ended")
         self._kept.clear()
+        self._has_strays = True
         deadline = time.monotonic() + END_TIMEOUT_S
         while (self._episodes or self._has_strays) and time.monotonic() < deadline:
             self._reap()
@@ -176,8 +177,9 @@ class Server:
         shown = block[: max(0, SHOWN_BYTES - episode.num_shown)]
         episode.num_shown += len(shown)
         episode.tail = (episode.tail + block)[-TAIL_BYTES:]
-        sys.stderr.buffer.write(shown)
-        sys.stderr.buffer.flush()
+        with suppress(OSError):  # the log may have ended with the stage
+            sys.stderr.buffer.write(shown)
+            sys.stderr.buffer.flush()
 
     def _kill(self, episode: Forked, reason: str) -> None:
         """End all of its session at once: the kernel lets no fork slip through."""
