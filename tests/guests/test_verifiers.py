@@ -9,10 +9,14 @@ import pytest
 from aiohttp import web
 
 from benchmarks import __file__ as benchmarks_file
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.sources import open_source
 from nanodag.errors import SourceError
+from nanodag.evaluation.environment import run_environment
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.guests.verifiers_process import RolloutFailed, VerifiersProcess, block_of, module_file
+from tests.evaluation.tiny import save_tiny_model
 from tests.verifiers_python import python_or_skip
 
 pytestmark = pytest.mark.slow
@@ -122,6 +126,16 @@ def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fai
 
     cut, asked = asyncio.run(with_policy(work, {"agent.max_turns": 1}))
     assert cut.is_cut and cut.turns == 1 and cut.reward == 0.0 and len(asked) == 1
+
+
+def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):
+    save_tiny_model(tmp_path / "model", "qwen3")
+    model = EvaluatedModel(tmp_path / "model", precision="fp32", device="cpu", max_new_tokens=12)
+    config = BenchmarkConfig(name="boxes", form="verifiers", source="verifiers:boxes?size=3&held_out=true")
+    result = run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=12)
+    assert result.scores["reward"].num_items == 3 and {"in_order", "opened", "turns"} < set(result.scores)
+    assert all(record["output"] and "details" not in record for record in result.records)
+    assert model.tokens_written > 0
 
 
 def test_options_that_the_environment_does_not_know_fail_its_rollouts_with_the_reason(boxes):
