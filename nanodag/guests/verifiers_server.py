@@ -119,13 +119,15 @@ def _http() -> httpx.AsyncClient:
 
 
 class KeyedClient(eval_client.EvalClient):
-    """Bears the key of the rollout that a request comes from. keys: by the id of its trace."""
+    """Bears the key of the rollout that a request comes from, at the address that it is for. keys: that address and the
+    key, by the id of the trace."""
 
-    keys: dict[str, str] = {}  # noqa: RUF012 - of all
+    keys: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - of all
 
     def _headers(self, dialect: Any, incoming: Mapping[str, str] | None, session_id: str | None) -> httpx.Headers:
         headers = super()._headers(dialect, incoming, session_id)
-        if key := self.keys.get(session_id or ""):
+        address, key = self.keys.get(session_id or "", ("", ""))
+        if address == self.base_url:  # another seat asks elsewhere, with a key of its own
             headers.update(dialect.auth_headers(key))
         return headers
 
@@ -170,7 +172,7 @@ class Server:
 
         def begun(trace: vf.Trace) -> None:
             traces.append(trace.id)
-            KeyedClient.keys[trace.id] = asked["api_key"]
+            KeyedClient.keys[trace.id] = asked["base_url"], asked["api_key"]
 
         try:
             task = self._task(
