@@ -5,8 +5,9 @@ before RL and after it, over seeds.
     python -m benchmarks.verifiers_learns --store /tmp/verifiers-store \
         --models 0=MODEL_FOLDER 1=MODEL_FOLDER 2=MODEL_FOLDER
 
-A model is what the stage `sft` of pocket left, under its seed. SFT first teaches it how calls look. Both evaluations
-run the environment greedily on the same tasks; the difference is paired. Prints JSON a seed.
+A model is what the stage `sft` of pocket left, under its seed. SFT first teaches it how calls look: to open one box,
+and the other one now and then where it was empty. RL finds that it is worth to go on. Both evaluations run the
+environment greedily on the same tasks; the difference is paired. Prints JSON a seed.
 """
 
 import argparse
@@ -49,15 +50,15 @@ def pipeline(port: int, *, steps: int) -> dict[str, Any]:
             "kind": "rl",
             "inputs": {"model": "sft"},
             "data": ["verifiers:boxes?size=20000&seed=2"],
-            "sampler": {"max_batch": 128, "context": 96},
+            "sampler": {"max_batch": 128, "context": 64},
             "num_steps": steps,
             "rollout": {
                 "generate": {"name": "verifiers:boxes", "options": {"agent.max_turns": 4, "at_once": 128}},
                 "prompts_per_step": 12,
                 "samples_per_prompt": 8,
-                "max_new_tokens": 32,
+                "max_new_tokens": 24,
             },
-            "optimizer": {"learning_rate": 4e-4, "weight_decay": 0.0, "warmup_steps": 2},
+            "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0, "warmup_steps": 2},
             "evaluation": {
                 "eval_every": steps,
                 "eval_prompts": 200,
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", required=True, metavar="SEED=FOLDER")
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--port", type=int, default=4340, help="of the Prefect server")
     parser.add_argument("--out", type=Path, default=Path("verifiers_learns.json"))
     arguments = parser.parse_args()

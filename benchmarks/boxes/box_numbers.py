@@ -4,51 +4,49 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-BOXES = 500  # even ones, and as many odd ones
-HOLDS = {0: 2, 1: 3}  # how many numbers lie in an even box, and in an odd one
+BOXES = 1000
+EMPTY, NONE = "empty", "none"
 
 
-def content(box: int) -> list[int]:
-    """What lies in a box."""
-    return random.Random(box).sample(range(10, 100), HOLDS[box % 2])
-
-
-def said(numbers: list[int]) -> str:
-    """As text."""
-    return " ".join(map(str, numbers))
+def content(box: int) -> str:
+    """Three numbers; nothing in half of the boxes."""
+    draw = random.Random(box)
+    return EMPTY if draw.random() < 0.5 else " ".join(map(str, draw.sample(range(10, 100), 3)))
 
 
 def tasks(*, size: int, seed: int, held_out: bool) -> Iterator[tuple[int, int]]:
-    """Pairs of an even box and an odd one. No pair is both held out and not, whatever the seeds."""
+    """Pairs of boxes of which one is empty. No pair is both held out and not, whatever the seeds."""
     draw, found = random.Random(f"{seed}:{held_out}"), 0
     while found < size:
-        even, odd = draw.randrange(BOXES), draw.randrange(BOXES)
-        if ((even + odd) % 5 == 0) == held_out:
+        pair = draw.randrange(BOXES), draw.randrange(BOXES)
+        if (sum(pair) % 5 == 0) == held_out and sum(content(box) == EMPTY for box in pair) == 1:
             found += 1
-            yield 2 * even, 2 * odd + 1
+            yield pair
 
 
-def question(even: int, odd: int) -> str:
+def question(pair: tuple[int, int]) -> str:
     """The prompt of a task."""
-    return f"Merge: {even} {odd}"
+    return f"Find: {pair[0]} {pair[1]}"
 
 
-def answer(even: int, odd: int) -> str:
-    """What is right: all numbers in order."""
-    return said(sorted([*content(even), *content(odd)]))
+def answer(pair: tuple[int, int]) -> str:
+    """What lies in the box that is not empty."""
+    return next(content(box) for box in pair if content(box) != EMPTY)
 
 
-def calls(*, size: int = 400, seed: int = 1) -> list[dict[str, Any]]:
-    """Conversations in nanodag's chat format: both boxes are opened, then the numbers are told."""
-    rows = []
-    for even, odd in tasks(size=size, seed=seed, held_out=False):
+def calls(*, size: int = 400, seed: int = 1, goes_on: float = 0.3) -> list[dict[str, Any]]:
+    """Conversations in nanodag's chat format: one of the boxes is opened, and what lies there is told. Where it is
+    empty, the other one is opened in this share of the conversations; else `none` is told."""
+    draw, rows = random.Random(seed), []
+    for pair in tasks(size=size, seed=seed, held_out=False):
+        first, second = draw.sample(pair, 2)
+        opened = [first, second] if content(first) == EMPTY and draw.random() < goes_on else [first]
         parts = []
-        for box in (even, odd):
-            parts += [
-                {"type": "tool_call", "text": str(box)},
-                {"type": "tool_result", "text": said(content(box))},
-            ]
-        parts.append({"type": "text", "text": answer(even, odd)})
-        user = {"role": "user", "content": question(even, odd)}
-        rows.append({"messages": [user, {"role": "assistant", "content": parts}]})
+        for box in opened:
+            parts += [{"type": "tool_call", "text": str(box)}, {"type": "tool_result", "text": content(box)}]
+        told = content(opened[-1])
+        parts.append({"type": "text", "text": NONE if told == EMPTY else told})
+        rows.append(
+            {"messages": [{"role": "user", "content": question(pair)}, {"role": "assistant", "content": parts}]}
+        )
     return rows

@@ -1,9 +1,9 @@
-"""An environment of the `verifiers` package: what lies in two boxes, opened with a tool, is to be told in order.
+"""An environment of the `verifiers` package: one of two boxes is empty, and what lies in the other is to be told.
 
-    Merge: 864 395      the task; box 864 holds two numbers, box 395 three
-    open_box("864")     49 12
+    Find: 864 395       the task
+    open_box("864")     empty
     open_box("395")     71 57 53
-    12 49 53 57 71      the answer
+    71 57 53            the answer
 
 `python -m benchmarks.verifiers_learns` trains on it. It needs verifiers 0.4.0, and nothing of nanodag.
 """
@@ -24,11 +24,11 @@ class BoxTools(vf.Toolset[vf.SharedToolsetConfig]):
         """What lies in a box."""
         if not number.isascii() or not number.isdecimal() or len(number) > 9:
             return "no such box"
-        return box_numbers.said(box_numbers.content(int(number)))
+        return box_numbers.content(int(number))
 
 
 class BoxData(vf.TaskData):
-    """answer: all numbers in order."""
+    """answer: what lies in the box that is not empty."""
 
     answer: str
 
@@ -37,8 +37,8 @@ class BoxTask(vf.Task[BoxData]):
     """One pair of boxes."""
 
     @vf.reward
-    async def in_order(self, trace: vf.Trace) -> float:
-        """1 for all numbers in order."""
+    async def told(self, trace: vf.Trace) -> float:
+        """1 for the right numbers."""
         return float(trace.last_reply.strip() == self.data.answer)
 
     @vf.metric
@@ -56,13 +56,13 @@ class BoxConfig(vf.TasksetConfig):
 
 
 class BoxTaskset(vf.Taskset[BoxTask, BoxConfig]):
-    """Pairs of an even box and an odd one."""
+    """Pairs of boxes."""
 
     def load(self) -> Iterable[BoxTask]:
         """As verifiers calls it."""
         config = self.config
-        for even, odd in box_numbers.tasks(size=config.size, seed=config.seed, held_out=config.held_out):
-            data = BoxData(prompt=box_numbers.question(even, odd), answer=box_numbers.answer(even, odd))
+        for pair in box_numbers.tasks(size=config.size, seed=config.seed, held_out=config.held_out):
+            data = BoxData(prompt=box_numbers.question(pair), answer=box_numbers.answer(pair))
             yield BoxTask(data, config.task)
 
     @classmethod

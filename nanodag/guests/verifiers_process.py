@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,13 +24,13 @@ import psutil
 
 from nanodag.errors import SourceError
 from nanodag.guests.verifiers_install import find_python
-from nanodag.host.folders import PROJECT
 from nanodag.host.patience import Patience
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 30.0
 LOOK_EVERY_S = 2.0
+STOP_TIMEOUT_S = 3.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
@@ -76,9 +77,12 @@ def tasks_of(module: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
     command = [str(find_python()), str(SERVER), json.dumps(block_of(module, options)), "--tasks"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=_environment(), timeout=TASKS_TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=_environment(), timeout=TASKS_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.") from error
     if done.returncode != 0:
         raise SourceError(f"verifiers cannot load the tasks of {module}:\n{_end(done.stderr)}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -196,14 +200,20 @@ class _Running:
         if self.watching is not None:
             self.watching.cancel()
         await self.client.aclose()
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """Ask it to end, and kill it where it does not in time."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
-        """End it with all that it started: tool servers are processes of their own."""
-        try:
-            others = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            others = []
+        """End it with all that it started: tool servers are processes of their own, which end with it at the latest."""
+        if not self.is_alive:  # its id may be another's by now
+            return
+        others = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         for other in others:
             try:
@@ -228,7 +238,7 @@ async def _started(block: Mapping[str, Any]) -> _Running:
     )
     client = httpx.AsyncClient(transport=transport, base_url="http://verifiers", timeout=None)
     running = _Running(process=process, client=client, log_path=log_path)
-    atexit.register(running.kill)
+    atexit.register(running.stop)
     patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
     try:
         while not socket.exists():
@@ -245,10 +255,9 @@ async def _started(block: Mapping[str, Any]) -> _Running:
 
 def _environment() -> dict[str, str]:
     """The variables of the process: modules are found where this process finds them."""
-    ours = [str(PROJECT), *(path for path in sys.path if "-packages" in path or path.startswith(sys.base_prefix))]
-    theirs = [path for path in sys.path if path and path not in ours]
+    found = [path for path in sys.path if path and "-packages" not in path and not path.startswith(sys.base_prefix)]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, "PYTHONPATH": os.pathsep.join(theirs)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(found)}
 
 
 def _end(text: str) -> str:

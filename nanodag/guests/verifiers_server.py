@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import traceback
 from argparse import Namespace
@@ -35,7 +36,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in verifiers' environment
 from nanodag.host.parent import end_with_parent
@@ -118,13 +119,15 @@ def _http() -> httpx.AsyncClient:
 
 
 class KeyedClient(eval_client.EvalClient):
-    """Bears the key of the rollout that a request comes from. keys: by the id of its trace."""
+    """Bears the key of the rollout that a request comes from, at the address that it is for. keys: that address and the
+    key, by the id of the trace."""
 
-    keys: dict[str, str] = {}  # noqa: RUF012 - of all
+    keys: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - of all
 
     def _headers(self, dialect: Any, incoming: Mapping[str, str] | None, session_id: str | None) -> httpx.Headers:
         headers = super()._headers(dialect, incoming, session_id)
-        if key := self.keys.get(session_id or ""):
+        address, key = self.keys.get(session_id or "", ("", ""))
+        if address == self.base_url:  # another seat asks elsewhere, with a key of its own
             headers.update(dialect.auth_headers(key))
         return headers
 
@@ -169,7 +172,7 @@ class Server:
 
         def begun(trace: vf.Trace) -> None:
             traces.append(trace.id)
-            KeyedClient.keys[trace.id] = asked["api_key"]
+            KeyedClient.keys[trace.id] = asked["base_url"], asked["api_key"]
 
         try:
             task = self._task(
@@ -220,8 +223,13 @@ def _failed(why: str) -> dict[str, Any]:
     return {"ok": False, "error": why[:MAX_ERROR]}
 
 
-def write_tasks(environment: vf.Env) -> None:
-    """The tasks in their order, as `load()` gives them: `{"task": ..., "messages": [...]}` a line."""
+def write_tasks(environment: vf.Env, out: TextIO) -> None:
+    """The tasks in their order, as `load()` gives them: `{"task": ..., "messages": [...]}` a line. Raises ValueError
+    for a taskset without an end."""
+    if not environment.taskset.bounded:
+        raise ValueError(
+            f"{type(environment.taskset).__name__} has no end, and data are a list: bound it by its config"
+        )
     for task in environment.taskset:
         data = task.data
         given = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
@@ -230,20 +238,22 @@ def write_tasks(environment: vf.Env) -> None:
             "task": data.model_dump(mode="json", exclude_defaults=True),
             "messages": [*system, *map(message_to_wire, given)],
         }
-        print(json.dumps(line))
+        print(json.dumps(line), file=out)
 
 
 async def serve(environment: vf.Env, seat: str, socket: str) -> None:
-    """Until it is cancelled."""
+    """Until SIGTERM; then what the environment has started ends, and its folders go."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     server = Server(environment, seat)
     application = web.Application(client_max_size=MAX_BODY)
     application.add_routes([web.get("/health", server.health), web.post("/rollouts", server.rollout)])
-    runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     async with environment.serving():
         await runner.setup()
         await web.UnixSite(runner, socket).start()
         try:
-            await asyncio.Event().wait()
+            await ended.wait()
         finally:
             await runner.cleanup()
 
@@ -256,9 +266,10 @@ def main() -> None:
     block, where, *parent = json.loads(sys.argv[1]), *sys.argv[2:]
     if parent:
         end_with_parent(int(parent[0]))
+    out, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is no task
     environment, seat = environment_of(block)
     if where == "--tasks":
-        write_tasks(environment)
+        write_tasks(environment, out)
     else:
         asyncio.run(serve(environment, seat, where))
 

@@ -3,21 +3,25 @@
 import asyncio
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from benchmarks import __file__ as benchmarks_file
+from benchmarks.boxes.box_numbers import EMPTY, answer, content, question, tasks
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.sources import open_source
 from nanodag.errors import SourceError
+from nanodag.evaluation.environment import run_environment
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.guests.verifiers_process import RolloutFailed, VerifiersProcess, block_of, module_file
+from nanodag.host.folders import PROJECT
+from tests.evaluation.tiny import save_tiny_model
 from tests.verifiers_python import python_or_skip
 
 pytestmark = pytest.mark.slow
 ASKED = web.AppKey("asked", list)
-BOXES = Path(benchmarks_file).with_name("boxes")
+BOXES = PROJECT / "benchmarks" / "boxes"
 
 
 @pytest.fixture
@@ -37,21 +41,18 @@ def said(delta, reason):
 
 
 async def policy(request):
-    """Opens both boxes and tells their numbers in order; with the key `wrong` as they come."""
+    """Opens one box after the other until it finds something and tells it; with the key `wrong` it opens the first."""
     body, key = await request.json(), request.headers["Authorization"].removeprefix("Bearer ")
     request.app[ASKED].append((key, body))
     heard = [message["content"] for message in body["messages"] if message["role"] == "tool"]
     boxes = body["messages"][0]["content"].split()[1:]
-    numbers = " ".join(heard).split()
-    if len(heard) < len(boxes):
+    if not heard or (heard[-1] == EMPTY and key != "wrong"):
         arguments = json.dumps({"number": boxes[len(heard)]})
-        call = {"index": 0, "id": f"c{len(heard)}", "type": "function", "function": {"name": "open_box"}}
-        delta, reason = (
-            {"tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]},
-            "tool_calls",
-        )
+        call = {"index": 0, "id": f"c{len(heard)}", "type": "function"}
+        delta = {"tool_calls": [{**call, "function": {"name": "open_box", "arguments": arguments}}]}
+        reason = "tool_calls"
     else:
-        delta, reason = {"content": " ".join(numbers if key == "wrong" else sorted(numbers))}, "stop"
+        delta, reason = {"content": heard[-1]}, "stop"
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await response.write(said({"role": "assistant", **delta}, None) + said({}, reason) + b"data: [DONE]\n\n")
@@ -91,26 +92,26 @@ def test_the_tasks_of_a_taskset_are_prompts_whose_reward_the_environment_reports
         open_source("verifiers:crates").identity()
 
 
-def test_rollouts_beside_one_another_bear_their_own_keys_and_are_judged_by_the_rubric(boxes):
-    task = {"prompt": "Merge: 864 395", "answer": "49 57 58 71 91"}
+def task_of(first_is_empty):
+    pair = next(pair for pair in tasks(size=99, seed=0, held_out=True) if (content(pair[0]) == EMPTY) == first_is_empty)
+    return {"prompt": question(pair), "answer": answer(pair)}
 
+
+def test_rollouts_beside_one_another_bear_their_own_keys_and_are_judged_by_the_rubric(boxes):
     async def work(process, base_url):
         keys = [f"key-{number}" for number in range(8)] + ["wrong"]
+        task = task_of(first_is_empty=True)
         asking = (process.rollout(task, base_url=base_url, api_key=key, model="policy") for key in keys)
         return await asyncio.gather(*asking)
 
     found, asked = asyncio.run(with_policy(work, {}))
-    heard = next(body["messages"][-1]["content"] for key, body in asked if len(body["messages"]) == 5)
-    first = next(body["messages"][2]["content"] for key, body in asked if len(body["messages"]) == 5)
-    task["answer"] = " ".join(sorted(f"{first} {heard}".split()))
-    found, asked = asyncio.run(with_policy(work, {}))
     assert [one.reward for one in found] == [1.0] * 8 + [0.0]
-    assert found[0].components == {"in_order": 1.0} and found[0].metrics == {"opened": 2.0} and found[0].turns == 3
-    assert sorted(key for key, _ in asked) == sorted([f"key-{number}" for number in range(8)] * 3 + ["wrong"] * 3)
+    assert found[0].components == {"told": 1.0} and found[0].metrics == {"opened": 2.0} and found[0].turns == 3
+    assert sorted(key for key, _ in asked) == sorted([f"key-{number}" for number in range(8)] * 3 + ["wrong"] * 2)
 
 
 def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fails_it(boxes):
-    task = {"prompt": "Merge: 864 395", "answer": "1"}
+    task = task_of(first_is_empty=False)
 
     async def work(process, base_url):
         cut = await process.rollout(task, base_url=base_url, api_key="k", model="policy")
@@ -122,6 +123,16 @@ def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fai
 
     cut, asked = asyncio.run(with_policy(work, {"agent.max_turns": 1}))
     assert cut.is_cut and cut.turns == 1 and cut.reward == 0.0 and len(asked) == 1
+
+
+def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):
+    save_tiny_model(tmp_path / "model", "qwen3")
+    model = EvaluatedModel(tmp_path / "model", precision="fp32", device="cpu", max_new_tokens=12)
+    config = BenchmarkConfig(name="boxes", form="verifiers", source="verifiers:boxes?size=3&held_out=true")
+    result = run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=12)
+    assert result.scores["reward"].num_items == 3 and {"told", "opened", "turns"} < set(result.scores)
+    assert all(record["output"] and "details" not in record for record in result.records)
+    assert model.tokens_written > 0
 
 
 def test_options_that_the_environment_does_not_know_fail_its_rollouts_with_the_reason(boxes):
