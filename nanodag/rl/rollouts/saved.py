@@ -42,6 +42,10 @@ class SavedFiles:
             return {"kind": "rollouts", "steps": {str(step): file_sha256(path) for step, path in self.steps.items()}}
         return {"kind": "rollouts", "files": [file_sha256(path) for path in self.files]}
 
+    def states(self) -> list[tuple[int, int]]:
+        """Size and time of change of each file; of one that is gone -1 and 0."""
+        return list(map(_state, self.files))
+
 
 def saved_files(source: str) -> SavedFiles:
     """The files that `file:PATH` names, sorted. Raises ConfigError where there is none."""
@@ -127,7 +131,6 @@ class SavedGroups:
     def __init__(self, files: Sequence[Path], choose: Choose) -> None:
         self._choose = choose
         self._places: list[_Place] = []
-        self._seen = {path: _state(path) for path in files}
         self.left_out = Counter[str]()
         for path in files:
             self._index(path)
@@ -136,10 +139,8 @@ class SavedGroups:
         return len(self._places)
 
     def read(self, number: int) -> list[Saved]:
-        """A group, whole. Raises SourceError for a file that has changed."""
+        """A group, whole."""
         place = self._places[number]
-        if _state(place.path) != self._seen[place.path]:
-            raise SourceError(f"{place.path} has changed since the stage began. Leave it as it was, and run it again.")
         with place.path.open("rb") as stream:
             return [_parsed(_line_at(stream, begin), begin, place.path) for begin in place.begins]
 
@@ -154,6 +155,8 @@ class SavedGroups:
 
 
 def _state(path: Path) -> tuple[int, int]:
+    if not path.exists():
+        return -1, 0
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
