@@ -140,18 +140,21 @@ class SavedGroups:
 
     def read(self, number: int) -> list[Saved]:
         """A group, whole."""
-        place = self._places[number]
-        with place.path.open("rb") as stream:
-            return [_parsed(_line_at(stream, begin), begin, place.path) for begin in place.begins]
+        return _group_at(self._places[number])
 
     def _index(self, path: Path) -> None:
-        fresh = (saved for saved in read_saved(path) if REPLAYED not in saved.rollout.metadata)
-        for group in groups_in(fresh):
-            _, reason = self._choose([saved.rollout for saved in group])
+        groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
+        for saved in read_saved(path):
+            if REPLAYED not in saved.rollout.metadata:
+                member = (place_in_group(saved.rollout), saved.begin)
+                groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
+        for members in groups.values():  # read again: a group's lines need not be adjacent, nor a file fit into memory
+            place = _Place(path, tuple(begin for _, begin in sorted(members)))
+            _, reason = self._choose([saved.rollout for saved in _group_at(place)])
             if reason:
                 self.left_out[reason] += 1
             else:
-                self._places.append(_Place(path, tuple(saved.begin for saved in group)))
+                self._places.append(place)
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -161,9 +164,13 @@ def _state(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _line_at(stream: Any, begin: int) -> bytes:
-    stream.seek(begin)
-    return bytes(stream.readline())
+def _group_at(place: _Place) -> list[Saved]:
+    group = []
+    with place.path.open("rb") as stream:
+        for begin in place.begins:
+            stream.seek(begin)
+            group.append(_parsed(stream.readline(), begin, place.path))
+    return group
 
 
 def _parsed(line: bytes, begin: int, path: Path) -> Saved:
