@@ -150,6 +150,9 @@ def test_files_that_cannot_be_trained_are_refused_with_the_reason(tmp_path):
         taken(found, 1)
     with pytest.raises(StageFailed, match=r"other files of rollout\.source"):
         check_source(tmp_path, found.identity, source(lines).identity)
+    lines.unlink()
+    with pytest.raises(SourceError, match="has changed since the stage began"):
+        taken(found, 2)
     (tmp_path / "all.parquet").touch()
     for pattern, why in (("none*", "finds no file"), ("all.*", "all.parquet, which is no .jsonl")):
         with pytest.raises(ConfigError, match=why):
