@@ -12,6 +12,7 @@ from typing import Literal
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.conversation import Turn as Said
 from nanodag.rl.rollouts.conversation import calls_in, turns_of
+from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.tokenizer.encoding import Encoding
@@ -28,7 +29,7 @@ LAST_LINES, LINE_LENGTH = 20, 300
 WORDS = "; its last words: "
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
-MOST_COMPONENTS = 50
+MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
 
@@ -68,14 +69,15 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """One sequence of a sample. prompt: where it is not the group's, else empty. facts, components: name and value.
-    metadata: JSON, empty for none. left_out: tokens that are not drawn."""
+    """One sequence of a sample. prompt: where it is not the group's, else empty. facts, numbers: name and value;
+    numbers are the reward's components and the environment's metrics. metadata: JSON, empty for none. left_out: tokens
+    that are not drawn."""
 
     read: Read
     prompt: str
     turns: Sequence[Turn]
     facts: Sequence[tuple[str, str]]
-    components: Sequence[tuple[str, str]]
+    numbers: Sequence[tuple[str, str]]
     failures: Sequence[Failure]
     metadata: str
     left_out: int
@@ -173,13 +175,13 @@ class _Brush:
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
         said = turns_of(rollout, self.encoding.decode)
-        components = list(rollout.reward_components.items())[:MOST_COMPONENTS]
+        numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
         return Branch(
             read=read,
             prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
             turns=[turn for number, one in enumerate(said, 1) if (turn := self._turn(read, number, one, gap)).tokens],
             facts=_facts(read, len(said)),
-            components=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in components],
+            numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
             failures=[_failure(what, str(rollout.metadata[k])) for k, what in ERRORS.items() if k in rollout.metadata],
             metadata=_metadata(rollout),
             left_out=left_out,

@@ -284,7 +284,8 @@ def test_a_long_result_is_folded_and_a_short_one_is_not(shelf):
 
 
 def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
-    main, other = (rollout("p", index, float(index), [said("main")]) for index in (0, 1))
+    counted = {"metrics": {"rooms": 3.0}, "turns": 1}
+    main, other = (rollout("p", index, float(index), [said("main")], metadata=counted) for index in (0, 1))
     own = Rollout(
         group_id="p@0", prompt_id="p", sample_index=0, branch=1, role="judge", spans=(prompt_span([A]), said("fair")),
         finish_reason="length", reward=0.25, reward_components={"agreed": 0.5},
@@ -296,6 +297,7 @@ def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
     page = get()
     assert "<dt>mean reward</dt><dd>0.5</dd>" in page and "<dt>samples</dt><dd>2</dd>" in page
     assert page.count('<details class="branch">') == 1 and "<dt>agreed</dt><dd>0.5</dd>" in page
+    assert page.count("<dt>rooms</dt><dd>3</dd>") == 2
     assert "1 of 3 rollouts" in get("?role=judge") and "2 of 3 rollouts" in get("?sample=0")
 
 
