@@ -265,7 +265,8 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
     assert {request.params.temperature for request in requests} == {1.0}
 
 
-def test_a_tool_call_has_the_same_name_each_time_that_a_stage_is_run(folder, ids):  # noqa: F811
+def test_a_tool_call_has_the_same_name_each_time_and_no_proxy_stands_before_the_api(folder, ids, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     says = lambda request: ids("<|tool_call|>hi<|tool_call_end|>")  # noqa: E731
     (_, _, once), (_, _, again) = (generated(folder, says, "named", samples_per_prompt=1) for _ in range(2))
     assert once == again and once[0].startswith("call_") and len(once[0]) == 29
