@@ -2,6 +2,7 @@
 fail. Agents are real processes; the sampler is a fake that we own."""
 
 import asyncio
+import json
 import random
 from dataclasses import replace
 
@@ -56,6 +57,24 @@ def with_subagent(task):
     result = {"role": "tool", "content": other, "tool_call_id": first["tool_calls"][0]["id"]}
     last = said(task, [*messages, first, result], tools=[TOOL])
     return 0.5, {"length": len(last["content"])}
+
+def forms(task):
+    """Several choices, a stop string, a stream, texts, too much at once."""
+    two = post(task, "/chat/completions", {"messages": [user("two")], "n": 2})["choices"]
+    cut = said(task, [user("cut")], stop=["y", "q"])["content"]
+    short = said(task, [user("short")], max_tokens=1)["content"]
+    headers = {"Authorization": "Bearer " + task.api_key, "Content-Type": "application/json"}
+    body = json.dumps({"messages": [user("stream")], "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(task.base_url + "/chat/completions", body, headers)) as reply:
+        events = [json.loads(line[6:]) for line in reply if line.startswith(b"data: {")]
+    stream = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    text = post(task, "/completions", {"prompt": "ab", "max_tokens": 2})["choices"][0]["text"]
+    more = post(task, "/completions", {"prompt": "ab" + text + "cd", "max_tokens": 1})["choices"][0]["text"]
+    refused = [
+        post(task, "/chat/completions", {"messages": [user("?")], **one})
+        for one in ({"tool_choice": "required", "tools": [TOOL]}, {"top_logprobs": 2, "logprobs": True}, {"min_p": 0.5})
+    ]
+    return json.dumps([sorted(one["message"]["content"] for one in two), cut, short, stream, text, more, refused])
 
 def named(task):
     """The name of a call, which some chat templates render."""
@@ -246,10 +265,25 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
     assert {request.params.temperature for request in requests} == {1.0}
 
 
-def test_a_tool_call_has_the_same_name_each_time_that_a_stage_is_run(folder, ids):  # noqa: F811
+def test_a_tool_call_has_the_same_name_each_time_and_no_proxy_stands_before_the_api(folder, ids, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     says = lambda request: ids("<|tool_call|>hi<|tool_call_end|>")  # noqa: E731
     (_, _, once), (_, _, again) = (generated(folder, says, "named", samples_per_prompt=1) for _ in range(2))
     assert once == again and once[0].startswith("call_") and len(once[0]) == 29
+
+
+def test_choices_stop_strings_streams_and_texts_are_trained_as_far_as_the_agent_has_seen_them(folder, ids):  # noqa: F811
+    def says(request):
+        text = Encoding(folder).decode(request.input_ids)
+        return [65 + request.params.sampling_seed % 26, *ids("<|end|>")] if "two" in text else ids("xyz<|end|>")
+
+    rollouts, requests, answers = generated(folder, says, "forms", samples_per_prompt=1)
+    two, *others = json.loads(answers[0])
+    assert two[0] != two[1] and others == ["x", "x", "xyz", "xy", "x", [None, None, None]]
+    assert {request.params.max_new_tokens for request in requests} == {16, 1, 2}
+    found = {(Encoding(folder).decode(one.response_token_ids), one.finish_reason) for one in rollouts}
+    ended = {f"{two[0]}<|end|>", f"{two[1]}<|end|>", "xyz<|end|>"}
+    assert found == {("xy", "text"), ("x", "length"), ("xycdx", "length"), *((text, "stop") for text in ended)}
 
 
 def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa: F811

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from nanodag.errors import ConfigError
+from nanodag.host.ports import LOOPBACK
 from nanodag.rl.agents.visit import AgentFailed, AgentLost
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -90,7 +91,7 @@ class _Worker:
                 stdout=self._words,
                 stderr=self._words,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONHASHSEED": "0"},
+                env=_environment(),
                 start_new_session=True,
             )
         self._socket, self._rest = ours, b""
@@ -153,6 +154,12 @@ class _Worker:
             return AgentFailed(f"its process answers no more{self.last_words()}")
         kind = AgentLost if code == -signal.SIGKILL else AgentFailed
         return kind(f"its process ended with code {code}{self.last_words()}")
+
+
+def _environment() -> dict[str, str]:
+    """Of a process: this one's, but that no proxy stands before the API."""
+    direct = ",".join([*filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]), LOOPBACK])
+    return {**os.environ, "PYTHONHASHSEED": "0", "NO_PROXY": direct, "no_proxy": direct}
 
 
 def interpreter(python: str) -> str:
