@@ -22,8 +22,10 @@ from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents")  # folders that hold entries
+# Folders of this package that hold entries.
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents", "rl/environments")
 REQUIRED = "required"
+EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
 CALLED_WITH: Mapping[str, tuple[str, ...]] = {
@@ -36,6 +38,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "group": ("prompt", "completions"),
     "process": ("prompt", "completion"),
     "generate": ("sampler", "sample"),
+    "environment": (),
     "filter": ("group",),
 }
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
@@ -67,7 +70,8 @@ class Entry:
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
     needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
     needs to find a program that hangs wrong.
-    argument: what the name resumes after a colon, as in `remote:http://...`.
+    argument: what the name resumes after a colon, as in `remote:http://...`. passes_on: options that it does not know
+    go to what its argument names.
     """
 
     path: str
@@ -81,6 +85,7 @@ class Entry:
     is_of_generate: bool = False
     least_timeout_s: float = 0.0
     argument: Argument = ""
+    passes_on: bool = False
 
 
 def entry(
@@ -135,9 +140,10 @@ def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
                 continue
             kind = ast.unparse(parameter.annotation) if parameter.annotation else "any"
             options[parameter.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
+    passes_on = not isinstance(node, ast.ClassDef) and node.args.kwarg is not None
     traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-    return Entry(path=path, words=words, options=options, **traits)
+    return Entry(path=path, words=words, options=options, passes_on=passes_on, **traits)
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -175,7 +181,8 @@ def own_function(kind: str, name: str) -> str:
     spec = find(kind, name)
     if spec is None:
         return name
-    return name.partition(":")[2] if spec.argument == "function" else ""
+    path = name.partition(":")[2] if spec.argument == "function" else ""
+    return "" if path.startswith(EXAMPLES) else path
 
 
 def own_file(kind: str, name: str) -> str:
@@ -239,7 +246,7 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
     if spec is None or (spec.argument == "function" and kind != "generate"):
         return  # the function's own signature is asked when it is loaded
     takes = {key: parameter for key, parameter in spec.options.items() if key not in settings}
-    _check_options(kind, name, options, takes)
+    _check_options(kind, name, {k: v for k, v in options.items() if k in takes or not spec.passes_on}, takes)
     if kind == "filter" and takes and not options:
         raise ConfigError(_wrong_options(kind, name, "needs an option, or it would drop nothing", takes))
 

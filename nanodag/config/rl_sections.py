@@ -59,6 +59,14 @@ class RolloutSection(StageSection):
     """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    """Texts that end a turn, beside the chat format's own end. The token that completes one is its last, and all that
+    was sampled is trained and seen by the reward."""
+    stop_token_ids: tuple[Natural, ...] = ()
+    """Token ids that end a turn, beside the chat format's own. The reward does not see such a token."""
+    template_options: dict[str, bool | int | float | str] = {}
+    """Switches of the model's chat template, such as {enable_thinking: false}, for all prompts; a source's own
+    template_options come first."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
     partial_rollout_tokens: int = Field(0, ge=0)
@@ -78,8 +86,8 @@ class RolloutSection(StageSection):
     reward_processes: int = operational(1, ge=1)
     """Processes that compute rewards."""
     max_failed_rewards: float = operational(0.25, ge=0, le=1)
-    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
-    Above it the stage stops; below it these samples are left out."""
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process; and
+    of the samples whose function, environment or agent does. Above it the stage stops; below it they are left out."""
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutSection":
@@ -149,6 +157,11 @@ class RolloutSection(StageSection):
             )
 
     def _check_partial(self) -> None:
+        if self.stop and self.partial_rollout_tokens:
+            raise ValueError(
+                f"stop {list(self.stop)} with partial_rollout_tokens {self.partial_rollout_tokens}: a text that begins "
+                "in one segment and ends in the next would be missed; leave one of them out, or use stop_token_ids"
+            )
         if self.order == "arrival" and (name := self.needs_prompt_order):
             raise ValueError(
                 f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, "
@@ -355,8 +368,7 @@ class WeightsSection(StageSection):
 
     sync: Literal["disk", "distributed", "ipc"] = operational("disk")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
-    rank 0, also to servers of others on any machine, but not to sampler.nodes; `ipc`, memory that rank 0 shares with
-    samplers of its machine."""
+    rank 0, to samplers on any machine; `ipc`, memory that rank 0 shares with samplers of its machine."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""

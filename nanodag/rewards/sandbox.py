@@ -44,6 +44,7 @@ ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
+SHOWN = "/tmp/shown"  # where folders are shown to another user
 _PROGRAM = "/inside/program.py"
 
 # Sets limits on itself and becomes the program, in one interpreter. Arguments: program, seconds of CPU, bytes of
@@ -97,6 +98,14 @@ class Walls:
     becomes: int | None
     prefix: str
     is_sized: bool
+
+    def showing(self, paths: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The command, and where what it starts finds these paths: as a user whom their parents may be closed to."""
+        if "--" not in self.command:
+            return list(self.command), list(paths)
+        end, places = self.command.index("--"), [f"{SHOWN}-{number}" for number in range(len(paths))]
+        binds = [part for path, place in zip(paths, places, strict=True) for part in ("--bind", path, place)]
+        return [*self.command[:end], *binds, *self.command[end:]], places
 
 
 def run_python(
@@ -258,7 +267,14 @@ def _start(
         filter_path = seccomp.filter_path()
         assert filter_path is not None  # _why_not has seen it
         rules = stack.enter_context(filter_path.open("rb"))
-        command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno(), further=further)]
+        before, found = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
+        wanted = [*further.read_only, *(place for _, place in further.shown)]
+        binds = [
+            part
+            for number, pair in enumerate(zip(found, wanted, strict=True))
+            for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
+        ]
+        command = [*before, *_options(behind, binds, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
     group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
     limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
@@ -283,8 +299,8 @@ def _start(
     return _Started(process, folder, group is not None)
 
 
-def _options(behind: Walls, *, source: int, rules: int, further: Further) -> list[str]:
-    """Of bubblewrap. source, rules: open files of the program and of the filter of system calls."""
+def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) -> list[str]:
+    """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
     size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
@@ -296,9 +312,8 @@ def _options(behind: Walls, *, source: int, rules: int, further: Further) -> lis
         *(part for folder in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", folder, folder)),
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
         *("--ro-bind", behind.prefix, sys.base_prefix),
-        *(part for folder in further.read_only for part in ("--ro-bind", folder, folder)),
-        *(part for path, place in further.shown for part in ("--bind", path, place)),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *binds,
         *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
         *(part for folder in closed for part in ("--remount-ro", folder)),
         "--",

@@ -264,17 +264,22 @@ class Checks:
             check_lora(name, stage, width, self._pipeline.unchecked)
 
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
-        path = entry.own_function
-        if entry.kind == "generate" and path != entry.name:  # it is run by an interpreter that may have other packages
+        path, traits = entry.own_function, entry.traits
+        passes_on = traits is not None and traits.passes_on
+        if (
+            entry.kind == "generate" and path != entry.name and not passes_on
+        ):  # it is run by an interpreter that may have other packages
             self._module(path)
             return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
+        own = traits.options if traits is not None and passes_on else ()
+        options = {name: value for name, value in entry.options.items() if name not in own}
         try:
             if prefix:
-                inspect.signature(function).bind(*arguments, **entry.options)
+                inspect.signature(function).bind(*arguments, **options)
             else:
                 inspect.signature(loaded).bind(*arguments)
         except TypeError as error:

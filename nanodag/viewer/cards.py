@@ -194,7 +194,7 @@ class _Brush:
             num_tokens=len(said.span.token_ids),
             num_calls=len(calls_in(said.text)) if is_sampled else 0,
             tokens=self._tokens(read, said, gap),
-            preview=shortened(" ".join(said.text[:OPEN_LENGTH].split()), PREVIEW_LENGTH) if is_folded else "",
+            preview=" ".join(said.text[:PREVIEW_LENGTH].split()) + " …" if is_folded else "",
         )
 
     def _tokens(self, read: Read, said: Said, gap: range) -> list[Token]:

@@ -139,7 +139,7 @@ def _why_not(read: Read, lowest: float) -> str:
         return "no reward"
     if rollout.reward < lowest:
         return "reward too low"
-    if rollout.finish_reason != "stop":
+    if rollout.finish_reason not in ("stop", "text"):
         return "cut"
     if any(span.kind == "tool" for span in rollout.spans):
         return "with text of a tool"

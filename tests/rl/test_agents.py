@@ -124,11 +124,14 @@ class Pool(SeenPool):
         return futures
 
 
-def generated(folder, says, name, *, context=200, count=1, options=None, **values):  # noqa: F811
+def generated(folder, says, function_or_options, *, name="", context=200, count=1, options=None, **values):  # noqa: F811
     """The rollouts of one step, the sampler's requests, and what the reward saw."""
     script, pool, encoding, renderer = Script(says), Pool(), Encoding(folder), load_renderer(folder)
-    generate = {"name": f"agent:tiny_agents:{name}", "options": {"seconds": 20.0, **(options or {})}}
-    stage = config(generate=generate, filters=[], prompts_per_step=count, **values)
+    generate = {"name": name, "options": function_or_options}
+    if not name:
+        named = f"agent:tiny_agents:{function_or_options}"
+        generate = {"name": named, "options": {"seconds": 20.0, **(options or {})}}
+    stage = config(generate=generate, filters=[], prompts_per_step=count, max_failed_rewards=1.0, **values)
     turns = Turns(stage, encoding, renderer, context=context, vocabulary=VOCABULARY)
     generator = RolloutGenerator(stage, script, pool, encoding, renderer.stop_ids, turns)
     asked = prompts(lambda text: [266 - 10, *text[-2:].encode()], count)
@@ -219,3 +222,66 @@ def test_a_sampler_that_is_lost_ends_the_agent_and_is_blamed(folder):  # noqa: F
 
     with pytest.raises(SamplerLost):
         generated(folder, lost, "greedy")
+
+
+PROGRAM = """
+import json, os, socket, sys, time, urllib.request
+
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+
+record = json.load(open(os.environ["NANODAG_TASK"]))
+said = post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})["choices"][0]["message"]["content"]
+number = int(record["prompt_id"].removeprefix("p"))
+if number == 1:
+    while True:
+        os.fork()
+if number == 2:
+    time.sleep(60)
+if number == 3:
+    sys.exit("no luck")
+post("/reward", {"reward": 0.25, "components": {"format": 1}})
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError as error:
+    print(f"{said} {error.strerror} {os.access(__file__, os.W_OK)}")
+open("found.txt", "w").close() if number == 4 else open("/tmp/work/found.txt", "w").write(f"{said} in a file")
+"""
+
+
+def program(tmp_path) -> str:
+    where = tmp_path / "agent"
+    where.mkdir()  # the sandbox's user may read it, but not what is above it
+    (where / "agent.py").write_text(PROGRAM)
+    return str(where)
+
+
+def test_a_program_in_the_sandbox_has_the_api_and_no_network_and_a_hostile_one_fails_its_own_sample(folder, tmp_path):  # noqa: F811
+    options = {"command": ("python", "agent.py"), "folder": program(tmp_path), "seconds": 4.0, "max_processes": 24}
+    says = lambda request: [72, 73]  # noqa: E731
+    rollouts, _, answers = generated(folder, says, options, name="agent", count=5, samples_per_prompt=1)
+    (good, *failed), reasons = rollouts, [str(one.metadata.get("generate_error")) for one in rollouts]
+    assert good.reward == 0.25 and good.reward_components == {"format": 1.0} and good.metadata["calls"] == 1
+    assert answers == ["HI Network is unreachable False"]
+    assert len(failed) == 4 and all(one.finish_reason == "error" for one in failed)
+    assert "BlockingIOError" in reasons[1] or "it took longer than 4 s" in reasons[1]
+    assert "it took longer than 4 s" in reasons[2]
+    assert "code 1; its last words: no luck" in reasons[3] and "Read-only file system" in reasons[4]
+
+
+def test_the_file_that_a_program_leaves_is_what_the_reward_judges(folder, tmp_path):  # noqa: F811
+    options = {"command": ("python", "agent.py"), "folder": program(tmp_path), "answer_file": "found.txt"}
+    _, _, answers = generated(folder, lambda request: [72, 73], options, name="agent", samples_per_prompt=1)
+    assert answers == ["HI in a file"]
+
+
+def test_options_of_agents_are_checked_before_anything_runs(tmp_path):
+    for generate, message in [
+        ({"name": "agent"}, "needs the option 'command'"),
+        ({"name": "agent:my_agents:solve", "options": {"pyhton": "x"}}, "has no option 'pyhton'"),
+        ({"name": "agent:solve"}, "needs a function as agent:package.module:function"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            config(generate=generate)

@@ -218,6 +218,12 @@ class RLStage(StageBase):
                 f"rollout.max_staleness above 0 (found {rollout.max_staleness}) and sampler.deterministic: false "
                 f"(found {str(self.sampler.deterministic).lower()}); use finish"
             )
+        if mode == "abort" and rollout.stop:
+            raise ValueError(
+                "weights.sync_mode abort ends answers and asks for the rest: a text of rollout.stop "
+                f"{list(rollout.stop)} that stands across that place would be missed; use retract or in_place, or "
+                "rollout.stop_token_ids"
+            )
         if rollout.partial_rollout_tokens and (rollout.partial_rollouts == "mask" or rollout.max_staleness < 2):
             raise ValueError(
                 f"weights.sync_mode {mode} with rollout.partial_rollout_tokens {rollout.partial_rollout_tokens} needs "
@@ -365,6 +371,12 @@ class RLStage(StageBase):
     def has_samplers(self) -> bool:
         """Whether anything is sampled: to be trained, or in an evaluation."""
         return self.rollout.is_sampled or bool(self.evaluated)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the trainer's devices hold samplers too."""
+        is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
+        return self.placement != "separate" and not is_alone
 
     @property
     def has_process_reward(self) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 BLOCK = 1 << 16
@@ -26,9 +27,7 @@ async def main(given: dict) -> int:
     base_url = given["base_url"]
     server = None
     if given["socket"]:
-        server = await asyncio.start_server(
-            lambda reader, writer: joined(reader, writer, given["socket"]), "127.0.0.1", 0
-        )
+        server = await asyncio.start_server(partial(joined, given["socket"]), "127.0.0.1", 0)
         base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     environment = {
         **os.environ,
@@ -47,7 +46,7 @@ async def main(given: dict) -> int:
     return code
 
 
-async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> None:
+async def joined(path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Pass bytes between a connection and the door, in both directions, until both ends have said all."""
     try:
         from_door, to_door = await asyncio.open_unix_connection(path)

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,9 @@ class Session:
 
     def __init__(self, sampler: TurnSampler, sample: Sample, limits: CallLimits) -> None:
         self._sampler, self._given, self._limits = sampler, sample, limits
-        self._transcript = Transcript(sampler.renderer, sampler.encoding)
+        self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
         self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
-        # Of each answered call: how much it and those that it continues have sampled, and all ids up to its end.
-        self._calls: list[tuple[int, tuple[int, ...]]] = []
+        self._calls: list[_Call] = []
         self._texts: list[Sample] = []  # sequences of /v1/completions
         self._texts_asked: Counter[tuple[int, ...]] = Counter()
         self._asking: set[asyncio.Future[Completion]] = set()
@@ -108,14 +107,14 @@ class Session:
             asking.cancel()
 
     def result(self) -> Sample:
-        """The sample. What counts as its last call is the one with most sampled tokens up to its end, so that the order
-        in which parallel calls came changes nothing. Raises SamplerError where the sampler failed, ValueError where
-        nothing was asked."""
+        """The sample. What counts as its last call is the end of the conversation of most calls, then of most sampled
+        tokens: so the order in which parallel calls came changes nothing. Raises SamplerError where the sampler failed,
+        ValueError where nothing was asked."""
         if self._broken is not None:
             raise self._broken
         found = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
-            most = max(range(len(self._calls)), key=self._calls.__getitem__)
+            most = max(range(len(self._calls)), key=lambda number: astuple(self._calls[number]))
             chats = self._transcript.sample(self._given, last=most)
             found = [chats, *chats.branches, *found]
         if not found:
@@ -169,16 +168,15 @@ class Session:
         """Keep what was sampled for a conversation."""
         async with self._lock:
             self._transcript.answered(asked, completion, message)
-            size = self._num_before(asked) + len(completion.output_ids)
-            self._calls.append((size, (*asked.ids, *completion.output_ids)))
+            before = _NONE if asked.sequence is None else self._calls[asked.sequence]
+            size = before.num_sampled + len(completion.output_ids)
+            self._calls.append(_Call(before.number + 1, size, (*asked.ids, *completion.output_ids)))
         self._last_said = message["content"] or ""
 
     def room(self, asked: Asked) -> int:
         """Tokens that may be sampled behind a conversation. Raises Refused where there are none."""
-        return self._room(self._num_before(asked), len(asked.ids))
-
-    def _num_before(self, asked: Asked) -> int:
-        return 0 if asked.sequence is None else self._calls[asked.sequence][0]
+        before = 0 if asked.sequence is None else self._calls[asked.sequence].num_sampled
+        return self._room(before, len(asked.ids))
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
         given = self._given
@@ -240,6 +238,19 @@ class Session:
             asking.cancel()
         self._num_sampled += len(completion.output_ids)
         return completion
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An answered call, and those that it continues: how many they are, what they have sampled, all ids up to its
+    end."""
+
+    number: int
+    num_sampled: int
+    ids: tuple[int, ...]
+
+
+_NONE = _Call(0, 0, ())
 
 
 class _Endpoints(Endpoints):

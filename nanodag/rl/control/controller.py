@@ -56,11 +56,12 @@ from nanodag.rl.rollouts.metrics import (
     speeds,
     trainer_metrics,
 )
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns
+from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer
@@ -80,12 +81,14 @@ class Controller:
         self._config: RLStage = job.config
         self._services = services
         self._runner = runner
-        self._renderer = load_renderer(job.inputs["model"])
+        renderer, rollout = load_renderer(job.inputs["model"]), self._config.rollout
+        asked = PolicyFormat(renderer, rollout.template_options, declared_tools(rollout.generate))
+        stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
         longest = services.context - self._config.rollout.max_new_tokens
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
         self._cursor = PromptCursor(
             mixture,
-            self._renderer,
+            asked,
             longest=longest,
             skip_share=self._config.rollout.curriculum_skip,
             seed=int(self._config.seed),
@@ -98,22 +101,18 @@ class Controller:
             sandbox.walls()  # MissingTool now, not an error in each sample
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
-            turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
-        generator = RolloutGenerator(
-            self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
-        )
+            turns = Turns(self._config, encoding, renderer, context=services.context, vocabulary=vocabulary)
+        generator = RolloutGenerator(self._config, services.samplers, services.pool, encoding, stop_ids, turns)
         self._generator: RolloutGenerator | SavedRollouts = generator
         self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
         if not self._config.rollout.is_sampled:
             self._generator, self._pool = SavedRollouts(self._config, services.model), None
         self._replay = ReplayBuffer(self._config)
         benchmarks = PolicyBenchmarks(
-            self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
+            self._config, services.samplers, encoding, renderer, context=services.context, mirror=job.mirror
         )
         self._stopwatch = Stopwatch()
-        self._evaluations = Evaluations(
-            job, generator, benchmarks, self._renderer, longest=longest, timed=self._stopwatch.timed
-        )
+        self._evaluations = Evaluations(job, generator, benchmarks, asked, longest=longest, timed=self._stopwatch.timed)
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}

@@ -74,7 +74,7 @@ class RolloutGenerator:
         self._sampler = sampler
         self._pool = pool
         self._encoding = encoding
-        self._stop_ids = tuple(stop_ids)
+        self._stop_ids, self._stops = tuple(stop_ids), config.rollout.stop or None
         self._turns = turns
         self._filters = [entry.load() for entry in config.rollout.filters]
 
@@ -152,6 +152,7 @@ class RolloutGenerator:
             max_new_tokens=self._config.rollout.max_new_tokens,
             temperature=asked.eval_temperature,
             stop_token_ids=self._stop_ids,
+            stop=self._stops,
         )
         groups = []
         for number, prompt in enumerate(prompts):
@@ -253,6 +254,7 @@ class RolloutGenerator:
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             stop_token_ids=self._stop_ids,
+            stop=self._stops,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"

@@ -129,7 +129,7 @@ class Records:
         were not asked, as they leave an answer no room."""
         metrics = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
-        several = [name for name in metrics if name.startswith("pass_at_") and name != "pass_at_n"]
+        several = [name for name in metrics if name.startswith(("pass_at_", "metric_")) and name != "pass_at_n"]
         values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
         values |= _interval(rollouts)
         path = self._folder / f"eval-{step:08d}.jsonl"

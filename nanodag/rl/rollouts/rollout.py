@@ -35,9 +35,9 @@ from nanodag.errors import SourceError
 FORMAT_VERSION = 1
 
 SpanKind = Literal["prompt", "sampled", "tool"]
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "text", "length", "abort", "error"]
 SPAN_KINDS = ("prompt", "sampled", "tool")
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "text", "length", "abort", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,8 @@ class Rollout:
     which share group_id and sample_index; 0 is the main one, whose reward is the sample's, and each has a prompt of its
     own. role: who speaks, where a sample has several; a role is compared with itself. reward: None until it is known,
     or where computing it failed (`metadata["reward_error"]` then says why). finish_reason: `stop` (a stop token, which
-    is the last sampled id), `length` (cut off), `abort`, `error`. media: room for images and the like, as JSON objects.
+    is the last sampled id), `text` (a stop string, which the last sampled id completed), `length` (cut off), `abort`,
+    `error`. media: room for images and the like, as JSON objects.
     steps: of a process reward, else None: for each step the place in response_token_ids of the token that ends it, and
     its score.
     """

@@ -16,8 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from nanodag.api.tool_format import knows_calls
 from nanodag.config.kinds.rl import RLStage
-from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
@@ -26,7 +27,8 @@ from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
+from nanodag.rl.rollouts.turns.tools import TOOLS
+from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
 FAILED = "generate_error"  # the metadata that says why there is no response
@@ -49,11 +51,13 @@ class Turns:
         self._config = config.rollout.generate
         self._longest, self._has_process_reward = config.rollout.max_new_tokens, config.has_process_reward
         self._function = self._config.load()
-        if self._config.traits is not None and not isinstance(renderer, NativeRenderer):
+        if self._config.name in TOOLS and not knows_calls(renderer):
             raise ConfigError(
-                f"generate {self._config.name} writes tool calls in nanodag's chat format; this model's chat template "
-                "is another. Name a function of your own that knows it, as package.module:function."
+                f"generate {self._config.name} lets the model call a tool, and this model's chat template knows no "
+                "tools, or writes calls in a form that nanodag cannot read. Name a function of your own that knows it, "
+                "as package.module:function."
             )
+        self._switches = config.rollout.template_options
         self._encoding, self._renderer = encoding, renderer
         self._context, self._vocabulary = context, vocabulary
         self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * int(config.sampler.max_batch)))
@@ -95,12 +99,19 @@ class Turns:
         async with self._places:
             line = _Line(ask, rid)
             sampler = TurnSampler(
-                line.ask, params=params, encoding=self._encoding, renderer=self._renderer, held=line.held
+                line.ask,
+                params=params,
+                encoding=self._encoding,
+                renderer=self._renderer,
+                switches=self._switches,
+                held=line.held,
             )
             call = _Call(partial(self._function, sampler, sample))
             try:
                 result = await self._waited(call, line)
                 return self._checked(result, sample)
+            except (ConfigError, MissingTool):
+                raise  # it is no failure of this sample
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
@@ -148,7 +159,7 @@ class Turns:
         kinds = [span.kind for span in sample.spans]
         if kinds[:1] != ["prompt"] or "prompt" in kinds[1:]:
             raise ValueError(f"a sample must begin with a prompt, and with one alone; its spans are {kinds}")
-        if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
+        if not sample.num_sampled or sample.finish_reason not in ("stop", "text", "length"):
             raise ValueError("a sample was returned that no turn added to")
         if any(span.kind == "sampled" and len(span.logprobs) != len(span.token_ids) for span in sample.spans):
             raise ValueError("a sampled span has no log-probabilities")
