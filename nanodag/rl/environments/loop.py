@@ -145,7 +145,9 @@ class _Play:
         reason = completion.finish_reason
         return told, wanted == room and reason is not None and reason.type == "length"
 
-    async def _stepped(self, role: str, told: speech.Said, number: int, *, is_cut: bool) -> tuple[Heard | None, bool]:
+    async def _stepped(
+        self, role: str, told: speech.Said, number: int, *, is_cut: bool
+    ) -> tuple[Heard | None, bool]:
         """What is heard of it, and whether the episode is over."""
         call_ids = told.call_ids(number)
         if wrong := told.wrong(self._tools):
@@ -160,7 +162,9 @@ class _Play:
         if done or is_cut:
             return None, done
         found = answer.get("observation")
-        return observations.heard(found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False), False
+        return observations.heard(
+            found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False
+        ), False
 
     def _sample(self, metadata: Mapping[str, Any]) -> Sample:
         main, spoke = self._names[0], [name for name in self._names if self._has_spoken(name)]
