@@ -3,11 +3,11 @@ or an environment wrote may make the page large, or look like a part of it."""
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.conversation import Turn as Said
@@ -101,8 +101,8 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The samples of one prompt. answer: the right one, empty where it is not known. mean: of their rewards, None
-    where no sample has one."""
+    """The samples of one prompt. prompt: as they all begin; its messages where they begin with prompts of their own.
+    answer: the right one, empty where it is not known. mean: of their rewards, None where no sample has one."""
 
     prompt_id: str
     prompt: str
@@ -139,9 +139,11 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
     mains = [min(sample, key=_place) for sample in samples.values()]
     first, rewards = mains[0], [main.rollout.reward for main in mains if main.rollout.reward is not None]
     shared = first.rollout.prompt_token_ids
+    if any(main.rollout.prompt_token_ids != shared for main in mains):  # an agent's prompts are its own
+        shared = ()
     return Group(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
-        prompt=brush.text(shared),
+        prompt=brush.text(shared) if shared else brush.cut("\n".join(map(_spoken, first.messages))),
         answer=shortened(first.answer, ANSWER_LENGTH),
         mean=sum(rewards) / len(rewards) if rewards else None,
         cards=[
@@ -149,6 +151,10 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
             for sample in samples.values()
         ],
     )
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    return f"{message.get('role')}: {message.get('content')}"
 
 
 def _place(read: Read) -> int:
@@ -167,10 +173,13 @@ class _Brush:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a prompt, the middle of a long one left out."""
-        return shortened(self.encoding.decode(ids), LETTERS_A_TOKEN * self.most)
+        return self.cut(self.encoding.decode(ids))
+
+    def cut(self, text: str) -> str:
+        return shortened(text, LETTERS_A_TOKEN * self.most)
 
     def branch(self, read: Read, shared: Sequence[int]) -> Branch:
-        """shared: the prompt that stands above."""
+        """shared: the prompt that stands above; empty where none does."""
         rollout, total = read.rollout, len(read.rollout.response_token_ids)
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)

@@ -301,6 +301,15 @@ def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
     assert "1 of 3 rollouts" in get("?role=judge") and "2 of 3 rollouts" in get("?sample=0")
 
 
+def test_samples_that_begin_with_prompts_of_their_own_stand_under_their_messages(shelf):
+    first, second = rollout("p", 0, 1.0, [said("x")]), rollout("p", 1, 1.0, [said("y")])
+    asked(shelf, first, replace(second, spans=(prompt_span([A]), said("y"))))
+    line = {"prompt_id": "p", "answer": "", "messages": [{"role": "user", "content": "Sort them."}]}
+    (shelf.records / "rollouts" / "step-00000002.answers.jsonl").write_text(json.dumps(line) + "\n")
+    (group,) = Painter(shelf.model).groups(shelf.read(2), "none")
+    assert group.prompt == "user: Sort them." and [card.branches[0].prompt for card in group.cards] == ["?", "a"]
+
+
 def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
     lines = "\n".join(f"line {number} of it" for number in range(50))
     broken = {"generate_error": f"RuntimeError: the agent ended with 1\n{lines}"}
