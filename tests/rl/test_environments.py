@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
@@ -43,7 +44,8 @@ NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], 
 
 
 def world(name: str) -> str:
-    return f"environment:{worlds.__name__}:{name}"
+    """A class of `worlds`, or one that is named in full."""
+    return f"environment:{name}" if ":" in name else f"environment:{worlds.__name__}:{name}"
 
 
 @pytest.fixture(scope="module")
@@ -481,6 +483,19 @@ def test_the_text_game_is_laid_out_by_its_seed_and_is_won_with_the_key():
     said, reward, done, _ = game.step(Action("dance"))
     assert said.startswith("That is not possible.") and (reward, done) == (0.0, False)
     assert game.step(Action("dance"))[2] is True and game.metrics() == {"commands": 2, "wrong_commands": 2}
+
+
+def test_a_stage_names_the_shipped_environments_by_their_path_and_trusts_them(folder, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Bob lives in Oslo."}')
+    says = lambda text: "Oslo<|end|>" if "in Oslo" in text else "<|tool_call|>Bob<|tool_call_end|>"  # noqa: E731
+    names = [f"nanodag.rl.environments.examples.{name}" for name in ("search:Search", "rooms:Rooms")]
+    corpus = str(tmp_path / "corpus.jsonl")
+    (rollout, _), _ = group_of(folder, says, names[0], answer="Oslo", corpus=corpus)
+    assert rollout.reward == 1.0 and rollout.metadata["metrics"] == {"searches": 1.0, "found": 1.0}
+    (rollout, _), _ = group_of(folder, lambda text: "sing<|end|>", names[1], context=2000, max_commands=3)
+    assert rollout.reward == 0.0 and rollout.metadata["metrics"]["wrong_commands"] == 3
+    own = [registry.own_function("generate", world(name)) for name in (*names, "Echo")]
+    assert own == ["", "", f"{worlds.__name__}:Echo"]
 
 
 def won(game: Rooms, seed: int) -> list[str]:
