@@ -48,7 +48,7 @@ class Conversation:
         message["content"] = read_whole(reader, self._sampler.encoding, ids[:-1] if has_end else ids)
         if reader.calls:
             message["tool_calls"] = [
-                {"id": f"call_{number}", "type": "function", "function": _as_json(call)}
+                {"id": f"call_{number}", "type": "function", "function": _called(call)}
                 for number, call in enumerate(reader.calls, self._num_calls)
             ]
             self._num_calls += len(reader.calls)
@@ -61,10 +61,11 @@ class Conversation:
         return replace(sample, finish_reason="length") if is_cut else sample
 
 
-def _as_json(call: Call) -> dict[str, str]:
-    """A call whose arguments are JSON, as chat templates need them: what is none becomes a text of JSON."""
+def _called(call: Call) -> dict[str, str]:
+    """As a message has it: a text that the model wrote in the place of arguments is a JSON text, as templates take JSON
+    alone."""
     try:
-        json.loads(call.arguments or "{}")
+        json.loads(call.arguments)
     except (ValueError, RecursionError):
         return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return asdict(call)
