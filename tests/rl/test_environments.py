@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
+MARK = "NANODAG_TEST_OF_AGENTS"  # a variable that all processes of agents inherit
 LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
@@ -411,7 +413,8 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, monkeypatch):
+    monkeypatch.setenv(MARK, str(os.getpid()))
     draw = random.Random(7)
     names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
     wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
@@ -422,6 +425,7 @@ def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(f
         found = rollouts_of(folder, mixed, generate)
     finally:
         function._workers(f"{worlds.__name__}:agent", "auto", 10.0, 512 << 20, 16).close()
+    assert marked() == []
     unhurt = Counter()
     for way, rollout in zip(mixed, found, strict=True):
         if way == "fine":
@@ -431,6 +435,19 @@ def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(f
     assert not unhurt, unhurt
     reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
     assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
+
+
+def marked() -> list[psutil.Process]:
+    """The processes with this one's mark in their environment, after a while."""
+    deadline, found = time.monotonic() + 20, [psutil.Process()]
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
+                    found.append(process)
+    return found
 
 
 def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:
