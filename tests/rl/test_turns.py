@@ -15,7 +15,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt
+from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.conversation import Conversation
@@ -444,12 +444,21 @@ def test_thinking_that_the_template_leaves_out_of_earlier_turns_makes_two_sequen
     assert pool.seen == ["no, 8", "no, 8"]  # the last answer, wherever it stands
 
 
+def test_the_stage_s_switches_and_tools_reach_a_prompt_and_its_source_s_own_switches_go_before_them():
+    class Seen:
+        def prompt(self, messages, switches, *, tools):
+            return [switches["a"], switches["b"], len(tools)]
+
+    record = {"messages": [], "template_options": {"b": 2}}
+    assert rendered(record, PolicyFormat(Seen(), {"a": 1, "b": 1}, ({},))) == (1, 2, 1)
+
+
 @pytest.mark.parametrize("generate", ["one_turn", here("one")])
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it_and_all_is_trained_and_seen(folder, ids, generate):
     stage = config(generate=generate, stop=["</a>"], stop_token_ids=[10])
     encoding, renderer, pool = Encoding(folder), load_renderer(folder), SeenPool()
     turns = None if generate == "one_turn" else Turns(stage, encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
-    replies = iter([ids("<a>8</a>"), ids("8\n")])
+    replies = iter([ids("<a>8</a>"), ids("8\n"), ids("</a>")])
     sampler = Script(lambda request: next(replies))
     stop_ids = (*renderer.stop_ids, *stage.rollout.stop_token_ids)
     stage = stage.model_copy(update={"rollout": stage.rollout.model_copy(update={"samples_per_prompt": 1})})
@@ -457,7 +466,9 @@ def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it_and_all_is_tra
     found = [asyncio.run(generator.group(prompts(ids)[0])) for _ in range(2)]
     by_text, by_token = [rollout for one in found for rollout in one.all_rollouts]
     assert (by_text.finish_reason, by_token.finish_reason) == ("text", "stop")
-    assert pool.seen == ["<a>8</a>", "8"] and by_text.sampled_token_ids == tuple(ids("<a>8</a>"))
+    (held_out,) = asyncio.run(generator.answers(prompts(ids)))
+    assert held_out.finish_reason == "text" and by_text.sampled_token_ids == tuple(ids("<a>8</a>"))
+    assert pool.seen == ["<a>8</a>", "8", "</a>"]
     assert flatten_response(by_text).mask == (1,) * 8
     assert {(request.params.stop, request.params.stop_token_ids) for request in sampler.requests} == {
         (("</a>",), stop_ids)
