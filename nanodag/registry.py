@@ -10,6 +10,7 @@ argument (`remote:http://...`). The same contract holds for all; tests/rl/test_c
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -44,7 +45,8 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
 F = TypeVar("F", bound=Callable[..., Any])
-Argument = Literal["", "url", "function", "folder", "file"]
+Argument = Literal["", "url", "function", "module", "folder", "file"]
+MODULE_NAME = re.compile(r"[A-Za-z_]\w*(-\w+)*")  # of a guest's module, as its package may write it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,12 @@ def own_file(kind: str, name: str) -> str:
     return name.partition(":")[2] if spec is not None and spec.argument == "file" else ""
 
 
+def own_module(kind: str, name: str) -> str:
+    """The module that a guest loads for a name, as `verifiers:` does; empty for what has none."""
+    spec = find(kind, name)
+    return name.partition(":")[2].replace("-", "_") if spec is not None and spec.argument == "module" else ""
+
+
 def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function of an entry; with its options set, where a mapping of them is given. Raises ConfigError for one that
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
@@ -302,6 +310,8 @@ def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> 
         raise ConfigError(f"{what} a URL that begins with http:// or https://.")
     if wanted == "function" and not _is_path(argument):
         raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
+    if wanted == "module" and not MODULE_NAME.fullmatch(argument):
+        raise ConfigError(f"{what} a module as {prefix}:my_module.")
     if wanted == "folder" and not argument.startswith("/"):
         raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")
     if wanted == "file" and not argument.startswith("/"):

@@ -8,6 +8,7 @@ import typer
 
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
+from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
+app.add_typer(env_app, name="env")
 
 
 @app.command()

@@ -63,6 +63,11 @@ class EntryConfig(Section):
         """A folder of the user's own whose files decide what it does; empty where there is none."""
         return ""
 
+    @property
+    def own_module(self) -> str:
+        """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
+        return "" if self.name == self.special else registry.own_module(self.kind, self.name)
+
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
         return registry.load(self.kind, self.name, self.options)

@@ -36,6 +36,7 @@ from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
+from nanodag.guests.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -251,6 +252,8 @@ class Checks:
                 self._try(f"{name}.{where}", what, partial(self._function, stage, entry))
             if entry.own_file:
                 self._try(f"{name}.{where}", entry.own_file, partial(read_judge, entry.own_file))
+            if entry.own_module:
+                self._try(f"{name}.{where}", entry.name, partial(self._guests_module, entry.own_module))
         if stage.optimizer.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
@@ -267,8 +270,8 @@ class Checks:
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits
         passes_on = traits is not None and traits.passes_on
-        is_agent = entry.kind == "generate" and path != entry.name and not passes_on
-        if is_agent:  # it is run by an interpreter that may have other packages
+        # It is run by an interpreter that may have other packages.
+        if entry.kind == "generate" and path != entry.name and not passes_on:
             self._module(path)
             python = str(entry.options.get("python", "auto"))
             if python != "auto" and shutil.which(python) is None:
@@ -289,6 +292,9 @@ class Checks:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say
             return
+
+    def _guests_module(self, module: str) -> None:
+        self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:
         """The file of a function's module."""
