@@ -102,6 +102,7 @@ class Door:
             lifespan="off",
             access_log=False,
             log_config=None,
+            log_level="warning",
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         await uvicorn.Server(config).serve(sockets=[listener])
