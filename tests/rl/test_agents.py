@@ -103,6 +103,7 @@ def rude(task):
 
 def late(task):
     """What the key of the sample before it does, and what one that nobody gave does."""
+    assert all(post(task, "/answer", {"answer": answer}) is None for answer in (3, "x" * (1 << 21)))
     codes = [post(task, "/chat/completions", {"messages": [user("?")]}, key) for key in keys(task)[-1:] + ["nanodag-x"]]
     said(task, [user("!")])
     return json.dumps(codes)

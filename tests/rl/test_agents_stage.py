@@ -33,7 +33,7 @@ def solve(task):
 def make_stage(folder, **values):
     generate = {"name": "agent:tiny_agent:solve", "options": {"seconds": 60.0, "at_once": 3}}
     base = {"generate": generate, "reward": "reported", "num_steps": 4, "checkpoint_every": 2, "eval_every": 4}
-    job = make_job(folder, **(base | {"samples_per_prompt": 3} | values))
+    job = make_job(folder, **(base | {"samples_per_prompt": 3, "max_failed_rewards": 0.9} | values))
     (folder / "tiny_agent.py").write_text(AGENT)
     return job
 

@@ -38,6 +38,7 @@ from nanodag.rl.agents.session import Session, gone
 
 KEYS_REMEMBERED = 100_000  # of samples that have ended
 BACKLOG = 1024
+MAX_ANSWER = 1 << 20
 KEEP_ALIVE_S = 3600  # an agent may think for long between two calls, and not ask again where a connection has ended
 
 T = TypeVar("T")
@@ -101,6 +102,7 @@ class Door:
             lifespan="off",
             access_log=False,
             log_config=None,
+            log_level="warning",
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         await uvicorn.Server(config).serve(sockets=[listener])
@@ -165,8 +167,8 @@ async def _reward(session: Session, http: HttpRequest) -> Response:
 async def _answer(session: Session, http: HttpRequest) -> Response:
     """POST /v1/answer."""
     body = await _object(http, {"answer"})
-    if not isinstance(body.get("answer"), str):
-        raise Refused("answer must be a text", param="answer")
+    if not isinstance(body.get("answer"), str) or len(body["answer"]) > MAX_ANSWER:
+        raise Refused(f"answer must be a text of at most {MAX_ANSWER} characters", param="answer")
     session.answer = body["answer"]
     return JSONResponse({})
 
