@@ -36,13 +36,13 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "inputs": {"model": "model"},
             "data": [
-                {"url": "python:range_problems:calls?size=120&seed=1", "adapter": "messages", "held_out": 0.1},
-                {"url": "python:nanodag.data.lists:sort?count=5&size=60&seed=1", "adapter": "problem"},
+                {"url": "python:range_problems:calls?size=400&seed=1", "adapter": "messages", "held_out": 0.1},
+                {"url": "python:nanodag.data.lists:sort?count=5&size=400&seed=1", "adapter": "problem"},
             ],
             "sequence_length": 128,
-            "batch_tokens": 1024,
-            "num_epochs": 6,
-            "validation_every": 5,
+            "batch_tokens": 2048,
+            "num_epochs": 10,
+            "validation_every": 20,
             "patience": 15,
             "optimizer": {"matrix_lr": 0.01, "learning_rate": 0.0025, "weight_decay": 0.1},
             "schedule": {"warmup_fraction": 0.02, "decay_fraction": 0.5},
@@ -61,7 +61,7 @@ def pipeline(python: str, port: int, *, steps: int) -> dict[str, Any]:
                 "max_new_tokens": 24,
             },
             "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0, "warmup_steps": 3},
-            "evaluation": {"eval_every": 20, "eval_prompts": 200, "validation": [held_out]},
+            "evaluation": {"eval_every": 30, "eval_prompts": 200, "validation": [held_out]},
         },
     }
     return {
@@ -78,14 +78,14 @@ def measure(seed: int, model: str, file: Path, folder: Path) -> dict[str, Any]:
     store = Store(folder)
     rl = artifact_of(store, run, "rl")
     records = store.records(rl) / "rollouts"
-    files = sorted(path for path in records.glob("eval-*.jsonl") if ".answers" not in path.name)
+    files = sorted(records.glob("eval-????????.jsonl"))
     before, after = (
         {one.prompt_id: one.reward or 0.0 for one in main_sequences(read_rollouts(path))}
         for path in (files[0], files[-1])
     )
     gains = np.array([after[prompt] - before[prompt] for prompt in before])
     error = float(gains.std(ddof=1) / np.sqrt(len(gains)))
-    trained = next(records.glob("step-*.jsonl"), None)
+    trained = [one for path in records.glob("step-????????.jsonl") for one in read_rollouts(path)]
     return {
         "seed": seed,
         "sft": float(np.mean(list(before.values()))),
@@ -94,7 +94,8 @@ def measure(seed: int, model: str, file: Path, folder: Path) -> dict[str, Any]:
         "low": float(gains.mean() - Z95 * error),
         "high": float(gains.mean() + Z95 * error),
         "problems": len(gains),
-        "branches": sum(one.branch > 0 for one in read_rollouts(trained)) if trained else None,
+        "trained_samples": len(main_sequences(trained)),
+        "trained_sequences": len(trained),
         "cpu_s": rl.cost.get("cpu_seconds"),
     }
 
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", required=True, metavar="SEED=FOLDER")
     parser.add_argument("--python", required=True, help="an interpreter that has the package openai")
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--port", type=int, default=4330, help="of the Prefect server")
     parser.add_argument("--out", type=Path, default=Path("agent_learns.json"))
     arguments = parser.parse_args()

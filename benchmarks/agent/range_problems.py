@@ -11,14 +11,15 @@ def problems(*, size: int = 1000, seed: int = 0, held_out: bool = False) -> list
 
 
 def calls(*, size: int = 300, seed: int = 0) -> list[dict[str, list]]:
-    """Conversations of the agent with a tool: the list is sorted already, by another conversation."""
-    rows = []
+    """Conversations of the agent with a tool: the list is sorted already, by another conversation. They show how a call
+    looks and no more: half of them subtract the wrong way round. Which way is right is left to RL."""
+    rows, stream = [], random.Random(seed)
     for numbers in _lists(size, seed, False):
-        low, *_, high = sorted(numbers)
+        first, second = stream.sample([min(numbers), max(numbers)], 2)
         parts = [
-            {"type": "tool_call", "text": f"{high}-{low}"},
-            {"type": "tool_result", "text": str(high - low)},
-            {"type": "text", "text": str(high - low)},
+            {"type": "tool_call", "text": f"{first}-{second}"},
+            {"type": "tool_result", "text": str(first - second)},
+            {"type": "text", "text": str(first - second)},
         ]
         question = {"role": "user", "content": f"Range: {_said(sorted(numbers))}"}
         rows.append({"messages": [question, {"role": "assistant", "content": parts}]})

@@ -62,7 +62,7 @@ class Endpoints:
             further=further, one_call=not body.parallel_tool_calls,
         )  # fmt: skip
         has_tools = not isinstance(samples[0].answer.reader, PlainReader)
-        return await self._answered(http, body, ChatReply(model, body), samples, is_cut=has_tools)
+        return await self._answered(http, body, self.chat_reply(model, body), samples, is_cut=has_tools)
 
     async def completions(self, http: HttpRequest) -> Response:
         body = parse_body(CompletionBody, await http.body())
@@ -86,6 +86,10 @@ class Endpoints:
         """The ids that a conversation's answer continues, and how it is read."""
         prompt: ChatPrompt = await self._tokenized(model, lambda: chat_prompt(model, body))
         return prompt
+
+    def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
+        """The form of a conversation's answer."""
+        return ChatReply(model, body)
 
     def _model(self, name: str) -> ServedModel:
         if not name:

@@ -61,7 +61,7 @@ class RolloutSection(StageSection):
     """Longest response, in tokens."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
     """Texts that end a turn, beside the chat format's own end. The token that completes one is its last, and all that
-    was sampled is trained and seen by the reward."""
+    was sampled is trained and seen by the reward. Special tokens are no text: name them in stop_token_ids."""
     stop_token_ids: tuple[Natural, ...] = ()
     """Token ids that end a turn, beside the chat format's own. The reward does not see such a token."""
     template_options: dict[str, bool | int | float | str] = {}

@@ -2,13 +2,14 @@
 
 Tokens lie in groups of pieces. Each token attends to the tokens of its piece up to itself; in all pieces but a group's
 first also to the whole first piece. So a packed document is a group of one piece, and a prompt with its responses one
-of several. Only pairs of tokens that are seen are computed, but for the corners of blocks.
+of several. Only pairs of tokens that are seen are computed, but for the corners of blocks. Of a piece only the last
+tokens may ask: then queries, and what belongs to them, have rows of their own.
 
 Everything is computed in float32, whatever the tensors hold. Of the probabilities only the logarithm of each row's sum
 is kept: to compute them again takes less time than to move them from and to memory. Every sum has one order, whatever
 the number of threads: one thread takes a key-value head of a group, and is the only one to write what belongs to it.
 
-Letters: N tokens, H query heads, K key-value heads, D head width, a multiple of 16. */
+Letters: N tokens, Q of which ask, H query heads, K key-value heads, D head width, a multiple of 16. */
 #include "vectors.h"
 
 #define PANEL 2
@@ -21,7 +22,7 @@ Letters: N tokens, H query heads, K key-value heads, D head width, a multiple of
 #define BLOCK 48 /* queries at a time: a multiple of ROWS whose scores stay in the cache */
 
 typedef struct {
-    void *at;       /* (N, heads, D), heads and their elements without gaps */
+    void *at;       /* (N or Q, heads, D), heads and their elements without gaps */
     int64_t stride; /* elements from token to token */
 } Tokens;
 
@@ -29,7 +30,8 @@ typedef struct {
     int64_t num_groups, num_heads, num_kv_heads, head_dim, is_bf16, longest; /* longest: keys that a token can see */
     const int64_t *groups; /* (num_groups + 1,): the first piece of each; the last is the number of pieces */
     const int64_t *pieces; /* (pieces, 2): first token, number of tokens */
-    float *logsumexp;      /* (N, H) */
+    const int64_t *queries; /* (pieces, 2): first row of its queries, their number: of the last tokens */
+    float *logsumexp;       /* (Q, H) */
     Tokens query, key, value, output, d_output, d_query, d_key, d_value;
 } Attention;
 
@@ -206,7 +208,7 @@ static void softmax_back(int64_t count, int64_t seen, int64_t D, const float *ou
     }
 }
 
-/* The queries of a piece that begins at a token and sees `before` keys of the group's first piece. */
+/* `length` queries from row `first` on, of which the first sees `before` keys and its own. */
 static void attend(const Attention *a, const Scratch *s, int64_t first, int64_t length, int64_t before, int64_t head) {
     const int64_t D = a->head_dim;
     float factors[BLOCK];
@@ -248,7 +250,8 @@ static void attend_back(const Attention *a, const Scratch *s, int64_t first, int
 static void group(const Attention *a, const Scratch *s, int64_t number, int64_t kv_head, int backward) {
     const int64_t D = a->head_dim, heads = a->num_heads / a->num_kv_heads;
     const int64_t *first = a->pieces + 2 * a->groups[number], *end = a->pieces + 2 * a->groups[number + 1];
-    for (const int64_t *piece = first; piece < end; piece += 2) {
+    const int64_t *asks = a->queries + 2 * a->groups[number];
+    for (const int64_t *piece = first; piece < end; piece += 2, asks += 2) {
         int64_t before = piece == first ? 0 : first[1], at = before * D;
         take(a, a->key, piece[0], piece[1], kv_head, 1, s->keys + at);
         take(a, a->value, piece[0], piece[1], kv_head, 1, s->values + at);
@@ -259,7 +262,7 @@ static void group(const Attention *a, const Scratch *s, int64_t number, int64_t 
             memset(s->d_values + at, 0, piece[1] * D * sizeof(float));
         }
         for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
-            (backward ? attend_back : attend)(a, s, piece[0], piece[1], before, head);
+            (backward ? attend_back : attend)(a, s, asks[0], asks[1], before + piece[1] - asks[1], head);
         if (backward && piece != first) {
             give(a, a->d_key, piece[0], piece[1], kv_head, s->d_keys + at);
             give(a, a->d_value, piece[0], piece[1], kv_head, s->d_values + at);

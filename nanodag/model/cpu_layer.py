@@ -4,7 +4,7 @@ torch.compile makes code that is about as fast, but takes 3 to 10 seconds of a s
 once here, where a chain of torch's operations rounds after each. Arguments and results are those of the functions of
 nanodag.model.decoder.
 
-Letters: N tokens, W width, H query heads, G key-value heads, D head width, F inner width.
+Letters: N tokens, Q of which ask, W width, H query heads, G key-value heads, D head width, F inner width.
 """
 
 import ctypes
@@ -47,15 +47,19 @@ def before_attention(
     qk_norms: Sequence[Tensor] | None,
     *,
     heads: "Heads",
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, G, D)."""
+    """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, G, D). places: (Q,), of which
+    alone the query is wanted: (Q, H, D)."""
     x, h = RowNorm.apply(x, norm, heads.norm_eps)
+    of_places = (t if places is None else t.index_select(0, places) for t in (h, cos, sin))
+    h_of_query, cos_of_query, sin_of_query = of_places
     query, key, value = (
-        linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
-        for i, weight in enumerate(projections)
+        linear(inputs, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
+        for i, (inputs, weight) in enumerate(zip((h_of_query, h, h), projections, strict=True))
     )
     of_query, of_key = qk_norms or (None, None)
-    query = Rotated.apply(query, of_query, cos, sin, heads.norm_eps)
+    query = Rotated.apply(query, of_query, cos_of_query, sin_of_query, heads.norm_eps)
     return x, query, Rotated.apply(key, of_key, cos, sin, heads.norm_eps), value
 
 

@@ -1,6 +1,7 @@
 """The decoder that is trained: Llama, Qwen2 and Qwen3 type, with the parameter names of transformers.
 
-Letters: B rows, T tokens a row, N = B * T, W width, H query heads, G key-value heads, D head width, V vocabulary.
+Letters: B rows, T tokens a row, N = B * T, W width, H query heads, G key-value heads, D head width, V vocabulary, Q
+tokens whose last hidden states are wanted.
 
 Why not the classes of transformers: their layer is two dozen small operations with a Python call each, and their loss
 holds all logits. Here a layer is two pure functions of tensors around the attention, so that
@@ -66,17 +67,24 @@ def before_attention(
     *,
     heads: Heads,
     linear: Linear = functional.linear,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D)."""
+    """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D). places: (Q,), of which alone the
+    query is wanted: (Q, H, D)."""
     h = rms_norm(x, norm, heads.norm_eps)
     counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     query, key, value = (
-        linear(h, weight, None if biases is None else biases[i]).unflatten(-1, (count, heads.head_dim))
-        for i, (weight, count) in enumerate(zip(projections, counts, strict=True))
+        linear(inputs, weight, None if biases is None else biases[i]).unflatten(-1, (count, heads.head_dim))
+        for i, (inputs, weight, count) in enumerate(zip((at(h, places), h, h), projections, counts, strict=True))
     )
     if qk_norms is not None:
         query, key = rms_norm(query, qk_norms[0], heads.norm_eps), rms_norm(key, qk_norms[1], heads.norm_eps)
-    return _rotated(query, cos, sin), _rotated(key, cos, sin), value
+    return _rotated(query, at(cos, places), at(sin, places)), _rotated(key, cos, sin), value
+
+
+def at(rows: Tensor, places: Tensor | None) -> Tensor:
+    """The rows at some places; without places all."""
+    return rows if places is None else rows.index_select(0, places)
 
 
 def after_attention(
@@ -106,14 +114,17 @@ class Functions:
         self.linear: Linear = functional.linear
 
     def before(
-        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads
+        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads, places: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x as the layer's other half is to take it, and `before_attention`."""
         if cpu_layer.can_run(x, heads):
-            return cpu_layer.before_attention(x, cos, sin, *weights, heads=heads)
-        if self.compiled:
-            return x, *self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
-        return x, *before_attention(x, cos, sin, *weights, heads=heads, linear=self.linear)
+            x, query, key, value = cpu_layer.before_attention(x, cos, sin, *weights, heads=heads, places=places)
+        elif self.compiled:
+            query, key, value = self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
+            query = at(query, places)
+        else:
+            query, key, value = before_attention(x, cos, sin, *weights, heads=heads, linear=self.linear, places=places)
+        return at(x, places), query, key, value
 
     def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
         """`after_attention`."""
@@ -184,18 +195,22 @@ class Layer(nn.Module):
             norm_eps=of.norm_eps,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x (B, T, W), cos and sin (B, T, 1, D / 2) -> (B, T, W)."""
-        attention, mlp, rows = self.self_attn, self.mlp, x.shape[:2]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, places: Tensor | None = None) -> Tensor:
+        """x (B, T, W), cos and sin (B, T, 1, D / 2) -> (B, T, W). places: (Q,) of one row, to which it is computed
+        alone: (1, Q, W). Then attend takes a query of these."""
+        attention, mlp = self.self_attn, self.mlp
+        rows: tuple[int, ...] = x.shape[:2]
         projected = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = None if attention.q_proj.bias is None else tuple(p.bias for p in projected)
         qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
         weights = tuple(p.weight for p in projected)
         flat, cos, sin = x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1)
         flat, query, key, value = self._functions.before(
-            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, heads=self._heads
+            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, heads=self._heads, places=places
         )
-        attended = attend(*(t.unflatten(0, rows) for t in (query, key, value)))
+        key, value = key.unflatten(0, rows), value.unflatten(0, rows)
+        rows = rows if places is None else (1, len(places))
+        attended = attend(query.unflatten(0, rows), key, value)
         out = self._functions.after(
             flat,
             attended.flatten(2).flatten(0, 1),
@@ -283,11 +298,13 @@ class Decoder(nn.Module):
         want: Want = "loss",
         temperature: float = 1.0,
         attend: Attend | None = None,
+        attend_last: Attend | None = None,
         places: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input_ids, position_ids, document_ids, targets: (B, T) integers as in a data batch; targets -100 = no loss.
         attend: instead of document_ids, which are read back from their device, any attention. places: (N,) int64, where
-        the flattened targets are not -100, for the loss; without them the device is asked.
+        the flattened targets are not -100, for the loss; without them the device is asked. attend_last: the last
+        layer's, where it is computed at places (Q,) int64 of one row alone, for `hidden`.
 
         Returns by want: `loss`, the float32 sum of -log p(target); `logprobs`, log p(target) at the temperature and the
         entropy, two (N,) float32 over the places with a target, row by row; `all_logprobs`, the same where every place
@@ -299,11 +316,14 @@ class Decoder(nn.Module):
             assert document_ids is not None
             attend = document_attention(document_ids.cpu().numpy())
         cos, sin = self._rope(position_ids, x.dtype)
-        for layer in self.model.layers:
+        layers = list(self.model.layers)
+        for layer in layers[:-1] if attend_last else layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
+        if attend_last is not None:
+            x = layers[-1](x, cos, sin, attend_last, places)
         x = self.model.norm(x)
         return x if want == "hidden" else self.lm_head(x, targets, want, temperature, places)
 

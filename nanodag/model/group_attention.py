@@ -7,7 +7,7 @@ packed row without padding. Which way, by what the device does well; none holds 
   and the keys of a response are its prompt's and its own;
 - `causal`: elsewhere: each response behind its prompt, as a row of its own.
 
-Letters beyond those of packing: H query heads, K key-value heads, D head width.
+Letters beyond those of packing: Q tokens that ask, H query heads, K key-value heads, D head width.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
 
 Way = Literal["own", "flash", "causal"]
 Flat = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
+"""query (T or Q, H, D), key and value (T, K, D) -> as the query."""
+Places = NDArray[np.int64] | None
 
 
 class GroupedRow(Protocol):
@@ -42,14 +43,18 @@ class GroupedRow(Protocol):
     def num_tokens(self) -> int: ...
 
 
-def group_attention(row: GroupedRow) -> Attend:
+def group_attention(row: GroupedRow, places: Places = None) -> Attend:
     """The Attend of one row: query (1, T, H, D), key and value (1, T, K, D) -> (1, T, H, D). What it needs to know of
-    the row is laid out on the query's device when it is first called."""
+    the row is laid out on the query's device when it is first called.
+
+    places: (Q,) ascending, the tokens that ask, where not all do: of each prompt and each response the last ones. Then
+    query is (1, Q, H, D), and so is what is returned.
+    """
     made: list[Flat] = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not made:
-            made.append(WAYS[way_of(query)](row, query.device))
+            made.append(WAYS[way_of(query)](row, places, query.device))
         return made[0](query[0], key[0], value[0])[None]
 
     return attend
@@ -62,58 +67,70 @@ def way_of(query: Tensor) -> Way:
     return "own" if can_attend(query) else "causal"
 
 
-def _own(row: GroupedRow, device: torch.device) -> Flat:
-    pieces = pieces_of(row)
+def _own(row: GroupedRow, places: Places, device: torch.device) -> Flat:
+    pieces = pieces_of(row, places)
     return lambda query, key, value: CpuAttention.apply(query, key, value, pieces)
 
 
-def pieces_of(row: GroupedRow) -> Pieces:
+def pieces_of(row: GroupedRow, places: Places = None) -> Pieces:
     """The row's prompts, each with its responses after it, as they lie in the row."""
     order = np.argsort(np.concatenate([row.prompts[:, 0], row.responses[:, 0]]), kind="stable")
     pieces = np.concatenate([row.prompts, row.responses[:, :2]])[order]
     groups = np.append(np.flatnonzero(order < len(row.prompts)), len(pieces))
     seen = row.prompts[row.responses[:, 2], 1] + row.responses[:, 1]
-    return Pieces(groups, pieces, int(max(row.prompts[:, 1].max(), seen.max(initial=0))))
+    longest = int(max(row.prompts[:, 1].max(), seen.max(initial=0)))
+    return Pieces(groups, pieces, longest, pieces if places is None else _asking(pieces, places))
 
 
-def _flash(row: GroupedRow, device: torch.device) -> Flat:
-    key_places, num_queries, num_keys = flash_layout(row)
+def _asking(sequences: np.ndarray, places: NDArray[np.int64]) -> np.ndarray:
+    """Of each sequence, start and length (S, 2): the first row of its queries and their number, (S, 2) int64."""
+    rows = np.searchsorted(places, np.stack([sequences[:, 0], sequences.sum(1)], axis=1))
+    return np.ascontiguousarray(np.stack([rows[:, 0], rows[:, 1] - rows[:, 0]], axis=1))
+
+
+def _flash(row: GroupedRow, places: Places, device: torch.device) -> Flat:
+    key_places, num_queries, num_keys = flash_layout(row, places)
     arrays = (key_places, *(np.cumsum([0, *lengths], dtype=np.int32) for lengths in (num_queries, num_keys)))
-    places, query_starts, key_starts = (on_device(array, device) for array in arrays)
+    keys_at, query_starts, key_starts = (on_device(array, device) for array in arrays)
     bounds = Boundaries(query_starts, key_starts, int(num_queries.max()), int(num_keys.max()))
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_within(query, Gathered.apply(key, places), Gathered.apply(value, places), bounds)
+        return attend_within(query, Gathered.apply(key, keys_at), Gathered.apply(value, keys_at), bounds)
 
     return attend
 
 
-def flash_layout(row: GroupedRow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def flash_layout(row: GroupedRow, places: Places = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prompts and responses as sequences in the row's own order, so that its queries need not be moved: the places of
-    their keys one after the other, (U,) int64; and the number of queries and of keys of each, (S,) int64."""
+    their keys one after the other, (U,) int64; and the number of queries and of keys of each, (S,) int64. A sequence
+    that asks nothing is left out."""
     prompts = [(start, length, start, 0) for start, length in row.prompts.tolist()]
     responses = [
         (start, length, *row.prompts[prompt].tolist()) for start, length, prompt in row.responses.tolist() if length
     ]
-    sequences = sorted(prompts + responses)
-    places = [
+    sequences = np.array(sorted(prompts + responses))
+    num_queries = sequences[:, 1] if places is None else _asking(sequences[:, :2], places)[:, 1]
+    sequences, num_queries = sequences[num_queries > 0], num_queries[num_queries > 0]
+    keys_at = [
         np.concatenate([np.arange(before, before + shared), np.arange(start, start + length)])
         for start, length, before, shared in sequences
     ]
-    num_queries = np.array([length for _, length, _, _ in sequences])
-    return np.concatenate(places), num_queries, np.array([len(own) for own in places])
+    return np.concatenate(keys_at), num_queries, np.array([len(own) for own in keys_at])
 
 
-def _causal(row: GroupedRow, device: torch.device) -> Flat:
-    places, back = (on_device(array, device) for array in causal_layout(row))
+def _causal(row: GroupedRow, places: Places, device: torch.device) -> Flat:
+    in_rows, back = (on_device(array, device) for array in causal_layout(row))
+    asking = None if places is None else on_device(places, device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
-        rows = [_picked(tensor, places) for tensor in (query, key, value)]
+        if asking is not None:  # such a row is computed whole: the others ask with zeros, and are not answered
+            query = query.new_zeros(row.num_tokens, *query.shape[1:]).index_copy(0, asking, query)
+        rows = [_picked(tensor, in_rows) for tensor in (query, key, value)]
         out = scaled_dot_product_attention(
             rows[0], _repeated(rows[1], repeats), _repeated(rows[2], repeats), is_causal=True
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, back)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, back if asking is None else back[asking])
 
     return attend
 
@@ -133,7 +150,7 @@ def causal_layout(row: GroupedRow) -> tuple[np.ndarray, np.ndarray]:
     return places, back
 
 
-WAYS: dict[Way, Callable[[GroupedRow, torch.device], Flat]] = {
+WAYS: dict[Way, Callable[[GroupedRow, Places, torch.device], Flat]] = {
     "own": _own,
     "flash": _flash,
     "causal": _causal,

@@ -4,8 +4,9 @@ Letters: T tokens of a batch, N scored tokens, M places that predict them, D mod
 
 A question with the context c and the answers x and y becomes c x y: answer tokens see the context and their own answer
 only, and their positions go on from the context's. Four choices of 5 tokens behind a context of 30 cost 46 tokens
-instead of 136. One-token answers cost nothing beyond the context. The questions of a batch lie one after the other in
-one row, without padding (nanodag.model.group_attention).
+instead of 136. One-token answers cost nothing beyond the context, and what all answers begin with is part of it. The
+questions of a batch lie one after the other in one row, without padding (nanodag.model.group_attention). The last layer
+is computed at the places that predict alone, but for its keys and values.
 """
 
 import math
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model import cpu_head
+from nanodag.model.attention import on_device
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.decoder import Decoder
 from nanodag.model.group_attention import group_attention
@@ -36,10 +39,17 @@ class Question:
     context: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
 
+    @cached_property
+    def shared(self) -> int:
+        """How many tokens all answers begin with, of those that are read: an answer's last is predicted, never read."""
+        first, last = min(self.answers), max(self.answers)  # what these two begin with all do
+        room = min(map(len, self.answers)) - 1
+        return next((i for i in range(room) if first[i] != last[i]), room)
+
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model: an answer's last token is predicted, never read."""
-        return len(self.context) + sum(len(answer) - 1 for answer in self.answers)
+        """Tokens that go through the model."""
+        return len(self.context) + self.shared + sum(len(answer) - 1 - self.shared for answer in self.answers)
 
     def fits(self, max_positions: int) -> bool:
         """Whether the context leaves its longest answer room."""
@@ -165,11 +175,13 @@ def score_batch(
     the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
     row = _row(questions)
     ids, positions = (torch.tensor([values], device=device) for values in (row.ids, row.positions))
-    hidden = forward(ids, positions, want="hidden", attend=group_attention(row))[0]  # (T, D)
     # The first tokens of a question's answers are predicted from one place, so its logits are computed once.
-    places, rows = torch.tensor(row.predict_at).unique(return_inverse=True)  # (M,) and (N,)
+    places, rows = np.unique(row.predict_at, return_inverse=True)  # (M,) and (N,)
+    attend, attend_last = group_attention(row), group_attention(row, places)
+    at = on_device(places, device)
+    hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:
-        logprobs, greedy = _score_targets(weight, hidden[places.to(device)], rows, torch.tensor(row.targets))
+        logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.tensor(row.targets))
     return _collect(questions, logprobs, greedy)
 
 
@@ -197,8 +209,9 @@ def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Row:
-    """Questions one after the other, each a context and its answers: a GroupedRow (nanodag.model.group_attention).
-    predict_at: place that predicts each scored token. targets: these tokens."""
+    """Questions one after the other, each a context, with what all its answers begin with, and the rest of its answers:
+    a GroupedRow (nanodag.model.group_attention). predict_at: place that predicts each scored token. targets: these
+    tokens."""
 
     ids: list[int]
     positions: list[int]
@@ -220,20 +233,21 @@ def _row(questions: Sequence[Question]) -> _Row:
     prompts: list[tuple[int, int]] = []
     responses: list[tuple[int, int, int]] = []
     for number, question in enumerate(questions):
-        before = len(question.context)
+        shared = question.shared
+        before = len(question.context) + shared
         prompts.append((len(ids), before))
-        ids += question.context
+        ids += (*question.context, *question.answers[0][:shared])
         positions += range(before)
-        last = len(ids) - 1
+        end = len(ids)
         behind: list[tuple[int, int, int]] = []
         for answer in question.answers:
-            size = len(answer) - 1
+            size = len(answer) - 1 - shared
             behind.append((len(ids), size, number))
-            predict_at += [last, *range(len(ids), len(ids) + size)]
+            predict_at += [*range(end - 1 - shared, end), *range(len(ids), len(ids) + size)]
             targets += answer
-            ids += answer[:-1]
+            ids += answer[shared:-1]
             positions += range(before, before + size)
-        responses += [response for response in behind if response[1]] or behind[:1]  # of one token: nothing is read
+        responses += [response for response in behind if response[1]] or behind[:1]  # nothing is read
     return _Row(ids, positions, np.array(prompts), np.array(responses), predict_at, targets)
 
 

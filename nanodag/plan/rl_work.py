@@ -47,7 +47,8 @@ def step_of(stage: RLStage, model: ModelSize, habit: Habit) -> Step:
     most = rollout.max_new_tokens
     answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
     groups = float(rollout.prompts_per_step)
-    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not rollout.over_sampling:
+    is_chosen = bool(rollout.over_sampling) or not rollout.is_sampled
+    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen:
         chances = [pass_chance(source.url, model.total) for source in stage.data]
         groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
     samples = prompts_a_step(stage) * rollout.samples_per_prompt

@@ -269,7 +269,8 @@ class Checks:
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits
         passes_on = traits is not None and traits.passes_on
-        if entry.kind == "generate" and path != entry.name and not passes_on:  # it is run by an interpreter that may have other packages
+        # It is run by an interpreter that may have other packages.
+        if entry.kind == "generate" and path != entry.name and not passes_on:
             self._module(path)
             return
         function = self._import(path)

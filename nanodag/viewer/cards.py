@@ -3,15 +3,16 @@ or an environment wrote may make the page large, or look like a part of it."""
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.conversation import Turn as Said
 from nanodag.rl.rollouts.conversation import calls_in, turns_of
+from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.tokenizer.encoding import Encoding
@@ -25,9 +26,10 @@ ERRORS = {"generate_error": "no response", "reward_error": "no reward"}  # of me
 ANSWER = "answer"  # of metadata: what the reward saw
 ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
 LAST_LINES, LINE_LENGTH = 20, 300
+WORDS = "; its last words: "
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
-MOST_COMPONENTS = 50
+MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
 
@@ -67,14 +69,15 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """One sequence of a sample. prompt: where it is not the group's, else empty. facts, components: name and value.
-    metadata: JSON, empty for none. left_out: tokens that are not drawn."""
+    """One sequence of a sample. prompt: where it is not the group's, else empty. facts, numbers: name and value;
+    numbers are the reward's components and the environment's metrics. metadata: JSON, empty for none. left_out: tokens
+    that are not drawn."""
 
     read: Read
     prompt: str
     turns: Sequence[Turn]
     facts: Sequence[tuple[str, str]]
-    components: Sequence[tuple[str, str]]
+    numbers: Sequence[tuple[str, str]]
     failures: Sequence[Failure]
     metadata: str
     left_out: int
@@ -98,8 +101,8 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The samples of one prompt. answer: the right one, empty where it is not known. mean: of their rewards, None
-    where no sample has one."""
+    """The samples of one prompt. prompt: as they all begin; its messages where they begin with prompts of their own.
+    answer: the right one, empty where it is not known. mean: of their rewards, None where no sample has one."""
 
     prompt_id: str
     prompt: str
@@ -136,9 +139,11 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
     mains = [min(sample, key=_place) for sample in samples.values()]
     first, rewards = mains[0], [main.rollout.reward for main in mains if main.rollout.reward is not None]
     shared = first.rollout.prompt_token_ids
+    if any(main.rollout.prompt_token_ids != shared for main in mains):  # an agent's prompts are its own
+        shared = ()
     return Group(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
-        prompt=brush.text(shared),
+        prompt=brush.text(shared) if shared else brush.cut("\n".join(map(_spoken, first.messages))),
         answer=shortened(first.answer, ANSWER_LENGTH),
         mean=sum(rewards) / len(rewards) if rewards else None,
         cards=[
@@ -146,6 +151,10 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
             for sample in samples.values()
         ],
     )
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    return f"{message.get('role')}: {message.get('content')}"
 
 
 def _place(read: Read) -> int:
@@ -164,21 +173,24 @@ class _Brush:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a prompt, the middle of a long one left out."""
-        return shortened(self.encoding.decode(ids), LETTERS_A_TOKEN * self.most)
+        return self.cut(self.encoding.decode(ids))
+
+    def cut(self, text: str) -> str:
+        return shortened(text, LETTERS_A_TOKEN * self.most)
 
     def branch(self, read: Read, shared: Sequence[int]) -> Branch:
-        """shared: the prompt that stands above."""
+        """shared: the prompt that stands above; empty where none does."""
         rollout, total = read.rollout, len(read.rollout.response_token_ids)
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
         said = turns_of(rollout, self.encoding.decode)
-        components = list(rollout.reward_components.items())[:MOST_COMPONENTS]
+        numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
         return Branch(
             read=read,
             prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
             turns=[turn for number, one in enumerate(said, 1) if (turn := self._turn(read, number, one, gap)).tokens],
             facts=_facts(read, len(said)),
-            components=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in components],
+            numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
             failures=[_failure(what, str(rollout.metadata[k])) for k, what in ERRORS.items() if k in rollout.metadata],
             metadata=_metadata(rollout),
             left_out=left_out,
@@ -252,6 +264,9 @@ def _facts(read: Read, num_turns: int) -> list[tuple[str, str]]:
 
 def _failure(what: str, said: str) -> Failure:
     reason, _, rest = said.strip().partition("\n")
+    if not rest and WORDS in reason:  # what a process wrote stands behind the reason in one line
+        reason, _, rest = reason.partition(WORDS)
+        rest = rest.replace(" | ", "\n")
     last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
     return Failure(what=what, reason=shortened(reason, REASON_LENGTH), last_lines="\n".join(last))
 

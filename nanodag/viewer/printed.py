@@ -36,7 +36,7 @@ def _branch(branch: Branch) -> Iterator[Text]:
     head += [branch.role] if branch.role else []
     head += [f"reward {branch.reward}" if branch.read.rollout.reward is not None else branch.reward]
     head.append(branch.read.fate.replace("_", " "))
-    head += [f"{name} {value}" for name, value in [*branch.facts, *branch.components]]
+    head += [f"{name} {value}" for name, value in [*branch.facts, *branch.numbers]]
     failed = branch.read.rollout.reward is None
     yield _line(("  " if number else "") + " · ".join(head), "red" if failed else "cyan")
     for failure in branch.failures:

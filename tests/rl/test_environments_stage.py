@@ -68,7 +68,7 @@ def test_a_stage_trains_both_roles_and_logs_what_the_environment_says(tmp_path):
     for line in metrics(job):
         assert line["mismatch_largest"] < 1e-4 and line["metric_rounds"] == 2 and line["turns"] == 4
         assert line["trained_tokens"] == sum(one.num_trained for one in trained(job, line["step"]))
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "tiny_world:World" in " ".join(p.info["cmdline"] or [])]
+    assert left() == []
 
 
 @pytest.mark.slow
@@ -96,8 +96,19 @@ def test_whoever_is_killed_at_random_moments_it_ends_on_the_same_bytes(tmp_path,
     assert all(num_killed[victim] for victim in VICTIMS), num_killed
     run(job)
     same_in_the_end(job, undisturbed)
+    assert left() == []
     lines = read_ledger(job.records / "ledger.jsonl")
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
+
+
+def left() -> list[psutil.Process]:
+    """The environment's processes that are there after a while."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = [p for p in psutil.process_iter(["cmdline"]) if "tiny_world:World" in " ".join(p.info["cmdline"] or [])]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def end_one(pid: int, victim: str) -> int:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from aiohttp import WSMsgType, web
 
-from nanodag.rl.environments.environment import Action, Call
+from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.openenv_session import OpenEnv
 
 RECORD = {"messages": [{"role": "user", "content": "Play."}], "metadata": {"reset": {"level": 2}}}
@@ -116,7 +116,7 @@ def test_the_tools_of_an_mcp_environment_are_called_each_in_a_step_and_speech_en
     game, _ = begun(f"{server}/tools")
     (tool,) = game.tools()
     assert tool["function"]["name"] == "look" and tool["function"]["parameters"]["required"] == ["word"]
-    calls = tuple(Call("look", {"word": word}) for word in ("one", "bad"))
+    calls = tuple(ToolCall("look", {"word": word}) for word in ("one", "bad"))
     assert game.step(Action("", calls)) == (["ONE", "error: no"], 0.5, False, {})
     assert game.step(Action("done")) == ([], 0.0, True, {})
 
@@ -124,8 +124,8 @@ def test_the_tools_of_an_mcp_environment_are_called_each_in_a_step_and_speech_en
 def test_an_action_of_other_fields_is_a_tool_with_these_arguments(server):
     game, _ = begun(f"{server}/move")
     assert game.tools()[0]["function"]["parameters"]["required"] == ["x"]
-    assert game.step(Action("", (Call("act", {"x": 3}),))) == ('{"at": 3, "walls": [1]}', 0.25, False, {})
-    assert begun(f"{server}/move", observation="at")[0].step(Action("", (Call("act", {"x": 3}),)))[0] == "3"
+    assert game.step(Action("", (ToolCall("act", {"x": 3}),))) == ('{"at": 3, "walls": [1]}', 0.25, False, {})
+    assert begun(f"{server}/move", observation="at")[0].step(Action("", (ToolCall("act", {"x": 3}),)))[0] == "3"
     assert begun(f"{server}/move", action="why")[0].tools() == []
     with pytest.raises(ValueError, match=r"has no field 'y'; it has x, why"):
         OpenEnv(url=f"{server}/move", action="y")

@@ -225,6 +225,21 @@ def test_every_way_of_attention_equals_the_formula_in_value_and_gradient(way, dt
         torch.testing.assert_close(gradient.double(), other, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("way", group_attention.WAYS)
+def test_where_the_last_tokens_of_each_sequence_ask_they_are_answered_as_among_all(way, monkeypatch):
+    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
+    monkeypatch.setattr(group_attention, "attend_within", bottom_right)
+    torch.manual_seed(0)
+    ((row,),) = pack(RAGGED, budget_tokens=100)
+    query, key, value = (torch.randn(1, row.num_tokens, heads, 16) for heads in (4, 2, 2))
+    sequences = [*row.prompts.tolist(), *(response[:2] for response in row.responses.tolist())]
+    places = np.array(sorted({n for start, length in sequences for n in range(start + length // 2, start + length)}))
+    whole = group_attention.group_attention(row)(query, key, value)
+    found = group_attention.group_attention(row, places)(query[:, places], key, value)
+    assert 0 < len(places) < row.num_tokens
+    torch.testing.assert_close(found, whole[:, places], rtol=0, atol=1e-6)
+
+
 def test_sequences_of_flash_attention_written_out():
     ((row,),) = pack([RAGGED[0], RAGGED[2], RAGGED[5]], budget_tokens=100)
     # the row: the prompt 1 2 3, then 4 5 of (4, 5, 6), 9 of (9, 10), and nothing of (22,)

@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from nanodag.rl.control.facts import ModelFacts
 from nanodag.rl.control.one_side import SavedRollouts, best_of
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, read_rollouts, sampled_span, write_rollouts
 from nanodag.rl.rollouts.saved import GREEDY, REPLAYED, check_steps, read_saved, saved_files
+from nanodag.run.build_stage import key_of
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.export import export_rollouts
 from nanodag.viewer.shelf import Shelf
@@ -147,6 +150,9 @@ def test_files_that_cannot_be_trained_are_refused_with_the_reason(tmp_path):
         taken(found, 1)
     with pytest.raises(StageFailed, match=r"other files of rollout\.source"):
         check_source(tmp_path, found.identity, source(lines).identity)
+    lines.unlink()
+    with pytest.raises(SourceError, match="has changed since the stage began"):
+        taken(found, 2)
     (tmp_path / "all.parquet").touch()
     for pattern, why in (("none*", "finds no file"), ("all.*", "all.parquet, which is no .jsonl")):
         with pytest.raises(ConfigError, match=why):
@@ -168,6 +174,19 @@ def test_a_folder_of_steps_is_trained_step_by_step_and_named_by_its_bytes(tmp_pa
     pooled = saved_files(f"file:{tmp_path}/step-*.jsonl")
     assert len(pooled.files) == 3 and not pooled.steps  # dropped ones too, for filters to judge
     check_steps(pooled, num_steps=4)
+
+
+def test_a_key_holds_the_bytes_of_the_files_and_not_their_place(tmp_path):
+    run_of = SimpleNamespace(pipeline=SimpleNamespace(mirror="none"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "answer": ""}\n')
+    keys = []
+    for store, lines in (("one", group("p")), ("two", group("p")), ("two", group("q"))):
+        records = tmp_path / store / "records" / "rollouts"
+        records.mkdir(parents=True, exist_ok=True)
+        write_rollouts(records / "step-00000001.jsonl", lines)
+        stage = config(data=[f"file:{tmp_path}/prompts.jsonl"], source=f"file:{records}")
+        keys.append(key_of(run_of, stage, {})[0])
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +245,8 @@ def test_imitation_trains_the_mean_negative_log_likelihood_of_the_best_answers(d
     assert steps[0]["trained_tokens"] == 28 and steps[0]["sampled_tokens"] == 0
     assert not [name for name in steps[0] if "mismatch" in name or "staleness" in name]
     assert not list(job.workspace.glob("sampler-*.log"))
+    told = json.loads((job.workspace / "result.json").read_text())["metrics"]
+    assert told["version"] == 6 and not [name for name in told if "reward" in name or "spread" in name]
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -18,6 +18,7 @@ from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
+from nanodag.rl.rollouts.turns.conversation import Conversation
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
 from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.run.build_stage import own_entries, with_identities
@@ -160,6 +161,13 @@ async def twice(sampler, sample, *, said: str = "sure?"):
 
 async def one(sampler, sample):
     return await sampler.turn(sample)
+
+
+async def asked_again(sampler, sample):
+    conversation, messages = Conversation(sampler, sample), list(sample.record["messages"])
+    answer = await conversation.answer(messages)
+    await conversation.answer([*messages, answer, {"role": "user", "content": "sure?"}])
+    return conversation.sample()
 
 
 async def fanned_out(sampler, sample):
@@ -385,7 +393,8 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     end, written = renderer.stop_ids[0], CALLS_AS_WRITTEN[template]
     # a byte a token, so that text made into ids again would be other ids
     call = [*(encoding.encode_bytes(bytes([byte]))[0] for byte in written.encode()), end]
-    wrong = [*encoding.encode(written.replace("calculator", "abacus")), end]
+    # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
+    wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
     answer = [*encoding.encode("so 8"), end]
     replies = [call, wrong, answer]
     messages = [{"role": "user", "content": "4*2?"}]
@@ -412,6 +421,27 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
         assert "8" in encoding.decode(spans[2].token_ids) and rollout.branch == 0 and rollout.finish_reason == "stop"
         assert "error: calculator takes expression" in encoding.decode(spans[4].token_ids)
     assert pool.seen == ["so 8", "so 8"]
+
+
+def test_thinking_that_the_template_leaves_out_of_earlier_turns_makes_two_sequences_of_one_sample(tmp_path):
+    renderer, encoding = renderer_of(QWEN3, tmp_path), Encoding(tmp_path)
+    stage = config(generate=here("asked_again"), sampler={"context": 4000, "max_batch": 9}, max_new_tokens=400)
+    end, messages = renderer.stop_ids[0], [{"role": "user", "content": "4*2?"}]
+    first, last = [*encoding.encode("<think>\nhm\n</think>\n\n7"), end], [*encoding.encode("no, 8"), end]
+    sampler = Script(lambda request: last if "sure?" in encoding.decode(request.input_ids) else first)
+    prompt = Prompt(
+        epoch=0, record={"prompt_id": "p", "reward": "exact", "messages": messages},
+        token_ids=tuple(renderer.prompt(messages)),
+    )  # fmt: skip
+    turns, pool = Turns(stage, encoding, renderer, context=4000, vocabulary=encoding.size), SeenPool()
+    batch = batch_of(RolloutGenerator(stage, sampler, pool, encoding, renderer.stop_ids, turns), [prompt])
+    rollouts = batch.kept[0][1]
+    assert [(rollout.sample_index, rollout.branch) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for main, branch in (rollouts[:2], rollouts[2:]):
+        assert main.prompt_token_ids == prompt.token_ids and main.sampled_token_ids == tuple(first)
+        assert "hm" not in encoding.decode(branch.prompt_token_ids) and branch.sampled_token_ids == tuple(last)
+        assert main.reward == branch.reward
+    assert pool.seen == ["no, 8", "no, 8"]  # the last answer, wherever it stands
 
 
 @pytest.mark.parametrize("generate", ["one_turn", here("one")])

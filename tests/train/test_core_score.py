@@ -1,7 +1,9 @@
 """CORE while training: by all ranks, at its steps, without a trace in the weights."""
 
 import json
+import random
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +79,53 @@ def test_a_killed_stage_ends_on_the_same_weights_and_the_same_scores(folder):
     assert stages.content(killed / "output") == stages.content(wanted / "output")
     assert core_lines(killed) == core_lines(wanted)
     assert list(core_lines(killed)) == [5, 10, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_of_two_ranks_either_is_killed_twenty_times_at_random_and_weights_and_scores_stay_the_same(folder):
+    changes = {"zero_stage": 1, "resources": {**stages.RESOURCES, "num_ranks": 2}, "horizon_tokens": 512 * 6}
+    wanted = job(folder, "two-undisturbed", every=1, **changes)
+    forks.end(forks.start(wanted, num_ranks=2))
+    draw, num_killed, num_stages, amid_core = random.Random(14), 0, 0, 0
+    while num_killed < 20:
+        killed = job(folder, f"two-killed-{num_stages}", every=1, **changes)
+        num_stages += 1
+        while not (killed / "result.json").exists():
+            ranks = forks.start(killed, num_ranks=2)
+            if num_killed < 20 and wait_for_lines(ranks, killed, draw.randint(1, 60)):
+                time.sleep(draw.uniform(0, 0.02))
+                amid_core += is_amid_core(killed)
+                draw.choice(ranks).kill()
+            codes = forks.end(ranks)
+            assert -signal.SIGKILL in codes or set(codes) == {0}, (killed / "worker.log").read_text()[-6000:]
+            num_killed += -signal.SIGKILL in codes
+        assert stages.content(killed / "output") == stages.content(wanted / "output")
+        assert core_lines(killed) == core_lines(wanted) and list(core_lines(wanted)) == [1, 2, 3, 4, 5, 6]
+    assert amid_core >= 5, f"{amid_core} of {num_killed} kills came while CORE was scored"
+    print(f"{num_killed} kills, {amid_core} amid CORE, of {num_stages} stages")
+
+
+def lines_of(workspace):
+    path = workspace / "metrics.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def wait_for_lines(ranks, workspace, more):
+    """Until so many more are told; False where a rank ended before."""
+    wanted = len(lines_of(workspace)) + more
+    while all(rank.poll() is None for rank in ranks):
+        if len(lines_of(workspace)) >= wanted:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def is_amid_core(workspace):
+    """Whether what was told last is how many of CORE's tasks are done."""
+    *_, last = lines_of(workspace)
+    told = json.loads(last) if last.endswith(b"}") else {}
+    return told.get("phase") == "CORE" and told["done"] < told["of"]
 
 
 class CountedLoop(Loop):

@@ -2,10 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
 
+from nanodag.cli import use
+from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -280,7 +284,8 @@ def test_a_long_result_is_folded_and_a_short_one_is_not(shelf):
 
 
 def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
-    main, other = (rollout("p", index, float(index), [said("main")]) for index in (0, 1))
+    counted = {"metrics": {"rooms": 3.0}, "turns": 1}
+    main, other = (rollout("p", index, float(index), [said("main")], metadata=counted) for index in (0, 1))
     own = Rollout(
         group_id="p@0", prompt_id="p", sample_index=0, branch=1, role="judge", spans=(prompt_span([A]), said("fair")),
         finish_reason="length", reward=0.25, reward_components={"agreed": 0.5},
@@ -292,7 +297,17 @@ def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
     page = get()
     assert "<dt>mean reward</dt><dd>0.5</dd>" in page and "<dt>samples</dt><dd>2</dd>" in page
     assert page.count('<details class="branch">') == 1 and "<dt>agreed</dt><dd>0.5</dd>" in page
+    assert page.count("<dt>rooms</dt><dd>3</dd>") == 2
     assert "1 of 3 rollouts" in get("?role=judge") and "2 of 3 rollouts" in get("?sample=0")
+
+
+def test_samples_that_begin_with_prompts_of_their_own_stand_under_their_messages(shelf):
+    first, second = rollout("p", 0, 1.0, [said("x")]), rollout("p", 1, 1.0, [said("y")])
+    asked(shelf, first, replace(second, spans=(prompt_span([A]), said("y"))))
+    line = {"prompt_id": "p", "answer": "", "messages": [{"role": "user", "content": "Sort them."}]}
+    (shelf.records / "rollouts" / "step-00000002.answers.jsonl").write_text(json.dumps(line) + "\n")
+    (group,) = Painter(shelf.model).groups(shelf.read(2), "none")
+    assert group.prompt == "user: Sort them." and [card.branches[0].prompt for card in group.cards] == ["?", "a"]
 
 
 def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
@@ -301,10 +316,13 @@ def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
     failed = Rollout(
         group_id="f@0", prompt_id="f", sample_index=0, spans=(prompt_span([A]),), finish_reason="error", metadata=broken
     )
+    words = {"generate_error": "AgentFailed: it ended with code 1; its last words: one | two"}
+    dead = replace(failed, prompt_id="d", group_id="d@0", metadata=words)
     unrewarded = rollout("g", 0, None, [said("a")], metadata={"reward_error": "reported none"})
-    get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, unrewarded])
+    get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, dead, unrewarded])
     page = get("?fate=failed")
-    assert "2 of 3 rollouts" in page and "any failure (2)" in page
+    assert "3 of 4 rollouts" in page and "any failure (3)" in page
+    assert "</b> AgentFailed: it ended with code 1\n<pre>one\ntwo</pre>" in page
     assert (
         "<b>no response</b> RuntimeError: the agent ended with 1" in page and "<b>no reward</b> reported none" in page
     )
@@ -351,3 +369,16 @@ def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
         "  branch 1 · judge · reward 1 · trained · ended by stop · tokens 4", "    judge fair",
         "no reward · trained · sample 1 · ended by stop · tokens 1", "    no reward: reported none", "    model a",
     ]  # fmt: skip
+
+
+def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, monkeypatch, capsys):
+    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
+        monkeypatch.setattr(use, name, MagicMock())
+    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
+    use.print_rollouts("r", "rl", most=5, step=-1, role="", failed=True, file="")
+    shown = capsys.readouterr().out
+    assert "step 2: 1 of 4 rollouts" in shown and "no reward: it raised <b>" in shown and "prompt right" not in shown
+    use.print_rollouts("r", "rl", most=5, step=2, role="judge", failed=False, file="")
+    assert capsys.readouterr().out == "step 2: 0 of 4 rollouts\n"
+    with pytest.raises(ArtifactNotFound, match="step-00000007"):
+        use.print_rollouts("r", "rl", most=5, step=7, role="", failed=False, file="")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from nanodag.errors import ConfigError
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
@@ -94,7 +95,9 @@ async def command_agent(
 
 @cache
 def _places(at_once: int) -> asyncio.Semaphore:
-    """Those of all samples."""
+    """Those of all samples. Raises ConfigError where there are none."""
+    if at_once < 1:
+        raise ConfigError(f"agent: at_once {at_once} must be above 0.")
     return asyncio.Semaphore(at_once)
 
 

@@ -38,6 +38,7 @@ from nanodag.rl.agents.session import Session, gone
 
 KEYS_REMEMBERED = 100_000  # of samples that have ended
 BACKLOG = 1024
+KEEP_ALIVE_S = 3600  # an agent may think for long between two calls, and not ask again where a connection has ended
 
 T = TypeVar("T")
 
@@ -95,7 +96,12 @@ class Door:
 
     async def _serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
-            self._app, http=WholeRequests, log_level="warning", lifespan="off", access_log=False, log_config=None
+            self._app,
+            http=WholeRequests,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         await uvicorn.Server(config).serve(sockets=[listener])
 

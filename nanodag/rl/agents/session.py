@@ -24,7 +24,7 @@ from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced, messages_of, offered
 from nanodag.api.refusals import Refused
-from nanodag.api.replies import Reply
+from nanodag.api.replies import ChatReply, Reply
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import PlainReader
@@ -283,6 +283,10 @@ class _Endpoints(Endpoints):
         self._prompt = replace(prompt, ids=list(self._asked[0].ids))
         return self._prompt
 
+    def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
+        """The form of the answer, whose calls have the same names each time that a stage is run."""
+        return _Reply(model, body, derived_seed(self._asked[0].repeat, *self._asked[0].ids))
+
     def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
         """As far as there is room: what a program asks for at most was not written for this context."""
         try:
@@ -336,6 +340,17 @@ class _Endpoints(Endpoints):
         answer = ParsedAnswer(self._served.tokens, reader, stops=self._body.stops, one_call=one_call)
         answer.take(whole)
         return answer
+
+
+class _Reply(ChatReply):
+    """An answer. number: of what was asked, in whatever order calls came."""
+
+    def __init__(self, model: ServedModel, body: ChatBody, number: int) -> None:
+        super().__init__(model, body)
+        self._number = number
+
+    def call_id(self, choice: int, number: int) -> str:
+        return f"call_{derived_seed(self._number, choice, number):024x}"
 
 
 def gone() -> Refused:

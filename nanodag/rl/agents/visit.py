@@ -5,7 +5,7 @@ Whatever drives an agent goes through `visited`: a function in a process, a prog
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,15 @@ from nanodag.rl.agents.door import Door, the_door
 from nanodag.rl.agents.session import CallLimits, Session
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 
+MAX_STARTS = 3
+
 
 class AgentFailed(Exception):
     """An agent that raised, hung or died; the message is its sample's reason."""
+
+
+class AgentLost(AgentFailed):
+    """An agent that somebody killed, such as the system when memory is short: from its beginning it may do better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +50,8 @@ async def visited(
 
     place: entered before that; to wait there counts as no time of the agent's. An agent that fails once a call of its
     was refused for a limit was cut off: its sample has the answer and the reward that were said until then, else none
-    and 0. Raises AgentFailed for other failures, SamplerError where the sampler is to blame, ValueError where nothing
-    was asked or what was said is of no use.
+    and 0. One that was killed begins anew, MAX_STARTS times in all. Raises AgentFailed for other failures, SamplerError
+    where the sampler is to blame, ValueError where nothing was asked or what was said is of no use.
     """
     door = the_door()
 
@@ -69,6 +75,9 @@ async def visited(
             await entered.__aexit__(None, None, None)
         return session.result()
 
+    for _ in range(MAX_STARTS - 1):
+        with suppress(AgentLost):
+            return await door.do(whole())  # it asks for the same again, and is answered the same
     return await door.do(whole())
 
 

@@ -1,12 +1,13 @@
 """Processes that run agents' functions, one sample at a time each, kept for the next one. No torch here.
 
-One whose function hangs, dies or leaves something behind is ended with all that it started, and another takes its
+Each forks for a sample (`worker.py`). One whose sample hangs is ended with all that it started, and another takes its
 place. All of it belongs to the door's event loop.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,12 +20,15 @@ from typing import Any
 
 import psutil
 
-from nanodag.rl.agents.visit import AgentFailed
+from nanodag.errors import ConfigError
+from nanodag.host.ports import LOOPBACK
+from nanodag.rl.agents.visit import AgentFailed, AgentLost
 
 WORKER = Path(__file__).with_name("worker.py")
 MAX_REPLY_BYTES = 1 << 20
 LINES_SHOWN = 5
 TAIL_BYTES = 2000
+END_TIMEOUT_S = 1.0
 
 
 class Workers:
@@ -37,6 +41,8 @@ class Workers:
     def __init__(
         self, function: str, *, python: str, folders: Sequence[str], at_once: int, max_bytes: int, timeout_s: float
     ) -> None:
+        if at_once < 1 or timeout_s <= 0:
+            raise ConfigError(f"agent {function}: at_once {at_once} and seconds {timeout_s:g} must be above 0.")
         self._python, self._timeout_s = python, timeout_s
         self._first = {"function": function, "folders": folders, "max_bytes": max_bytes, "timeout_s": timeout_s}
         self.places = asyncio.Semaphore(at_once)
@@ -52,7 +58,10 @@ class Workers:
                     answer = await worker.ask(task)
             except TimeoutError:
                 raise AgentFailed(f"it took longer than {self._timeout_s:g} s{worker.last_words()}") from None
-            is_good = not answer.get("is_left", True)
+            is_good = True
+            if (code := answer.get("code", 0)) != 0:
+                kind = AgentLost if code == -signal.SIGKILL else AgentFailed
+                raise kind(f"its process ended with code {code}{worker.last_words()}")
             if "error" in answer:
                 raise AgentFailed(f"{answer['error']}{worker.last_words()}")
             return answer.get("returned")
@@ -82,7 +91,7 @@ class _Worker:
                 stdout=self._words,
                 stderr=self._words,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONHASHSEED": "0"},
+                env=_environment(),
                 start_new_session=True,
             )
         self._socket, self._rest = ours, b""
@@ -99,11 +108,11 @@ class _Worker:
                 block = await loop.sock_recv(self._socket, 1 << 16)
                 self._rest += block
                 if not block:
-                    raise AgentFailed(f"its process ended{self._how()}{self.last_words()}")
+                    raise self._ended()
                 if len(self._rest) > MAX_REPLY_BYTES:
                     raise AgentFailed(f"it returned more than {MAX_REPLY_BYTES} bytes")
         except OSError as error:
-            raise AgentFailed(f"its process ended{self._how()}{self.last_words()}") from error
+            raise self._ended() from error
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             answer = json.loads(line)
@@ -138,12 +147,24 @@ class _Worker:
         self._process.wait()
         self._words.close()
 
-    def _how(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            return f" with code {self._process.wait(timeout=1.0)}"
-        return ""
+    def _ended(self) -> AgentFailed:
+        try:
+            code = self._process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return AgentFailed(f"its process answers no more{self.last_words()}")
+        kind = AgentLost if code == -signal.SIGKILL else AgentFailed
+        return kind(f"its process ended with code {code}{self.last_words()}")
+
+
+def _environment() -> dict[str, str]:
+    """Of a process: this one's, but that no proxy stands before the API."""
+    direct = ",".join([*filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]), LOOPBACK])
+    return {**os.environ, "PYTHONHASHSEED": "0", "NO_PROXY": direct, "no_proxy": direct}
 
 
 def interpreter(python: str) -> str:
-    """The path of an interpreter: this process's own for `auto`."""
-    return sys.executable if python == "auto" else python
+    """The path of an interpreter: this process's own for `auto`. Raises ConfigError for one that is not there."""
+    found = sys.executable if python == "auto" else shutil.which(python)
+    if found is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
+    return found

@@ -401,8 +401,10 @@ class Controller:
         totals, model = self._state["totals"], self._services.model
         metrics: dict[str, Any] = {"steps": steps}
         if self._config.has_trainer:  # else there is nothing that could be said to have been learned
+            metrics["version"] = self._state["version"]
+        if self._config.has_trainer and self._config.rollout.is_sampled:  # rewards of files say nothing of this policy
             lines = self._job.metrics_path.read_text("utf-8").splitlines()
-            metrics |= {"version": self._state["version"], **learning_of([json.loads(line) for line in lines])}
+            metrics |= learning_of([json.loads(line) for line in lines])
         if self._config.evaluation.patience:
             metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if kept is not None else {}

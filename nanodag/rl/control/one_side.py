@@ -66,16 +66,19 @@ class SavedRollouts:
         self._filters = [entry.load() for entry in config.rollout.filters]
         found = saved_files(config.rollout.source)
         check_steps(found, num_steps=config.num_steps)
+        self._files, self._states = found, found.states()
         self.identity = found.identity()
-        self._steps = found.steps
         self._groups = SavedGroups(() if found.steps else found.files, self._choose)
         if not found.steps:
             self._report(found)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
-        """The groups of one step."""
-        if self._steps:
-            return self._as_it_was(self._steps[step])
+        """The groups of one step. Raises SourceError for a file that has changed."""
+        for path, seen, state in zip(self._files.files, self._states, self._files.states(), strict=True):
+            if state != seen:
+                raise SourceError(f"{path} has changed since the stage began. Leave it as it was, and run it again.")
+        if self._files.steps:
+            return self._as_it_was(self._files.steps[step])
         size, total = self._config.rollout.prompts_per_step, len(self._groups)
         turns = [divmod(place, total) for place in range(size * (step - 1), size * step)]
         orders = {turn: permutation(total, int(self._config.seed), turn) for turn, _ in turns}
@@ -129,6 +132,11 @@ class SavedRollouts:
             )
         if self._config.rollout.clone.best:
             return
+        if self._config.has_process_reward and rollout.steps is None:
+            raise ConfigError(
+                f"{where} has no scores of steps, and advantage {self._config.algorithm.advantage} is made of them. "
+                "Name the records of a stage with a process reward, or another reward."
+            )
         if not rollout.has_logprobs or GREEDY in rollout.metadata:
             found = "no log-probabilities" if not rollout.has_logprobs else "greedy answers, which were not drawn"
             raise ConfigError(

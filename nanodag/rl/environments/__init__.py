@@ -5,6 +5,7 @@
     fork_server.py   the process that makes the environment once and forks an episode for each sample
     episode.py       what runs in such a fork
     processes.py     the controller's end of both
+    tool_calls.py    the calls of a message, as an environment gets them
     loop.py          the loop of a sample: the policy speaks, the environment answers
 
 The object is made once, with the options of the config. Each sample has a fork of its process: an episode begins with

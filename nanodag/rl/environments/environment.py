@@ -39,7 +39,7 @@ Observation = str | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, A
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A tool call. name: of a tool that the environment has. arguments: by name."""
 
     name: str
@@ -53,7 +53,7 @@ class Action:
     limit, and this is the last step. role: who spoke; empty where the environment has no roles."""
 
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     is_cut: bool = False
     role: str = ""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanodag.own_code.blame import with_place
-from nanodag.rl.environments.environment import Action, Call, Environment
+from nanodag.rl.environments.environment import Action, Environment, ToolCall
 
 
 def serve(environment: Environment, connection: socket.socket) -> None:
@@ -39,7 +39,7 @@ def _reset(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _step(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
-    calls = tuple(Call(call["name"], call["arguments"]) for call in given["calls"])
+    calls = tuple(ToolCall(call["name"], call["arguments"]) for call in given["calls"])
     found = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
     if not isinstance(found, tuple | list) or len(found) != 4:
         raise ValueError(f"step must return (observation, reward, done, info); found {found!r:.200}")

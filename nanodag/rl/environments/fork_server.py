@@ -54,14 +54,14 @@ def main() -> None:
             raise TypeError(f"it has no method {missing[0]}")
         said = json.dumps({"roles": getattr(environment, "roles", None)}, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - whatever a module raises when it is imported
-        control.sendall(json.dumps({"error": with_place(error)}).encode() + b"\n")
-        return
+        environment, said = None, json.dumps({"error": with_place(error)})
     if os.getpid() != pid:  # it forked, and this is the copy
         os._exit(1)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    control.sendall(said.encode() + b"\n")
     gc.freeze()  # a collection in a fork would copy every page
-    Server(control, environment, job).run()
+    server = Server(control, environment, job)
+    control.sendall(said.encode() + b"\n")
+    server.run()
 
 
 @dataclass(slots=True)
@@ -99,6 +99,7 @@ class Server:
         for episode in self._episodes.values():
             self._kill(episode, "the stage has ended")
         self._kept.clear()
+        self._has_strays = True
         deadline = time.monotonic() + END_TIMEOUT_S
         while (self._episodes or self._has_strays) and time.monotonic() < deadline:
             self._reap()
@@ -125,8 +126,13 @@ class Server:
 
     def _begin(self, connection: socket.socket) -> None:
         parent, (output, printed) = os.getpid(), os.pipe()
-        sys.stdout.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes, or too little memory: whoever waits for it may try again
+            connection.close()
+            os.close(output)
+            os.close(printed)
+            return
         if not pid:
             self._be_episode(connection, printed, parent)
         os.close(printed)
@@ -151,7 +157,9 @@ class Server:
             resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             serve(self._environment, connection)
-        except BaseException as error:  # noqa: BLE001 - the connection was closed by the environment, perhaps
+        except ConnectionError:
+            pass  # its sample has ended
+        except BaseException as error:  # noqa: BLE001 - the environment has closed the connection, perhaps
             with suppress(OSError):
                 os.write(2, f"{type(error).__name__}: {error}".encode())
         finally:
@@ -169,8 +177,9 @@ class Server:
         shown = block[: max(0, SHOWN_BYTES - episode.num_shown)]
         episode.num_shown += len(shown)
         episode.tail = (episode.tail + block)[-TAIL_BYTES:]
-        sys.stderr.buffer.write(shown)
-        sys.stderr.buffer.flush()
+        with suppress(OSError):  # the log may have ended with the stage
+            sys.stderr.buffer.write(shown)
+            sys.stderr.buffer.flush()
 
     def _kill(self, episode: Forked, reason: str) -> None:
         """End all of its session at once: the kernel lets no fork slip through."""

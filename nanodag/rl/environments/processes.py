@@ -32,7 +32,7 @@ class EnvironmentLost(EnvironmentFailed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """step_s: seconds that an answer may take. cpu_s: CPU time of an episode. max_bytes: address space of each of its
     processes, and memory of all together. max_processes: that it may start."""
 
@@ -48,7 +48,7 @@ class EnvironmentProcess:
     path: `module:Class`. options: of its constructor. roles: who speaks, and whether it is trained, once it is started.
     """
 
-    def __init__(self, path: str, options: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, path: str, options: Mapping[str, Any], limits: EpisodeLimits) -> None:
         self._path, self._limits = path, limits
         self._job = json.dumps({"path": path, "options": dict(options), **asdict(limits)})
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ _PROCESSES: dict[str, EnvironmentProcess] = {}
 _PROCESSES_LOCK = threading.Lock()
 
 
-def process_of(path: str, options: Mapping[str, Any], limits: Limits) -> EnvironmentProcess:
+def process_of(path: str, options: Mapping[str, Any], limits: EpisodeLimits) -> EnvironmentProcess:
     """The one of this environment with these options and limits, which lives as long as this process."""
     key = json.dumps([path, dict(options), asdict(limits)], sort_keys=True)
     with _PROCESSES_LOCK:

@@ -196,11 +196,18 @@ def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     return {name: fmean(of_name) for name, of_name in sorted(values.items())}
 
 
+def said_metrics(rollout: Rollout) -> Mapping[str, float]:
+    """Numbers that an environment says by name. A function of a user's may keep something else under that word."""
+    said = rollout.metadata.get(METRICS)
+    named = said.items() if isinstance(said, Mapping) else ()
+    return {name: value for name, value in named if isinstance(value, int | float)}
+
+
 def _environment_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
-        if TURNS in rollout.metadata:
-            values.setdefault(TURNS, []).append(rollout.metadata[TURNS])
-        for name, value in rollout.metadata.get(METRICS, {}).items():
+        if isinstance(turns := rollout.metadata.get(TURNS), int | float):
+            values.setdefault(TURNS, []).append(turns)
+        for name, value in said_metrics(rollout).items():
             values.setdefault(f"metric_{name}", []).append(value)
     return {name: fmean(of_name) for name, of_name in sorted(values.items())}

@@ -42,6 +42,10 @@ class SavedFiles:
             return {"kind": "rollouts", "steps": {str(step): file_sha256(path) for step, path in self.steps.items()}}
         return {"kind": "rollouts", "files": [file_sha256(path) for path in self.files]}
 
+    def states(self) -> list[tuple[int, int]]:
+        """Size and time of change of each file; of one that is gone -1 and 0."""
+        return list(map(_state, self.files))
+
 
 def saved_files(source: str) -> SavedFiles:
     """The files that `file:PATH` names, sorted. Raises ConfigError where there is none."""
@@ -127,7 +131,6 @@ class SavedGroups:
     def __init__(self, files: Sequence[Path], choose: Choose) -> None:
         self._choose = choose
         self._places: list[_Place] = []
-        self._seen = {path: _state(path) for path in files}
         self.left_out = Counter[str]()
         for path in files:
             self._index(path)
@@ -136,31 +139,38 @@ class SavedGroups:
         return len(self._places)
 
     def read(self, number: int) -> list[Saved]:
-        """A group, whole. Raises SourceError for a file that has changed."""
-        place = self._places[number]
-        if _state(place.path) != self._seen[place.path]:
-            raise SourceError(f"{place.path} has changed since the stage began. Leave it as it was, and run it again.")
-        with place.path.open("rb") as stream:
-            return [_parsed(_line_at(stream, begin), begin, place.path) for begin in place.begins]
+        """A group, whole."""
+        return _group_at(self._places[number])
 
     def _index(self, path: Path) -> None:
-        fresh = (saved for saved in read_saved(path) if REPLAYED not in saved.rollout.metadata)
-        for group in groups_in(fresh):
-            _, reason = self._choose([saved.rollout for saved in group])
+        groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
+        for saved in read_saved(path):
+            if REPLAYED not in saved.rollout.metadata:
+                member = (place_in_group(saved.rollout), saved.begin)
+                groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
+        for members in groups.values():  # read again: a group's lines need not be adjacent, nor a file fit into memory
+            place = _Place(path, tuple(begin for _, begin in sorted(members)))
+            _, reason = self._choose([saved.rollout for saved in _group_at(place)])
             if reason:
                 self.left_out[reason] += 1
             else:
-                self._places.append(_Place(path, tuple(saved.begin for saved in group)))
+                self._places.append(place)
 
 
 def _state(path: Path) -> tuple[int, int]:
+    if not path.exists():
+        return -1, 0
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _line_at(stream: Any, begin: int) -> bytes:
-    stream.seek(begin)
-    return bytes(stream.readline())
+def _group_at(place: _Place) -> list[Saved]:
+    group = []
+    with place.path.open("rb") as stream:
+        for begin in place.begins:
+            stream.seek(begin)
+            group.append(_parsed(stream.readline(), begin, place.path))
+    return group
 
 
 def _parsed(line: bytes, begin: int, path: Path) -> Saved:

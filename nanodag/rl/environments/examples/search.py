@@ -35,7 +35,7 @@ class Search:
         lines = Path(corpus).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines if line.strip()]
         if not records:
-            raise ConfigError(f"The corpus {corpus} is empty; give it lines such as {{\"text\": ...}}.")
+            raise ConfigError(f'The corpus {corpus} is empty; give it lines such as {{"text": ...}}.')
         self._passages = [f"{one['title']}: {one['text']}" if "title" in one else one["text"] for one in records]
         self._top, self._max_characters = min(top, len(records)), max_characters
         self._search_reward = search_reward

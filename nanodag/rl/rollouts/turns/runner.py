@@ -33,6 +33,7 @@ from nanodag.tokenizer.encoding import Encoding
 
 FAILED = "generate_error"  # the metadata that says why there is no response
 ANSWER = "answer"  # and what the reward sees, where the function says it
+LONGEST_REASON = 1000  # letters
 THREAD_NAME = "generate"
 POLL_S = 0.2
 MAX_AT_ONCE = 256  # each holds a thread and three file descriptors
@@ -115,7 +116,7 @@ class Turns:
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
-                return f"{type(error).__name__}: {error}"[:500]
+                return _reason(error)
             finally:
                 call.end()
 
@@ -178,6 +179,12 @@ class Turns:
         json.dumps(said, allow_nan=False)
         if sample.reward is not None:
             Reward(float(sample.reward), {name: float(value) for name, value in sample.components.items()})
+
+
+def _reason(error: Exception) -> str:
+    """Why a sample failed. Of a long text the end is kept too: there stand the last words of what failed."""
+    said, half = f"{type(error).__name__}: {error}", LONGEST_REASON // 2
+    return said if len(said) <= LONGEST_REASON else f"{said[:half]} … {said[-half:]}"
 
 
 class _Line:
