@@ -35,7 +35,7 @@ def pipeline(port: int, *, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "inputs": {"model": "model"},
             "data": [
-                {"url": "python:box_numbers:calls?size=400&seed=1", "adapter": "messages", "held_out": 0.1},
+                {"url": "python:box_numbers:calls?size=800&seed=1", "adapter": "messages", "held_out": 0.1},
                 {"url": "python:nanodag.data.lists:sort?count=5&size=400&seed=1", "adapter": "problem"},
             ],
             "sequence_length": 128,
@@ -49,7 +49,7 @@ def pipeline(port: int, *, steps: int) -> dict[str, Any]:
         "rl": {
             "kind": "rl",
             "inputs": {"model": "sft"},
-            "data": ["verifiers:boxes?size=20000&seed=2"],
+            "data": ["verifiers:boxes?size=4000&seed=2"],
             "sampler": {"max_batch": 128, "context": 64},
             "num_steps": steps,
             "rollout": {
@@ -61,8 +61,8 @@ def pipeline(port: int, *, steps: int) -> dict[str, Any]:
             "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0, "warmup_steps": 2},
             "evaluation": {
                 "eval_every": steps,
-                "eval_prompts": 200,
-                "validation": ["verifiers:boxes?size=200&seed=9&held_out=true"],
+                "eval_prompts": 100,
+                "validation": ["verifiers:boxes?size=100&seed=9&held_out=true"],
             },
         },
     }
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", required=True, metavar="SEED=FOLDER")
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--port", type=int, default=4340, help="of the Prefect server")
     parser.add_argument("--out", type=Path, default=Path("verifiers_learns.json"))
     arguments = parser.parse_args()

@@ -4,21 +4,21 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-BOXES = 1000
+BOXES = range(10, 100)
 EMPTY, NONE = "empty", "none"
 
 
 def content(box: int) -> str:
-    """Three numbers; nothing in half of the boxes."""
+    """A number; nothing in half of the boxes."""
     draw = random.Random(box)
-    return EMPTY if draw.random() < 0.5 else " ".join(map(str, draw.sample(range(10, 100), 3)))
+    return EMPTY if draw.random() < 0.5 else str(draw.randrange(10, 100))
 
 
 def tasks(*, size: int, seed: int, held_out: bool) -> Iterator[tuple[int, int]]:
     """Pairs of boxes of which one is empty. No pair is both held out and not, whatever the seeds."""
     draw, found = random.Random(f"{seed}:{held_out}"), 0
     while found < size:
-        pair = draw.randrange(BOXES), draw.randrange(BOXES)
+        pair = draw.choice(BOXES), draw.choice(BOXES)
         if (sum(pair) % 5 == 0) == held_out and sum(content(box) == EMPTY for box in pair) == 1:
             found += 1
             yield pair
@@ -34,7 +34,7 @@ def answer(pair: tuple[int, int]) -> str:
     return next(content(box) for box in pair if content(box) != EMPTY)
 
 
-def calls(*, size: int = 400, seed: int = 1, goes_on: float = 0.3) -> list[dict[str, Any]]:
+def calls(*, size: int = 800, seed: int = 1, goes_on: float = 0.3) -> list[dict[str, Any]]:
     """Conversations in nanodag's chat format: one of the boxes is opened, and what lies there is told. Where it is
     empty, the other one is opened in this share of the conversations; else `none` is told."""
     draw, rows = random.Random(seed), []

@@ -1,9 +1,9 @@
 """An environment of the `verifiers` package: one of two boxes is empty, and what lies in the other is to be told.
 
-    Find: 864 395       the task
-    open_box("864")     empty
-    open_box("395")     71 57 53
-    71 57 53            the answer
+    Find: 86 39         the task
+    open_box("86")      empty
+    open_box("39")      71
+    71                  the answer
 
 `python -m benchmarks.verifiers_learns` trains on it. It needs verifiers 0.4.0, and nothing of nanodag.
 """
@@ -38,7 +38,7 @@ class BoxTask(vf.Task[BoxData]):
 
     @vf.reward
     async def told(self, trace: vf.Trace) -> float:
-        """1 for the right numbers."""
+        """1 for the right number."""
         return float(trace.last_reply.strip() == self.data.answer)
 
     @vf.metric
