@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanodag.cli import said
+from nanodag.cli import parameters, said
 from nanodag.cli import store as store_commands
 from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
@@ -382,16 +382,10 @@ def rollouts(
     port: Annotated[
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
     ] = 0,
-    samples: Annotated[
-        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
-    ] = 0,
-    step: Annotated[
-        int, typer.Option("--step", metavar="STEP", min=-1, help="With --print: of this step. -1 for the newest.")
-    ] = -1,
-    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="With --print: what this role said.")] = "",
-    failed: Annotated[
-        bool, typer.Option("--failed", help="With --print: samples that failed, with the reason.")
-    ] = False,
+    samples: parameters.NumPrinted = 0,
+    step: parameters.PrintedStep = -1,
+    role: parameters.PrintedRole = "",
+    failed: parameters.OnlyFailed = False,
     export: Annotated[
         str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
     ] = "",

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.report.words import shortened
-from nanodag.rl.rollouts.conversation import Turn as Said
-from nanodag.rl.rollouts.conversation import calls_in, turns_of
+from nanodag.rl.rollouts.conversation import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
@@ -100,7 +99,7 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class PromptCards:
     """The samples of one prompt. prompt: as they all begin; its messages where they begin with prompts of their own.
     answer: the right one, empty where it is not known. mean: of their rewards, None where no sample has one."""
 
@@ -121,7 +120,7 @@ class Painter:
     def _encoding(self) -> Encoding:
         return Encoding(self._model)
 
-    def groups(self, reads: Sequence[Read], colour: Colour) -> list[Group]:
+    def groups(self, reads: Sequence[Read], colour: Colour) -> list[PromptCards]:
         """The samples by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
         largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
         versions = sorted({version for read in reads for version in read.rollout.versions})
@@ -132,7 +131,7 @@ class Painter:
         return [_group(mine, brush) for mine in by_group.values()]
 
 
-def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
+def _group(reads: Sequence[Read], brush: "_Brush") -> PromptCards:
     samples: dict[int, list[Read]] = {}
     for read in reads:
         samples.setdefault(read.rollout.sample_index, []).append(read)
@@ -141,7 +140,7 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
     shared = first.rollout.prompt_token_ids
     if any(main.rollout.prompt_token_ids != shared for main in mains):  # an agent's prompts are its own
         shared = ()
-    return Group(
+    return PromptCards(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
         prompt=brush.text(shared) if shared else brush.cut("\n".join(map(_spoken, first.messages))),
         answer=shortened(first.answer, ANSWER_LENGTH),
@@ -196,7 +195,7 @@ class _Brush:
             left_out=left_out,
         )
 
-    def _turn(self, read: Read, number: int, said: Said, gap: range) -> Turn:
+    def _turn(self, read: Read, number: int, said: Speech, gap: range) -> Turn:
         is_sampled = said.span.kind == "sampled"
         is_folded = not is_sampled and len(said.text) > OPEN_LENGTH
         return Turn(
@@ -209,7 +208,7 @@ class _Brush:
             preview=" ".join(said.text[:PREVIEW_LENGTH].split()) + " …" if is_folded else "",
         )
 
-    def _tokens(self, read: Read, said: Said, gap: range) -> list[Token]:
+    def _tokens(self, read: Read, said: Speech, gap: range) -> list[Token]:
         """One for each token; for those that have parts of one letter, one together."""
         tokens: list[Token] = []
         hints: list[str] = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.cards import Branch, Card, Group, Painter
+from nanodag.viewer.cards import Branch, Card, Painter, PromptCards
 from nanodag.viewer.shelf import Read
 
 SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
@@ -17,7 +17,7 @@ def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:
         yield from _group(group)
 
 
-def _group(group: Group) -> Iterator[Text]:
+def _group(group: PromptCards) -> Iterator[Text]:
     yield _line("prompt " + group.prompt_id, "bold")
     yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
     for card in group.cards:

@@ -17,7 +17,7 @@ _CALLS = ((layout.TOOL_CALL, layout.TOOL_CALL_END), ("<tool_call>", "</tool_call
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Speech:
     """A span after the prompt. speaker: the role that the model plays, `model` where it has none; `tool`, or `user`
     where the template says so. start: the place of its first token among those after the prompt."""
 
@@ -27,13 +27,13 @@ class Turn:
     start: int
 
 
-def turns_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[Turn]:
+def turns_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[Speech]:
     """What follows the prompt; spans without a token are left out. decode: special tokens by name."""
     turns, start = [], 0
     for span in rollout.spans[1:]:
         if span.token_ids:
             text = decode(span.token_ids)
-            turns.append(Turn(_speaker(rollout, span, text), span, text, start))
+            turns.append(Speech(_speaker(rollout, span, text), span, text, start))
         start += len(span.token_ids)
     return turns
 
