@@ -99,7 +99,9 @@ class Seats:
 class Rewards:
     """1 and 0 in turn: every group has spread."""
 
-    def submit_group(self, prompt: Any, completions: Sequence[str]) -> "list[Future[SampleReward]]":
+    def submit_group(
+        self, prompt: Any, completions: Sequence[str], *, reported: Any = ()
+    ) -> "list[Future[SampleReward]]":
         futures: list[Future[SampleReward]] = [Future() for _ in completions]
         for number, future in enumerate(futures):
             future.set_result(SampleReward(float(number % 2), {}))

@@ -10,6 +10,7 @@ argument (`remote:http://...`). The same contract holds for all; tests/rl/test_c
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -22,8 +23,11 @@ from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts")  # folders of this package that hold entries
+# Folders of this package that hold entries.
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents", "rl/environments")
 REQUIRED = "required"
+EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
+NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
 CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "advantage": ("rewards", "group_ids", "num_tokens"),
@@ -35,12 +39,14 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "group": ("prompt", "completions"),
     "process": ("prompt", "completion"),
     "generate": ("sampler", "sample"),
+    "environment": (),
     "filter": ("group",),
 }
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
 
 F = TypeVar("F", bound=Callable[..., Any])
-Argument = Literal["", "url", "function", "folder", "file"]
+Argument = Literal["", "url", "function", "module", "folder", "file"]
+MODULE_NAME = re.compile(r"[A-Za-z_]\w*(-\w+)*")  # of a guest's module, as its package may write it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,8 @@ class Entry:
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
     needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
     needs to find a program that hangs wrong.
-    argument: what the name resumes after a colon, as in `remote:http://...`.
+    argument: what the name resumes after a colon, as in `remote:http://...`. passes_on: options that it does not know
+    go to what its argument names.
     """
 
     path: str
@@ -80,6 +87,7 @@ class Entry:
     is_of_generate: bool = False
     least_timeout_s: float = 0.0
     argument: Argument = ""
+    passes_on: bool = False
 
 
 def entry(
@@ -118,8 +126,10 @@ def _shipped() -> dict[str, dict[str, Entry]]:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "entry":
                     kind, name = map(ast.literal_eval, call.args)
+                    spec = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+                    name += ":" if spec.argument else ""  # the same name may stand without an argument, too
                     assert name not in entries[kind], f"two entries of kind {kind} are called {name}"
-                    entries[kind][name] = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+                    entries[kind][name] = spec
     return entries
 
 
@@ -128,11 +138,14 @@ def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
     options = {}
     if not isinstance(node, ast.ClassDef):
         for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            if parameter.arg == NAMED:
+                continue
             kind = ast.unparse(parameter.annotation) if parameter.annotation else "any"
             options[parameter.arg] = Option(type=kind, default=ast.unparse(default) if default else REQUIRED)
+    passes_on = not isinstance(node, ast.ClassDef) and node.args.kwarg is not None
     traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-    return Entry(path=path, words=words, options=options, **traits)
+    return Entry(path=path, words=words, options=options, passes_on=passes_on, **traits)
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -152,8 +165,8 @@ def find(kind: str, name: str) -> Entry | None:
     """
     shipped = entries_of(kind)
     prefix, _, argument = name.partition(":")
-    spec = shipped.get(prefix if argument else name)
-    if spec is not None and bool(spec.argument) == bool(argument):
+    spec = shipped.get(f"{prefix}:" if argument else name)
+    if spec is not None:
         _check_argument(kind, prefix, spec.argument, argument)
         return spec
     if _is_path(name):
@@ -170,7 +183,8 @@ def own_function(kind: str, name: str) -> str:
     spec = find(kind, name)
     if spec is None:
         return name
-    return name.partition(":")[2] if spec.argument == "function" else ""
+    path = name.partition(":")[2] if spec.argument == "function" else ""
+    return "" if path.startswith(EXAMPLES) else path
 
 
 def own_file(kind: str, name: str) -> str:
@@ -179,12 +193,21 @@ def own_file(kind: str, name: str) -> str:
     return name.partition(":")[2] if spec is not None and spec.argument == "file" else ""
 
 
+def own_module(kind: str, name: str) -> str:
+    """The module that a guest loads for a name, as `verifiers:` does; empty for what has none."""
+    spec = find(kind, name)
+    return name.partition(":")[2].replace("-", "_") if spec is not None and spec.argument == "module" else ""
+
+
 def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function of an entry; with its options set, where a mapping of them is given. Raises ConfigError for one that
     cannot be imported, options that it does not take or lacks, and a `generate` that is not `async def`."""
     spec = find(kind, name)
     function = _imported(kind, name)
-    made: Any = function if spec is None or not spec.argument else function_at(spec.path)(name.partition(":")[2])
+    argument = name.partition(":")[2] if spec is not None and spec.argument else ""
+    if kind == "generate" and argument:
+        return partial(function, **{NAMED: argument}, **(options or {}))
+    made: Any = function if spec is None or not argument else function_at(spec.path)(argument)
     if kind == "generate" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
     if options is None:
@@ -210,6 +233,8 @@ def _imported(kind: str, name: str) -> Callable[..., Any]:
     class."""
     spec = find(kind, name)
     path = own_function(kind, name) or (spec.path if spec else name)
+    if kind == "generate" and spec is not None:  # what it names is run elsewhere
+        path = spec.path
     try:
         return function_at(path)
     except (ImportError, AttributeError) as error:
@@ -226,10 +251,10 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
     for option in options:
         if option in settings:
             raise ConfigError(f"{option} of {_said(kind)} {name} is the setting {settings[option]}; set it there.")
-    if spec is None or spec.argument == "function":
+    if spec is None or (spec.argument == "function" and kind != "generate"):
         return  # the function's own signature is asked when it is loaded
     takes = {key: parameter for key, parameter in spec.options.items() if key not in settings}
-    _check_options(kind, name, options, takes)
+    _check_options(kind, name, {k: v for k, v in options.items() if k in takes or not spec.passes_on}, takes)
     if kind == "filter" and takes and not options:
         raise ConfigError(_wrong_options(kind, name, "needs an option, or it would drop nothing", takes))
 
@@ -285,6 +310,8 @@ def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> 
         raise ConfigError(f"{what} a URL that begins with http:// or https://.")
     if wanted == "function" and not _is_path(argument):
         raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
+    if wanted == "module" and not MODULE_NAME.fullmatch(argument):
+        raise ConfigError(f"{what} a module as {prefix}:my_module.")
     if wanted == "folder" and not argument.startswith("/"):
         raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")
     if wanted == "file" and not argument.startswith("/"):

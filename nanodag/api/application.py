@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.leaving import CLIENT_CLOSED_REQUEST, Left
@@ -59,16 +59,7 @@ def application(
 
     starlette = Starlette(
         routes=[*routes, Route("/health", health, methods=["GET"]), *extra_routes],
-        exception_handlers={
-            Refused: _refused,
-            SamplerError: _refused,
-            TimeoutError: _refused,
-            Exception: _refused,
-            HTTPException: _http_error,
-            TooLarge: _too_large,
-            ClientDisconnect: _has_left,
-            Left: _has_left,
-        },
+        exception_handlers=EXCEPTIONS,
     )
     doors: ASGIApp = Doors(
         _Counted(starlette, metrics),
@@ -123,3 +114,16 @@ def _too_large(http: HttpRequest, error: Exception) -> Response:
 def _has_left(http: HttpRequest, error: Exception) -> Response:
     """Nobody reads it."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+# How each error is answered, by any application with these endpoints.
+EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
+    Refused: _refused,
+    SamplerError: _refused,
+    TimeoutError: _refused,
+    Exception: _refused,
+    HTTPException: _http_error,
+    TooLarge: _too_large,
+    ClientDisconnect: _has_left,
+    Left: _has_left,
+}

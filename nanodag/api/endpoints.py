@@ -17,7 +17,7 @@ from nanodag.api.answering import Answering, SampledChoice
 from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
 from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.metrics import Metrics
-from nanodag.api.prompts import chat_prompt
+from nanodag.api.prompts import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel
@@ -51,7 +51,7 @@ class Endpoints:
     async def chat(self, http: HttpRequest) -> Response:
         body = parse_body(ChatBody, await http.body())
         model = self._model(body.model)
-        prompt = await self._tokenized(model, lambda: chat_prompt(model, body))
+        prompt = await self.chat_prompt(model, body)
         wanted = body.max_completion_tokens or body.max_tokens
         num_top = body.top_logprobs if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
@@ -62,7 +62,7 @@ class Endpoints:
             further=further, one_call=not body.parallel_tool_calls,
         )  # fmt: skip
         has_tools = not isinstance(samples[0].answer.reader, PlainReader)
-        return await self._answered(http, body, ChatReply(model, body), samples, is_cut=has_tools)
+        return await self._answered(http, body, self.chat_reply(model, body), samples, is_cut=has_tools)
 
     async def completions(self, http: HttpRequest) -> Response:
         body = parse_body(CompletionBody, await http.body())
@@ -81,6 +81,15 @@ class Endpoints:
             score_prompt=body.max_tokens == 0 or (body.echo and body.logprobs is not None),
         )  # fmt: skip
         return await self._answered(http, body, CompletionReply(model, body), samples)
+
+    async def chat_prompt(self, model: ServedModel, body: ChatBody) -> ChatPrompt:
+        """The ids that a conversation's answer continues, and how it is read."""
+        prompt: ChatPrompt = await self._tokenized(model, lambda: chat_prompt(model, body))
+        return prompt
+
+    def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
+        """The form of a conversation's answer."""
+        return ChatReply(model, body)
 
     def _model(self, name: str) -> ServedModel:
         if not name:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, NamedTool, Tool
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
-from nanodag.api.tool_format import NativeReader, PlainReader, Reader, TemplateReader, argument_of, response_template
+from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of, response_template
 from nanodag.errors import SourceError
 from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer
 
@@ -73,19 +74,18 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> 
         )
     ids = renderer.opened(messages_of(body), body.chat_template_kwargs)
     if not tools:
-        return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader(renderer.tool_tokens))
-    (tool,), forced = tools, is_forced(body)
-    argument_of(tool)  # refuses what a call cannot be for
+        return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools))
+    argument_of(tools[0])  # refuses what a call cannot be for
+    forced = is_forced(body)
     return ChatPrompt(
         ids=[*ids, renderer.call_begin] if forced else ids,
         stop_ids=(*renderer.stop_ids, renderer.call_end),
-        reader=lambda: NativeReader(renderer, tool, is_open=forced),
+        reader=partial(reader_of, renderer, tools, is_open=forced),
     )
 
 
 def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
-    template = response_template(renderer)
-    if tools and (template is None or not renderer.takes_tools):
+    if tools and not knows_calls(renderer):
         raise Refused(
             f"The chat template of {model.name} "
             + ("writes tool calls in a form that is not known here" if renderer.takes_tools else "knows no tools")
@@ -94,18 +94,15 @@ def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody,
         )
     declared = [tool.model_dump(exclude_unset=True) for tool in tools]
     ids = renderer.opened(messages_of(body), body.chat_template_kwargs, tools=declared)
-    if not tools:
-        return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: PlainReader({}))
-    assert template is not None
-    forced = _beginning(template, body, tools) if is_forced(body) else ""
+    forced = _beginning(response_template(renderer), body, tools) if tools and is_forced(body) else ""
     if forced:
         ids += model.tokens.prompt_ids(forced, special=False)
-    return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=lambda: TemplateReader(template, forced))
+    return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools, forced=forced))
 
 
-def _beginning(template: Mapping[str, Any], body: ChatBody, tools: Sequence[Tool]) -> str:
+def _beginning(template: Mapping[str, Any] | None, body: ChatBody, tools: Sequence[Tool]) -> str:
     """How an answer begins that has to be a call: then any engine writes one. Raises Refused for other formats."""
-    if template["fields"]["tool_calls"].get("open") != "<tool_call>":
+    if template is None or template["fields"]["tool_calls"].get("open") != "<tool_call>":
         raise Refused(
             "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"
         )

@@ -69,8 +69,13 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": new.content or (None if new.calls else "")}
         message["refusal"] = None
         if new.calls:
-            message["tool_calls"] = [_call(call) for call in new.calls]
+            calls = enumerate(new.calls)
+            message["tool_calls"] = [_call(call, self.call_id(sample.index, number)) for number, call in calls]
         return {"index": sample.index, "message": message, "logprobs": self._scores(new.scored), **_end(sample)}
+
+    def call_id(self, choice: int, number: int) -> str:
+        """What names a tool call, the number-th of a choice; asked once for each."""
+        return f"call_{uuid.uuid4().hex[:24]}"
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         return [self._part(sample, {"role": "assistant", "content": ""}, None)]
@@ -80,7 +85,8 @@ class ChatReply(Reply):
         if new.content or new.scored:
             parts.append(self._part(sample, {"content": new.content}, self._scores(new.scored)))
         for piece in sample.answer.call_parts():
-            parts.append(self._part(sample, {"tool_calls": [_call_part(piece)]}, None))
+            identity = self.call_id(sample.index, piece.index)
+            parts.append(self._part(sample, {"tool_calls": [_call_part(piece, identity)]}, None))
         if sample.answer.finish_reason is not None:
             parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
         return parts
@@ -179,16 +185,16 @@ def _end(sample: SampledChoice) -> dict[str, Any]:
     return {"finish_reason": sample.answer.finish_reason, "stop_reason": sample.answer.stop_reason}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: Call, identity: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": identity, "type": "function", "function": function}
 
 
-def _call_part(piece: CallPart) -> dict[str, Any]:
+def _call_part(piece: CallPart, identity: str) -> dict[str, Any]:
     """As OpenAI streams a call: its id, type and name in the first piece, its arguments over all of them."""
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_call(Call(piece.name, piece.arguments))}
+    return {"index": piece.index, **_call(Call(piece.name, piece.arguments), identity)}
 
 
 def _named(tokens: TokenText, token: int, logprob: float | None) -> dict[str, Any]:

@@ -1,19 +1,22 @@
 """How a model writes tool calls, and how they are read out of an answer while it grows.
 
-Two formats: nanodag's own, where a call is text between two special tokens (`nanodag.tokenizer.layout`), and that of
-Hermes and Qwen, JSON between <tool_call> and </tool_call>. A tokenizer that brings a `response_template` of its own is
-read by that. The reader is transformers' ResponseParser.
+Three formats: nanodag's own, where a call is text between two special tokens (`nanodag.tokenizer.layout`); that of
+Hermes and Qwen, JSON between <tool_call> and </tool_call>; and that of Llama 3, an answer that is JSON and nothing
+else. A tokenizer that brings a `response_template` of its own is read by that. The reader is transformers'
+ResponseParser, but for the first and the last.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from nanodag.api.bodies import Tool
 from nanodag.api.refusals import Refused
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
+from nanodag.tokenizer.encoding import Encoding
 
 HERMES: Mapping[str, Any] = {
     "start_anchor": "\n",
@@ -190,6 +193,40 @@ class TemplateReader:
         return f"{self._open}{self._raw}{self._close}"
 
 
+class BareReader:
+    """Llama 3's format: an answer that is one JSON object with a name and `parameters` is a call. Nobody is told of it
+    before it is whole."""
+
+    is_cut = False
+
+    def __init__(self) -> None:
+        self._text = ""  # all of it while it may be a call, then nothing
+        self._is_content = False
+        self.calls: list[Call] = []
+
+    def told(self) -> Call | None:
+        return None
+
+    def take(self, token: int, piece: str) -> str:
+        text, self._text = self._text + piece, ""
+        self._is_content = self._is_content or text.lstrip()[:1] not in ("", "{")
+        if self._is_content:
+            return text
+        self._text = text
+        return ""
+
+    def end(self) -> str:
+        text, self._text = self._text, ""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if not isinstance(found.get("name"), str) or not isinstance(found.get("parameters"), dict):
+            return text
+        self.calls.append(Call(found["name"], json.dumps(found["parameters"], ensure_ascii=False)))
+        return ""
+
+
 _BEGIN = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -220,6 +257,39 @@ def response_template(renderer: ChatRenderer) -> Mapping[str, Any] | None:
     if renderer.response_template is not None and "tool_calls" in renderer.response_template.get("fields", {}):
         return renderer.response_template
     return HERMES if "<tool_call>" in renderer.template and "<function=" not in renderer.template else None
+
+
+def knows_calls(renderer: ChatRenderer) -> bool:
+    """Whether a model of this chat format is told of tools, and writes calls in a form that is known here."""
+    if not isinstance(renderer, TemplateRenderer):
+        return True
+    return renderer.takes_tools and (response_template(renderer) is not None or _is_bare(renderer))
+
+
+def _is_bare(renderer: TemplateRenderer) -> bool:
+    return '"parameters": ' in renderer.template and "<|eot_id|>" in renderer.template
+
+
+def reader_of(renderer: ChatRenderer, tools: Sequence[Tool], *, is_open: bool = False, forced: str = "") -> Reader:
+    """What reads an answer of a model that `knows_calls`. is_open, forced: how the prompt made it begin. Raises Refused
+    for a tool that a call in its format cannot be for."""
+    if isinstance(renderer, NativeRenderer):
+        return NativeReader(renderer, tools[0], is_open=is_open) if tools else PlainReader(renderer.tool_tokens)
+    template = response_template(renderer) if tools else None
+    if template is not None:
+        return TemplateReader(template, forced)
+    return BareReader() if tools else PlainReader({})
+
+
+def read_whole(reader: Reader, encoding: Encoding, ids: Sequence[int]) -> str:
+    """The content of a whole answer; reader.calls has its calls then. ids: without the token that ended the turn."""
+    content = ""
+    for is_special, run in groupby(ids, encoding.special_ids.__contains__):
+        if is_special:
+            content += "".join(reader.take(token, "") for token in run)
+        else:
+            content += reader.take(-1, encoding.decode(list(run)))
+    return content + reader.end()
 
 
 def argument_of(tool: Tool) -> str:

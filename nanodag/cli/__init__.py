@@ -8,6 +8,7 @@ import typer
 
 from nanodag.cli import said
 from nanodag.cli import store as store_commands
+from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
 from nanodag.cli.sampler import sampler_app
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
+app.add_typer(env_app, name="env")
 
 
 @app.command()
@@ -380,28 +382,46 @@ def rollouts(
     port: Annotated[
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
     ] = 0,
+    samples: Annotated[
+        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
+    ] = 0,
+    step: Annotated[
+        int, typer.Option("--step", metavar="STEP", min=-1, help="With --print: of this step. -1 for the newest.")
+    ] = -1,
+    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="With --print: what this role said.")] = "",
+    failed: Annotated[
+        bool, typer.Option("--failed", help="With --print: samples that failed, with the reason.")
+    ] = False,
     export: Annotated[
         str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
     ] = "",
     best: Annotated[
         int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
     ] = 0,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
+    ] = False,
     lowest: Annotated[
-        float, typer.Option("--lowest", metavar="REWARD", help="With --best: the least reward of an answer.")
+        float,
+        typer.Option("--lowest", metavar="REWARD", help="With --best or --pairs: a good answer's least reward."),
     ] = 1.0,
     file: File = "",
 ) -> None:
-    """Open a local page to read what RL sampled. Ctrl-C ends it. Or write it to a file.
+    """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
 
     \b
     nanodag rollouts RUN --port 8080
+    nanodag rollouts RUN --print 4 --failed
     nanodag rollouts RUN --export rollouts.parquet
     nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
+    nanodag rollouts RUN --export pairs.jsonl --pairs
     """
-    from nanodag.cli.use import save_rollouts, show_rollouts
+    from nanodag.cli.use import print_rollouts, save_rollouts, show_rollouts
 
     if export:
-        save_rollouts(run, stage, Path(export), best=best, lowest=lowest, file=file)
+        save_rollouts(run, stage, Path(export), best=best, pairs=pairs, lowest=lowest, file=file)
+    elif samples:
+        print_rollouts(run, stage, most=samples, step=step, role=role, failed=failed, file=file)
     else:
         show_rollouts(run, stage, port=port, file=file)
 

@@ -69,21 +69,52 @@ def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
     serve(shelf, port=port)
 
 
-def save_rollouts(name: str, stage: str, path: Path, *, best: int, lowest: float, file: str) -> None:
-    """Write a run's rollouts, or with `best` the conversations made of them, and say how many."""
-    from nanodag.viewer.export import export_chats, export_rollouts
+def print_rollouts(name: str, stage: str, *, most: int, step: int, role: str, failed: bool, file: str) -> None:
+    """Print samples of a step, the newest where step is -1: the first `most` of those that are asked for."""
+    from nanodag.viewer.cards import Painter
+    from nanodag.viewer.printed import lines_of
     from nanodag.viewer.shelf import shelf_of
+    from nanodag.viewer.view import FAILED, Wanted, first_samples
 
     store = store_of(resolve(pipeline_file(file)).pipeline)
     record = find_run(store, name)
     shelf = shelf_of(store, record, stage)
     console = make_console()
     print_stale(console, record, shelf.stage)
+    steps = shelf.steps_with_rollouts()
+    if not steps:
+        raise ArtifactNotFound(f"Stage {shelf.stage} of run {record.run} has no rollouts yet; ask again in a while.")
+    shown = steps[-1] if step < 0 else step
+    reads = shelf.read(shown)
+    wanted = Wanted(role=role, fate=FAILED if failed else "")
+    chosen = first_samples([read for read in reads if wanted.is_met_by(read)], most)
+    console.print(f"step {shown}: {len(chosen)} of {counted(len(reads), 'rollout')}", style="bold")
+    for line in lines_of(Painter(shelf.model), chosen):
+        console.print(line, soft_wrap=True)
+
+
+def save_rollouts(name: str, stage: str, path: Path, *, best: int, pairs: bool, lowest: float, file: str) -> None:
+    """Write a run's rollouts, or the conversations (`best`) or pairs made of them, and say how many."""
+    from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
+    from nanodag.viewer.shelf import shelf_of
+
+    if best and pairs:
+        raise ConfigError(f"--best {best} writes conversations and --pairs preferences; leave one of them out.")
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    record = find_run(store, name)
+    shelf = shelf_of(store, record, stage)
+    console = make_console()
+    print_stale(console, record, shelf.stage)
     try:
-        exported = export_chats(shelf, path, best=best, lowest=lowest) if best else export_rollouts(shelf, path)
+        if best:
+            exported, what = export_chats(shelf, path, best=best, lowest=lowest), "conversation"
+        elif pairs:
+            exported, what = export_pairs(shelf, path, lowest=lowest), "pair"
+        else:
+            exported, what = export_rollouts(shelf, path), "rollout"
     except OSError as error:
         raise ConfigError(f"The export into {path} failed: {error}.") from error
-    console.print(f"{counted(exported.rows, 'conversation' if best else 'rollout')} in {path}", soft_wrap=True)
+    console.print(f"{counted(exported.rows, what)} in {path}", soft_wrap=True)
     for reason, count in exported.left_out.items():
         console.print(f"  left out: {count:,} {reason}")
 

@@ -314,7 +314,7 @@ def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
         room = budget(machine.gpu.memory) - CUDA_BYTES
     else:
         room = budget(machine.memory) // ranks_here - PROCESS_BYTES
-    if not isinstance(stage, RLStage) or stage.placement == "separate":
+    if not isinstance(stage, RLStage) or not stage.shares_memory:
         return room
     if stage.placement == "shared" and stage.lends_states is not False:
         return int(ROOM_IN_TURNS * room)

@@ -15,7 +15,7 @@ def num_gpus_of(stage: StageBase, available: int) -> int:
         own = stage.sampler.gpus
         return max([num_ranks + len(own), *(number + 1 for number in own)])  # a number counts from the node's first
     if isinstance(stage, RLStage):
-        gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel
+        gpus = int(stage.sampler.replicas) * stage.sampler.tensor_parallel if stage.has_samplers else 0
         return max(num_ranks, gpus if stage.sampler.engine == "sglang" else min(gpus, available))
     return stage.sampler.tensor_parallel if isinstance(stage, EvalStage) else num_ranks
 

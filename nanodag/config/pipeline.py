@@ -261,16 +261,10 @@ class Pipeline(Section):
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
         if nodes > 1 and self.cluster.hostfile == "none":
             raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
-        if isinstance(stage, RLStage) and stage.sampler.nodes:
-            if self.cluster.hostfile == "none":
-                raise ValueError(
-                    f"stages.{name}.sampler.nodes {stage.sampler.nodes} needs cluster.hostfile to say which machines"
-                )
-            if stage.weights.sync == "distributed":
-                raise ValueError(
-                    f"stages.{name}.weights.sync: distributed has not been tried with sampler.nodes "
-                    f"{stage.sampler.nodes}, whose samplers read the shared workspace; use disk"
-                )
+        if isinstance(stage, RLStage) and stage.sampler.nodes and self.cluster.hostfile == "none":
+            raise ValueError(
+                f"stages.{name}.sampler.nodes {stage.sampler.nodes} needs cluster.hostfile to say which machines"
+            )
 
 
 def order_of(pipeline: Pipeline) -> list[str]:

@@ -229,7 +229,7 @@ def _entry_cells(kind: str, name: str, entry: registry.Entry) -> tuple[str, str,
     ]
     flags = ("compares_groups", "takes_steps", "scores_steps", "needs_critic", "needs_sandbox")
     traits = [flag.replace("_", " ") for flag in flags if getattr(entry, flag)]
-    shown = f"`{name}:` and a {entry.argument}" if entry.argument else f"`{name}`"
+    shown = f"`{name}` and a {entry.argument}" if entry.argument else f"`{name}`"
     return shown, entry.words, "; ".join(options), ", ".join(traits)
 
 

@@ -58,6 +58,16 @@ class EntryConfig(Section):
         """The user's own file that it names, as `judge:` does; empty where there is none."""
         return "" if self.name == self.special else registry.own_file(self.kind, self.name)
 
+    @property
+    def own_folder(self) -> str:
+        """A folder of the user's own whose files decide what it does; empty where there is none."""
+        return ""
+
+    @property
+    def own_module(self) -> str:
+        """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
+        return "" if self.name == self.special else registry.own_module(self.kind, self.name)
+
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
         return registry.load(self.kind, self.name, self.options)
@@ -129,8 +139,10 @@ class GenerateConfig(EntryConfig):
     special = "one_turn"
 
     name: str = "one_turn"
-    """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), or an async function as
-    package.module:function."""
+    """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), an async function as
+    package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
+    options: dict[str, bool | int | float | str | tuple[str, ...]] = {}  # type: ignore[assignment]
+    """Keyword arguments of the function; a program's `command` is a list of texts."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that the function may take without asking the sampler."""
 
@@ -139,6 +151,11 @@ class GenerateConfig(EntryConfig):
         if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
             raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
         return self
+
+    @property
+    def own_folder(self) -> str:
+        """The user's folder that an agent's program runs in; empty where there is none."""
+        return str(self.options.get("folder", "")) if self.name == "agent" else ""
 
     @property
     def is_one_turn(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Rate, Section, operational
+from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Rate, Section, Share, operational
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
@@ -93,6 +93,42 @@ class SamplerConfig(Section):
     def has_others(self) -> bool:
         """Whether samplers are used that somebody else runs."""
         return bool(self.urls) or self.urls_file != "none"
+
+
+class CloneConfig(Section):
+    """Imitation of the best answers in files: the mean of their tokens' negative log-likelihood, as in SFT, takes the
+    place of advantages, policy loss, correction and filters. Only this can train records without log-probabilities."""
+
+    best: int = Field(0, ge=0)
+    """Different finished answers of each group that are imitated, those with the highest rewards; 0 for none."""
+    lowest_reward: float = 1.0
+    """The least reward of an answer that is imitated."""
+
+    @model_validator(mode="after")
+    def _is_used(self) -> "CloneConfig":
+        if not self.best and self.lowest_reward != type(self).model_fields["lowest_reward"].default:
+            raise ValueError(
+                f"clone.lowest_reward {self.lowest_reward:g} means nothing with clone.best 0; leave it out"
+            )
+        return self
+
+
+class ReplayConfig(Section):
+    """Groups of earlier steps that are trained again, beside fresh ones. It needs a correction."""
+
+    share: Share = 0.0
+    """Share of a step's groups that earlier steps have trained. So many fewer are generated; the first steps, with too
+    few to replay, are smaller. 0 for none."""
+    max_staleness: int = Field(8, ge=1)
+    """Most steps between the weights that sampled a replayed group's oldest token and its step."""
+
+    @model_validator(mode="after")
+    def _is_used(self) -> "ReplayConfig":
+        if not self.share and self.max_staleness != type(self).model_fields["max_staleness"].default:
+            raise ValueError(
+                f"replay.max_staleness {self.max_staleness} means nothing with replay.share 0; leave it out"
+            )
+        return self
 
 
 class CriticConfig(Section):

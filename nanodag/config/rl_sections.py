@@ -18,10 +18,13 @@ from nanodag.config.rl_entries import (
     KLConfig,
     PolicyLossConfig,
 )
-from nanodag.config.rl_parts import CriticConfig, ReferenceConfig, TeacherConfig
+from nanodag.config.rl_parts import CloneConfig, CriticConfig, ReferenceConfig, ReplayConfig, TeacherConfig
 from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Section, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
+
+SAMPLERS = "samplers"
+"""The source of rollouts that are generated."""
 
 
 class RolloutSection(StageSection):
@@ -29,6 +32,15 @@ class RolloutSection(StageSection):
 
     generate: GenerateConfig = GenerateConfig()
     """How a response is made: one turn of the sampler, or turns and tools."""
+    source: str = Field(SAMPLERS, pattern="^(samplers|file:/.+)$")
+    """Where the rollouts that are trained come from: the `samplers`, or `file:PATH`, JSON lines that exist. A stage's
+    records and `nanodag rollouts --export` have such lines. PATH is a file, a pattern as `/runs/*/rollouts.jsonl`, or
+    the folder `rollouts` of a stage's records, whose steps are trained as they were. With files, samplers serve
+    evaluations alone, and settings of generation mean nothing."""
+    clone: CloneConfig = CloneConfig()
+    """Imitation of the best answers in the files of `source`."""
+    replay: ReplayConfig = ReplayConfig()
+    """Groups of earlier steps that are trained again."""
     prompts_per_step: int = Field(32, ge=1)
     """Groups that train one step."""
     samples_per_prompt: int = Field(8, ge=1)
@@ -47,6 +59,14 @@ class RolloutSection(StageSection):
     """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    """Texts that end a turn, beside the chat format's own end. The token that completes one is its last, and all that
+    was sampled is trained and seen by the reward. Special tokens are no text: name them in stop_token_ids."""
+    stop_token_ids: tuple[Natural, ...] = ()
+    """Token ids that end a turn, beside the chat format's own. The reward does not see such a token."""
+    template_options: dict[str, bool | int | float | str] = {}
+    """Switches of the model's chat template, such as {enable_thinking: false}, for all prompts; a source's own
+    template_options come first."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
     partial_rollout_tokens: int = Field(0, ge=0)
@@ -66,8 +86,8 @@ class RolloutSection(StageSection):
     reward_processes: int = operational(1, ge=1)
     """Processes that compute rewards."""
     max_failed_rewards: float = operational(0.25, ge=0, le=1)
-    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process.
-    Above it the stage stops; below it these samples are left out."""
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process; and
+    of the samples whose function, environment or agent does. Above it the stage stops; below it they are left out."""
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutSection":
@@ -93,14 +113,55 @@ class RolloutSection(StageSection):
         if not self.overlong_buffer:
             refuse_unused(self, ["overlong_penalty"], "overlong_buffer 0")
         self._check_partial()
+        self._check_earlier()
         return self
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the rollouts that are trained are generated."""
+        return self.source == SAMPLERS
+
+    @property
+    def num_replayed(self) -> int:
+        """Groups of a step that earlier steps have trained, once there are as many."""
+        return round(self.replay.share * self.prompts_per_step)
+
+    @property
+    def num_fresh(self) -> int:
+        """Groups of a step that are generated for it."""
+        return self.prompts_per_step - self.num_replayed
 
     @property
     def needs_prompt_order(self) -> str:
         """The setting, if any, that chooses groups in the order of their prompts."""
         return next((name for name in ("over_sampling", "partial_rollout_tokens") if getattr(self, name)), "")
 
+    def _check_earlier(self) -> None:
+        """Of rollouts that were not made for their step."""
+        share, cap = self.replay.share, self.replay.max_staleness
+        if not self.is_sampled and share:
+            raise ValueError(
+                f"replay.share {share:g} keeps what samplers made, and source is {self.source}; leave it out"
+            )
+        if self.is_sampled and self.clone.best:
+            raise ValueError(f"clone.best {self.clone.best} chooses from files, and source is {SAMPLERS}; name a file")
+        if share and not 0 < self.num_replayed < self.prompts_per_step:
+            raise ValueError(
+                f"replay.share {share:g} of prompts_per_step {self.prompts_per_step} is {self.num_replayed} groups, "
+                "and a step needs replayed and fresh ones; change one of them"
+            )
+        if share and cap <= self.max_staleness:
+            raise ValueError(
+                f"replay.max_staleness {cap} is not above max_staleness {self.max_staleness}: what is trained once "
+                "would be too old to be trained again; raise it"
+            )
+
     def _check_partial(self) -> None:
+        if self.stop and self.partial_rollout_tokens:
+            raise ValueError(
+                f"stop {list(self.stop)} with partial_rollout_tokens {self.partial_rollout_tokens}: a text that begins "
+                "in one segment and ends in the next would be missed; leave one of them out, or use stop_token_ids"
+            )
         if self.order == "arrival" and (name := self.needs_prompt_order):
             raise ValueError(
                 f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, "
@@ -307,8 +368,7 @@ class WeightsSection(StageSection):
 
     sync: Literal["disk", "distributed", "ipc"] = operational("disk")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
-    rank 0, also to servers of others on any machine, but not to sampler.nodes; `ipc`, memory that rank 0 shares with
-    samplers of its machine."""
+    rank 0, to samplers on any machine; `ipc`, memory that rank 0 shares with samplers of its machine."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""

@@ -35,6 +35,8 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
         for _, entry in entries_in(stage):
             if entry.own_function and not registry.is_shipped(entry.own_function):
                 voucher.check(f"stage {stage_name}", entry.own_function)
+            if entry.own_module:
+                voucher.check(f"stage {stage_name}", entry.own_module)
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:
@@ -66,8 +68,8 @@ def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
     """Where a function of a source or an adapter stands, and its `module:function`."""
     for source in sources_in(pipeline):
-        if (url := parse_url(source.url)).kind == "python":
-            yield source.url, url.path
+        if (url := parse_url(source.url)).kind in ("python", "verifiers"):
+            yield source.url, url.path.replace("-", "_")
         if ":" in source.adapter:
             yield f"adapter of {source.url}", source.adapter
 

@@ -198,6 +198,12 @@ def reasoning_gym_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return _prompt(row["question"], row["answer"], "reasoning_gym", entry=dict(row))
 
 
+@entry("verifiers", "prompt")
+def verifiers_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's messages; the task is kept as metadata.task, which its environment needs."""
+    return {"messages": row["messages"], "answer": "", "reward": "reported", "metadata": {"task": row["task"]}}
+
+
 def _choice_question(question: str, choices: Sequence[str], context: str = "") -> str:
     listed = "\n".join(f"{_letter(number)}. {choice}" for number, choice in enumerate(choices))
     lead = f"{context.strip()}\n\n" if context.strip() else ""

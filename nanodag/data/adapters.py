@@ -30,8 +30,8 @@ def adapter_name(name: str, url: str, kind: Kind) -> str:
     parsed = parse_url(url)
     if parsed.kind == "hub" and (known := DEFAULTS.get(hub_path(parsed).name)):
         return known
-    if parsed.kind == "reasoning_gym":
-        return "reasoning_gym"
+    if parsed.kind in ("reasoning_gym", "verifiers"):
+        return parsed.kind
     return _GENERIC[kind]
 
 

@@ -1,4 +1,5 @@
-"""Rows that code makes: reasoning-gym's generators, conversations about an identity, and a user's own function.
+"""Rows that code makes: reasoning-gym's generators, conversations about an identity, tasksets of verifiers, and a
+user's own function.
 
 Their identity is name, parameters and a hash of the code that makes the rows, so it stays the same when other packages
 change, and changes when the generator does.
@@ -129,6 +130,21 @@ def open_python(url: SourceURL) -> GeneratedSource:
 
     identity = {"kind": "python", "name": url.path, "parameters": _sorted(url.parameters)}
     return GeneratedSource(identity, lambda: file_sha256(code), make, url.text)
+
+
+def open_verifiers(url: SourceURL) -> GeneratedSource:
+    """The source of a `verifiers:` URL: a taskset's tasks. Parameters are its config's own fields.
+
+    verifiers' own process reads them (nanodag.guests.verifiers_process), when the first row is read. The hash in the
+    identity is that of the module's file alone.
+    """
+    from nanodag.guests import verifiers_process
+
+    def make() -> Any:
+        return verifiers_process.tasks_of(url.path, {f"taskset.{name}": v for name, v in url.parameters.items()})
+
+    identity = {"kind": "verifiers", "name": url.path, "parameters": _sorted(url.parameters)}
+    return GeneratedSource(identity, lambda: file_sha256(verifiers_process.module_file(url.path)), make, url.text)
 
 
 def _sorted(parameters: dict[str, Any]) -> dict[str, Any]:

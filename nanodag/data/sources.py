@@ -168,5 +168,7 @@ def _open(url: SourceURL, mirror: Path | None) -> Source:
             return generators.open_reasoning_gym(url)
         case "identity":
             return generators.open_identity(url)
+        case "verifiers":
+            return generators.open_verifiers(url)
         case _:
             return generators.open_python(url)

@@ -6,6 +6,7 @@
     reasoning_gym:name[?parameter=value&...]
     identity:path.yaml[?size=value&seed=value]        conversations in which a model says who it is
     python:module:function[?parameter=value&...]
+    verifiers:module[?parameter=value&...]            the tasks of a taskset of the `verifiers` package
     input:label                                       what the stage of that input made, as kind `select` does
 
 Each may end in a slice of rows, `[0:1000]`, `[1000:]` or `[:50]`; step and negative numbers are not offered.
@@ -19,8 +20,9 @@ from urllib.parse import unquote
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
+from nanodag.registry import MODULE_NAME
 
-KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python", "input")
+KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python", "verifiers", "input")
 
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?$")
@@ -118,6 +120,8 @@ def _check(url: SourceURL) -> None:
         raise SourceError(f"Source {url.text!r}: identity: takes ?size=, 1 or more, and seed=, whole numbers.")
     if url.kind == "python" and url.path.count(":") != 1:
         raise SourceError(f"Source {url.text!r} is not of the form python:module:function[?parameter=value].")
+    if url.kind == "verifiers" and not MODULE_NAME.fullmatch(url.path):
+        raise SourceError(f"Source {url.text!r} is not of the form verifiers:module[?parameter=value].")
     if url.kind == "file":
         by = url.parameters.get("by", "document")
         if set(url.parameters) - {"by"} or by not in ("line", "paragraph", "document"):

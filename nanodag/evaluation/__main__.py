@@ -13,6 +13,7 @@ from typing import Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.chat_core import chat_core_of
 from nanodag.evaluation.core import run_core
+from nanodag.evaluation.environment import is_environment, run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood
 from nanodag.evaluation.harness import run_benchmark
@@ -118,6 +119,15 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, for
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark)
     config, mirror = job.config, str(job.mirror or "")
+    if is_environment(benchmark):
+        return run_environment(
+            checkpoint,
+            benchmark,
+            chat=config.chat,
+            seed=config.seed,
+            mirror=mirror,
+            max_new_tokens=config.max_new_tokens,
+        )
     return run_benchmark(
         checkpoint,
         benchmark,

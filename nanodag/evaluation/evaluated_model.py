@@ -37,7 +37,7 @@ from nanodag.store.kept_lines import KeptLines, content_key
 from nanodag.tokenizer.chat import Switches, check_switches
 
 if TYPE_CHECKING:
-    from nanodag.evaluation.writing import AnswerWriter
+    from nanodag.evaluation.writing import AnswerWriter, SamplerSettings
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class EvaluatedModel(TemplateLM):
         self._max_new_tokens = max_new_tokens
         self._sampler_config, self._threads = sampler, threads
         self._sampler: AnswerWriter | None = None
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
             self.max_positions = read_checkpoint(folder).architecture.max_positions
@@ -121,18 +121,25 @@ class EvaluatedModel(TemplateLM):
             model.functions.linear = cpu_linear.linear
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 
-    def _sampler_for(self, context: int, num_tokens: int) -> "AnswerWriter":
-        """Samplers with room for so many tokens of prompt and answer, and as many of them as num_tokens keep busy:
-        those of the last benchmark where they will do."""
-        from nanodag.evaluation.writing import SamplerSettings, replicas_for, start_sampler
+    @property
+    def sampler_settings(self) -> "SamplerSettings":
+        """What samplers of it are started with."""
+        from nanodag.evaluation.writing import SamplerSettings
 
-        settings = SamplerSettings(
+        return SamplerSettings(
             folder=self.folder,
             precision=self._precision,
             device=self._device,
             threads=self._threads,
             config=self._sampler_config,
         )
+
+    def _sampler_for(self, context: int, num_tokens: int) -> "AnswerWriter":
+        """Samplers with room for so many tokens of prompt and answer, and as many of them as num_tokens keep busy:
+        those of the last benchmark where they will do."""
+        from nanodag.evaluation.writing import replicas_for, start_sampler
+
+        settings = self.sampler_settings
         flops = 2.0 * matrix_parameters(self.folder) * num_tokens
         last = self._sampler
         if last is not None and context <= last.context and replicas_for(settings, flops) <= last.num_replicas:
@@ -311,7 +318,7 @@ class EvaluatedModel(TemplateLM):
                 if self.kept is not None:
                     self.kept.add({keys[n]: {"ids": written[n][0], "ending": written[n][1]}})
                 num_done += 1
-                self._on_progress(num_done, len(asked))
+                self.on_progress(num_done, len(asked))
 
             sampler.write(requests, keep)
         self.tokens_read += sum(len(prompts[n]) for n in asked)
@@ -362,7 +369,7 @@ class EvaluatedModel(TemplateLM):
 
         def count(num_done: int, num_tokens: int) -> None:
             self.tokens_read += num_tokens
-            self._on_progress(num_done, len(questions))
+            self.on_progress(num_done, len(questions))
 
         return score_questions(
             self.models,

@@ -10,9 +10,9 @@ from pydantic_core import from_json
 from nanodag.errors import SamplerLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import LOST, OK, SamplerClient
-from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.sampler_process import ServerProcess, is_healthy
 from nanodag.inference.sglang_options import Option, arguments
-from nanodag.inference.sglang_process import foreign_environment, is_healthy
+from nanodag.inference.sglang_process import foreign_environment
 
 ENTRY = Path(__file__).with_name("router_entry.py")
 

@@ -6,6 +6,7 @@ process group, so a signal to the group reaches both.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
+
+import httpx
 
 from nanodag.errors import SamplerLost
 from nanodag.host.patience import Patience
@@ -138,7 +141,8 @@ class SamplerProcess(ServerProcess):
         start_timeout_s: float = 120.0,
         elsewhere: Elsewhere | None = None,
     ) -> ServerProcess:
-        """Start a server and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine.
+        """Start a server and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine,
+        which must then be reached from here.
 
         token: that requests must bear, "" for none. gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; "" for
         those of this process. Other arguments as for ``engine.Engine``. Raises SamplerLost, with
@@ -168,9 +172,21 @@ class SamplerProcess(ServerProcess):
             sampler: ServerProcess = spawn(command, log_path=log_path, env=environment, token=token)
             try:
                 sampler.wait_until(ready_file.exists, start_timeout_s)
-                port = int(json.loads(ready_file.read_text())["port"])
+                host = LOOPBACK if elsewhere is None else elsewhere.address(sampler)
+                sampler.url = url = f"http://{host}:{json.loads(ready_file.read_text())['port']}"
+                if elsewhere is not None:  # it told by a file that it is there, and the link may be cut
+                    sampler.wait_until(lambda: is_healthy(f"{url}/health"), start_timeout_s)
             except BaseException:
                 sampler.stop()
                 raise
-        sampler.url = f"http://{LOOPBACK if elsewhere is None else elsewhere.address(sampler)}:{port}"
         return sampler
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a server answers there that it serves."""
+    try:  # a client costs far more than a connection, which is refused for a minute
+        socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=1.0).close()
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
+    except (OSError, httpx.TransportError):
+        return False
+    return answer.status_code == httpx.codes.OK

@@ -4,15 +4,12 @@ It runs in an environment of its own (`sglang_install.py`), by way of `sglang_sh
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
-
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
-from nanodag.inference.sampler_process import Elsewhere, ServerProcess
+from nanodag.inference.sampler_process import Elsewhere, ServerProcess, is_healthy
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option, arguments
 
@@ -108,16 +105,6 @@ class SGLangProcess(ServerProcess):
             server.kill()
             raise
         return server
-
-
-def is_healthy(url: str) -> bool:
-    """Whether a server answers there that it serves."""
-    try:  # a client costs far more than a connection, which is refused for a minute
-        socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=1.0).close()
-        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
-    except (OSError, httpx.TransportError):
-        return False
-    return answer.status_code == httpx.codes.OK
 
 
 def foreign_environment() -> dict[str, str]:

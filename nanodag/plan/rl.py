@@ -1,8 +1,8 @@
 """Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from nanodag.config.footprint import (
@@ -18,36 +18,26 @@ from nanodag.config.footprint import (
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_sections import HELD_OUT
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
-from nanodag.inference.cache_size import cache_precision
-from nanodag.plan import cpu_work, processes
-from nanodag.plan.cpu_work import CpuWork, core_of
-from nanodag.plan.evaluation import items_of, prompt_of
+from nanodag.plan import processes
+from nanodag.plan.cpu_work import core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
+from nanodag.plan.rl_work import mean_prompt_of, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     downloaded,
     held_out_share,
     in_memory,
-    kept_groups,
     longest_prompt,
-    mean_answer,
-    mean_prompt,
-    pass_chance,
     size_of,
 )
-from nanodag.plan.speeds import GPU_SHARES, RL_STEP_S, START_S, decoding_seconds, gpu_peak
+from nanodag.plan.speeds import GPU_SHARES
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
-STEP_S = 0.06
-"""CPU-seconds of an RL step beside its tokens: ZeRO's optimizer step, new weights."""
-SAMPLE_S = 1.5e-4
-"""CPU-seconds of a sample beside its tokens: two messages, its reward, its record."""
 TOKEN_BYTES_ON_DISK = 30
 """Of a sampled token in the rollout files."""
 
@@ -84,49 +74,8 @@ def _planned(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSampl
         max_batch=int(sampler.max_batch),
         context=context,
         cache_bytes=int(sampler.cache_bytes),
-        used=_mean_prompt(stage, model) + stage.rollout.max_new_tokens,
+        used=mean_prompt_of(stage, model) + stage.rollout.max_new_tokens,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
-    trained: that pass the trainer, a group's prompt once."""
-
-    prompt: float
-    answer: float
-    groups: float
-    samples: int
-    sampled: float
-    trained: float
-
-    @property
-    def length(self) -> int:
-        return int(self.prompt + self.answer)
-
-
-def _step(stage: RLStage, model: ModelSize, habit: Habit) -> _Step:
-    rollout = stage.rollout
-    prompt = _mean_prompt(stage, model)
-    most = rollout.max_new_tokens
-    answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
-    groups = float(rollout.prompts_per_step)
-    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not rollout.over_sampling:
-        chances = [pass_chance(source.url, model.total) for source in stage.data]
-        groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
-    samples = _sampled_a_step(stage) * rollout.samples_per_prompt
-    trained = groups * (prompt + rollout.samples_per_prompt * answer)
-    return _Step(
-        prompt=prompt, answer=answer, groups=groups, samples=samples, sampled=samples * answer, trained=trained
-    )
-
-
-def _mean_prompt(stage: RLStage, model: ModelSize) -> float:
-    return _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
 
 
 def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
@@ -139,7 +88,7 @@ def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
         if found is None or found.rows is None:
             return None
         prompts += found.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
-    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.prompts_per_step))
+    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.num_fresh))
 
 
 def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:
@@ -150,15 +99,15 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
             name=name, kind=stage.kind, device=device, steps=stage.num_steps, notes=("its model is not known yet",)
         )
     samplers = samplers_of(stage, model, machine)
-    step = _step(stage, model, habit)
+    step = step_of(stage, model, habit)
     flops = stage.num_steps * (
         step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length)
     )
-    seconds, cpu_seconds = _seconds(stage, model, machine, samplers, step)
+    seconds, cpu_seconds = seconds_of(stage, model, machine, samplers, step)
     trainer, sampler = _by_placement(stage, _trainer(stage, model), samplers.process)
     beside = [Process(name="controller", host={"process": processes.CONTROLLER})]
     beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
-    read = int(stage.num_steps * _sampled_a_step(stage) * step.prompt * 4)
+    read = int(stage.num_steps * prompts_a_step(stage) * step.prompt * 4)
     core = core_of(machine, str(stage.optimizer.precision))
     return StagePlan(
         name=name,
@@ -210,7 +159,7 @@ def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]
     """A batch smaller than asked, a prompt without room, an answer that cannot be as long as is asked."""
     sampler, rollout, samplers = stage.sampler, stage.rollout, samplers_of(stage, model, machine)
     context, wanted = int(sampler.context), int(sampler.max_batch)
-    if samplers.at_once < min(wanted, _sampled_a_step(stage) * rollout.samples_per_prompt):
+    if samplers.at_once < min(wanted, prompts_a_step(stage) * rollout.samples_per_prompt):
         why = f"samples at once, and the cache has room for {samplers.at_once}: {size(samplers.room)} a sampler, "
         why += f"{size(samplers.needed_bytes)} a sample of {context} tokens"
         yield Fault(setting="sampler.max_batch", found=str(wanted), why=why, mend=_smaller(samplers))
@@ -227,10 +176,6 @@ def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]
 
 def _smaller(samplers: PlannedSamplers) -> tuple[str, ...]:
     return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
-
-
-def _sampled_a_step(stage: RLStage) -> int:
-    return stage.rollout.over_sampling or stage.rollout.prompts_per_step
 
 
 def _trainer(stage: RLStage, model: ModelSize) -> Process:
@@ -315,108 +260,6 @@ def _disk(stage: RLStage, model: ModelSize) -> int:
 def _rollouts(stage: RLStage, sampled: float) -> int:
     """The files of rollouts. sampled: tokens a step."""
     return int(stage.num_steps * sampled * TOKEN_BYTES_ON_DISK)
-
-
-@dataclass(frozen=True)
-class _Evaluated:
-    """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
-
-    answers: float
-    read: float
-    sampled: float
-
-
-def _evaluated(stage: RLStage, model: ModelSize, step: _Step) -> _Evaluated:
-    evaluation, last = stage.evaluation, stage.num_steps
-
-    def times(name: str) -> int:
-        return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
-
-    asked = times(HELD_OUT) * evaluation.eval_prompts if evaluation.validation else 0
-    answers = float(asked * evaluation.eval_samples)
-    read, sampled = asked * step.prompt, answers * step.answer
-    for benchmark in evaluation.benchmarks:
-        questions = times(benchmark.name) * items_of(benchmark)
-        most, longest = benchmark.max_new_tokens, stage.rollout.max_new_tokens
-        answers += questions * benchmark.num_samples
-        read += questions * prompt_of(benchmark, model)
-        # the share of the limit that a rollout's answer takes
-        share = step.answer / longest
-        sampled += questions * benchmark.num_samples * share * (longest if most == "auto" else most)
-    return _Evaluated(answers, read, sampled)
-
-
-def _seconds(
-    stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: _Step
-) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores."""
-    if not samplers.process.count:  # nobody knows the machines of others
-        return None, None
-    rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
-    sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
-    trained *= stage.optimizer.epochs_per_step if stage.has_trainer else 0
-    read = stage.num_steps * _sampled_a_step(stage) * step.prompt + evaluated.read
-    if stage.resources.device == "cuda":
-        return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None
-    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
-    precision, optimizer = str(stage.sampler.precision), stage.optimizer
-    core, checkpointing = core_of(machine, str(optimizer.precision)), bool(optimizer.activation_checkpointing)
-    training = core.training(model, trained, step.length, checkpointing=checkpointing)
-    if stage.algorithm.has_reference:
-        training += core.reading(model, trained, step.length)
-    updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
-    training += CpuWork(0.0, updates * ranks * STEP_S)
-    cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
-    sampler = core_of(machine, precision)
-    decoding = sampler.decoding(model, sampled, cached_bytes=cached)
-    decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
-    handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
-    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
-    compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
-    start = ranks * (processes.TRAINER_S + compiler.seconds + parsed)
-    start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S
-    start += rollout.reward_processes * processes.REWARDS_S
-    total = training.total + decoding.total + handling
-    cores = machine.cores
-    training_s = training.on(threads) / min(ranks, cores)
-    decoding_s = decoding.total / min(samplers.process.count, cores) + handling
-    one_after_another = max(training_s, decoding_s) if rollout.max_staleness else training_s + decoding_s
-    seconds = start / min(cores, 1 + ranks) + max(one_after_another, total / (cpu_work.OVERLAP * cores))
-    return seconds, start + total
-
-
-def _gpu_seconds(
-    stage: RLStage,
-    model: ModelSize,
-    machine: Machine,
-    samplers: PlannedSamplers,
-    length: int,
-    *,
-    trained: float,
-    sampled: float,
-) -> float | None:
-    """Sampling and training one after the other: where they run at the same time they share the device."""
-    precision, engine = str(stage.optimizer.precision), str(stage.sampler.engine)
-    peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
-    cached = str(stage.sampler.precision)
-    if engine == "embedded":
-        cached = cache_precision(cached, "cuda")
-    decoding = decoding_seconds(
-        machine=machine,
-        engine=engine,
-        samplers=samplers.process.count,
-        tokens=sampled,
-        weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
-        cache_bytes=length * model.token_bytes(width_of(cached)),
-        flops_per_token=model.forward_flops(length),
-        at_once=max(1, samplers.at_once // samplers.process.count),
-    )
-    if not peak or decoding is None:
-        return None
-    passes = 4 / 3 if stage.algorithm.has_reference else 1.0
-    passes += 1 / 3 if stage.optimizer.activation_checkpointing else 0.0
-    training = trained * passes * model.training_flops(length)
-    return START_S + decoding + training / (GPU_SHARES[engine].trainer * peak) + stage.num_steps * RL_STEP_S
 
 
 def _candidates(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:

@@ -99,7 +99,7 @@ def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
             if isinstance(size, int)
             else None
         )
-    return None if url.kind == "input" else _files(url)
+    return None if url.kind in ("verifiers", "input") else _files(url)
 
 
 @functools.cache

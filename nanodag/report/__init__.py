@@ -26,7 +26,8 @@ What the job gives (nanodag.worker.job.Job):
 cpu_seconds, tokens (trained), forward_tokens (read only), flops, peak_bytes, device, mfu, tokens_per_second.
 Metrics that are drawn where metrics.jsonl has them, over `step`:
     pretrain, midtrain, sft    loss, validation_bits_per_byte, core, tokens_per_second
-    rl                         reward, eval_reward, response_tokens, entropy, clipped_share, zero_spread_share,
-                               truncated_share, mismatch_absolute, kl, tokens_per_second, sampled_tokens_per_second
+    rl                         reward, eval_reward, response_tokens, turns, tool_results, sequences, entropy,
+                               clipped_share, zero_spread_share, truncated_share, mismatch_absolute, kl,
+                               tokens_per_second, sampled_tokens_per_second
 Nothing here imports torch.
 """

@@ -103,6 +103,7 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
     shares = {"clipped_share": "tokens clipped", "zero_spread_share": "groups all alike", "truncated_share": "cut off"}
     speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
     reward = {"reward": "rollouts", "eval_reward": "held out"}
+    several = {"turns": "turns", "tool_results": "tool results", "sequences": "sequences"}
     asked = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
     scores = {f"benchmark_{name}": name for name in asked}
     return _panels(
@@ -110,6 +111,7 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
         ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
         ("Benchmarks", scores, {"marked": tuple(asked)}),
         ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
+        ("Turns of a sample", several, {"from_zero": True}),
         ("Entropy (nats a token)", {"entropy": "entropy"}, {"smooth": ("entropy",)}),
         ("Shares", shares, {"from_zero": True}),
         ("Trainer against sampler (nats)", {"mismatch_absolute": "difference of log-probabilities"}, {}),

@@ -108,3 +108,17 @@ def shortened(text: str, limit: int = 400) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
+
+
+# Controls but tab and line end, lone surrogates, and what is invisible or turns the direction of the text around it.
+# Joiners of letters (U+200C, U+200D) stay: scripts and emoji are written with them.
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def legible(text: str) -> str:
+    """The text with what cannot be seen spelled out, such as `⟨U+001B⟩` for an escape. So a text neither moves a
+    terminal's cursor nor turns what stands beside it, and any text can be written as UTF-8."""
+    return HIDDEN.sub(lambda hidden: f"⟨U+{ord(hidden[0]):04X}⟩", text)

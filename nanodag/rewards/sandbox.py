@@ -21,9 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -44,6 +44,7 @@ ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
+SHOWN = "/tmp/shown"  # where folders are shown to another user
 _PROGRAM = "/inside/program.py"
 
 # Sets limits on itself and becomes the program, in one interpreter. Arguments: program, seconds of CPU, bytes of
@@ -74,6 +75,20 @@ class Finished:
     timed_out: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Further:
+    """What a program sees and has beside the usual. read_only: folders, at their own paths. shown: files and sockets,
+    and where it finds them. environment: variables. max_processes: threads count, too."""
+
+    read_only: tuple[str, ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_processes: int = MAX_PROCESSES
+
+
+NOTHING = Further()
+
+
 @dataclass(frozen=True, slots=True)
 class Walls:
     """command: what comes before bubblewrap's options. becomes: the user that it is started as, None for this one.
@@ -84,11 +99,36 @@ class Walls:
     prefix: str
     is_sized: bool
 
+    def showing(self, paths: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The command, and where what it starts finds these paths: as a user whom their parents may be closed to."""
+        if "--" not in self.command:
+            return list(self.command), list(paths)
+        end, places = self.command.index("--"), [f"{SHOWN}-{number}" for number in range(len(paths))]
+        binds = [part for path, place in zip(paths, places, strict=True) for part in ("--bind", path, place)]
+        return [*self.command[:end], *binds, *self.command[end:]], places
 
-def run_python(program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES) -> Finished:
+
+def run_python(
+    program: str,
+    *,
+    stdin: str = "",
+    timeout_s: float,
+    max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
+    is_given_up: Callable[[], bool] | None = None,
+) -> Finished:
     """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
-    Raises MissingTool where there are no walls."""
-    return _run(walls(), program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
+    is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. Raises MissingTool
+    where there are no walls."""
+    return _run(
+        walls(),
+        program,
+        stdin=stdin,
+        timeout_s=timeout_s,
+        max_bytes=max_bytes,
+        further=further,
+        is_given_up=is_given_up,
+    )
 
 
 @cache
@@ -164,11 +204,18 @@ class _Started:
 
 
 def _run(
-    behind: Walls | None, program: str, *, stdin: str = "", timeout_s: float, max_bytes: int = MAX_BYTES
+    behind: Walls | None,
+    program: str,
+    *,
+    stdin: str = "",
+    timeout_s: float,
+    max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
+    is_given_up: Callable[[], bool] | None = None,
 ) -> Finished:
     with ExitStack() as stack:
-        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes)
-        return started.finished(_wait([started], timeout_s, max_bytes), max_bytes)
+        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
+        return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
 
 
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
@@ -204,6 +251,7 @@ def _start(
     shown: Sequence[int] = (),
     timeout_s: float,
     max_bytes: int = MAX_BYTES,
+    further: Further = NOTHING,
 ) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
@@ -219,10 +267,17 @@ def _start(
         filter_path = seccomp.filter_path()
         assert filter_path is not None  # _why_not has seen it
         rules = stack.enter_context(filter_path.open("rb"))
-        command = [*behind.command, *_options(behind, source=source.fileno(), rules=rules.fileno())]
+        before, found = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
+        wanted = [*further.read_only, *(place for _, place in further.shown)]
+        binds = [
+            part
+            for number, pair in enumerate(zip(found, wanted, strict=True))
+            for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
+        ]
+        command = [*before, *_options(behind, binds, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
-    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=MAX_PROCESSES))
-    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, MAX_PROCESSES if behind else 1]
+    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
+    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
     becomes = None if behind is None else behind.becomes
@@ -232,7 +287,7 @@ def _start(
         stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it
         stderr=error,
         cwd=folder if behind is None else "/",
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **further.environment},
         start_new_session=True,
         pass_fds=files,
         user=becomes,
@@ -244,8 +299,8 @@ def _start(
     return _Started(process, folder, group is not None)
 
 
-def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
-    """Of bubblewrap. source, rules: open files of the program and of the filter of system calls."""
+def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) -> list[str]:
+    """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
     size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
@@ -258,22 +313,28 @@ def _options(behind: Walls, *, source: int, rules: int) -> list[str]:
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
         *("--ro-bind", behind.prefix, sys.base_prefix),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *binds,
         *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
         *(part for folder in closed for part in ("--remount-ro", folder)),
         "--",
     ]
 
 
-def _wait(started: Sequence[_Started], timeout_s: float, max_bytes: int) -> str:
+def _wait(
+    started: Sequence[_Started],
+    timeout_s: float,
+    max_bytes: int,
+    is_given_up: Callable[[], bool] | None = None,
+) -> str:
     """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
     they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
     first, watched = started[0].process, [one.process.pid for one in started if not one.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(first, min(WATCH_S, left_s) if watched else left_s):
+        if _ends_within(first, min(WATCH_S, left_s) if watched or is_given_up else left_s):
             break
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
         elif any(_memory(pid) > MAX_TOGETHER * max_bytes for pid in watched):
             ended = "memory"

@@ -26,7 +26,7 @@ from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of, required_file
-from nanodag.rl.rollouts.saved import saved_steps
+from nanodag.rl.rollouts.saved import saved_files
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
 from nanodag.run.stale import config_digest, stale_stages
@@ -132,8 +132,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
         if (url := stage.algorithm.teacher.url) != "none":
             sources[url] = server_identity(url)
-        if stage.saved_rollouts != "none":
-            sources[stage.saved_rollouts] = rollouts_identity(Path(stage.saved_rollouts))
+        if not (rollout := stage.rollout).is_sampled:
+            sources[rollout.source] = saved_files(rollout.source).identity()
     if isinstance(stage, ImportStage):
         sources[stage.model] = model_identity(stage.model, mirror)
     kind = find_kind(stage.kind)
@@ -149,11 +149,6 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     return key, sources
 
 
-def rollouts_identity(folder: Path) -> dict[str, Any]:
-    """What names the rollouts of a stage's steps in a key: the sha256 of each step's file."""
-    return {"kind": "rollouts", "files": {str(step): file_sha256(path) for step, path in saved_steps(folder).items()}}
-
-
 def own_entries(stage: AnyStage) -> dict[str, Any]:
     """What names each function and file of the user's own in a key, by the entry's name, as `process:module:function`.
 
@@ -162,13 +157,22 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
     functions = {
         entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries if entry.own_function
     }
-    return functions | {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
+    files = {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
+    folders = {entry.name: _folder_identity(entry.own_folder) for entry in entries if entry.own_folder}
+    return functions | files | folders
 
 
 def _file_identity(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ConfigError(f"there is no file {path}")
     return {"kind": "file", "sha256": file_sha256(Path(path))}
+
+
+def _folder_identity(path: str) -> dict[str, Any]:
+    if not Path(path).is_dir():
+        raise ConfigError(f"there is no folder {path}")
+    files = sorted(file for file in Path(path).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {"kind": "folder", "sha256": {str(file.relative_to(path)): file_sha256(file) for file in files}}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

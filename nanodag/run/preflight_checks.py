@@ -35,6 +35,7 @@ from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
+from nanodag.guests.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -43,7 +44,7 @@ from nanodag.own_code.functions import function_at
 from nanodag.registry import CALLED_WITH
 from nanodag.rewards import sandbox
 from nanodag.rewards.judge import read_judge
-from nanodag.rl.rollouts.saved import check_steps, saved_steps
+from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -237,8 +238,8 @@ class Checks:
         models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
         models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
         models += [(f"{name}.algorithm.reference.model", algorithm.reference.model)]
-        if (saved := stage.saved_rollouts) != "none":
-            self._try(f"{name}.saved_rollouts", saved, lambda: self._rollouts(Path(saved), stage.num_steps))
+        if not (rollout := stage.rollout).is_sampled:
+            self._try(f"{name}.rollout.source", rollout.source, lambda: self._rollouts(rollout.source, stage.num_steps))
         folders = [entry.name.removeprefix("model:") for entry in stage.reward if entry.name.startswith("model:")]
         models += [(f"{name}.reward", folder) for folder in folders]
         for where, model in models:
@@ -250,33 +251,46 @@ class Checks:
                 self._try(f"{name}.{where}", what, partial(self._function, stage, entry))
             if entry.own_file:
                 self._try(f"{name}.{where}", entry.own_file, partial(read_judge, entry.own_file))
+            if entry.own_module:
+                self._try(f"{name}.{where}", entry.name, partial(self._guests_module, entry.own_module))
         if stage.optimizer.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
-    def _rollouts(self, folder: Path, num_steps: int) -> None:
-        files = saved_steps(folder)
-        check_steps(files, folder, num_steps=num_steps)
-        self.relied_on.update(map(str, files.values()))
+    def _rollouts(self, source: str, num_steps: int) -> None:
+        found = saved_files(source)
+        check_steps(found, num_steps=num_steps)
+        next(read_saved(found.files[0]), None)
+        self.relied_on.update(map(str, found.files))
 
     def _lora(self, name: str, stage: RLStage) -> None:
         if (width := self._width_of(stage)) is not None:
             check_lora(name, stage, width, self._pipeline.unchecked)
 
     def _function(self, stage: RLStage, entry: EntryConfig) -> None:
-        path = entry.own_function
+        path, traits = entry.own_function, entry.traits
+        passes_on = traits is not None and traits.passes_on
+        # It is run by an interpreter that may have other packages.
+        if entry.kind == "generate" and path != entry.name and not passes_on:
+            self._module(path)
+            return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
+        own = traits.options if traits is not None and passes_on else ()
+        options = {name: value for name, value in entry.options.items() if name not in own}
         try:
             if prefix:
-                inspect.signature(function).bind(*arguments, **entry.options)
+                inspect.signature(function).bind(*arguments, **options)
             else:
                 inspect.signature(loaded).bind(*arguments)
         except TypeError as error:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say
             return
+
+    def _guests_module(self, module: str) -> None:
+        self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:
         """The file of a function's module."""

@@ -11,7 +11,6 @@ Not thread-safe: ``loop.EngineLoop`` owns an engine for the server.
 """
 
 import itertools
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -32,6 +31,7 @@ from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
+from nanodag.sampler.stream_pace import StreamPace
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
@@ -40,12 +40,6 @@ STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
 BATCH_PREFILL_TOKENS = 1024
 """Prompt tokens that are run together: activations of more no longer fit a core's cache."""
-REPORT_CPU_S = 60e-6
-"""What telling of one stream costs this process, HTTP included: half a token of a model of 6 M parameters."""
-MAX_REPORT_SHARE = 0.03
-"""Of the engine's time, for streams whose parts are joined; many streams are told of less often, so that it holds."""
-MAX_SILENCE_S = 0.5
-"""Of a stream for the sake of that share."""
 
 
 class Engine:
@@ -77,7 +71,7 @@ class Engine:
         are float32 on a CPU, else in the weights' dtype. seed: of requests that bring none.
         deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
         stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token. Many
-        streams report less often, see MAX_REPORT_SHARE.
+        streams report less often, see StreamPace.
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
         """
@@ -107,8 +101,6 @@ class Engine:
             cache_dtype=cache_dtype,
             deterministic=deterministic,
         )
-        layer = self.model.weights.layers[0]
-        self._has_bias = (layer.qkv_bias is not None, layer.output_bias is not None)
         if self.model.kernel is not None:  # rows are independent of one another in it
             self.row_sizes = tuple(range(1, num_slots + 1))
         else:
@@ -122,8 +114,7 @@ class Engine:
         self.weight_version = weight_version
         self.num_generated_tokens = 0
         self._seed = seed
-        self._stream_every_s = stream_every_s
-        self._told_at = self._told_at_cpu = 0.0  # when streams were told of last: clock, thread
+        self._pace = StreamPace(stream_every_s)
         self._request_numbers = itertools.count()
         self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
         self._row_prompts: dict[int, bytes] = {}
@@ -424,21 +415,10 @@ class Engine:
         has_stop_token = reason is not None and reason.type == "stop"
         return self.text.answer(sample.output_ids, sample.running.request.params, has_stop_token=has_stop_token)
 
-    def _streams_are_due(self) -> bool:
-        """Whether all streams are told of now."""
-        if not self._stream_every_s:
-            return True
-        since_s, worked_s = time.monotonic() - self._told_at, time.thread_time() - self._told_at_cpu
-        worth_s = len(self.table.watched) * REPORT_CPU_S / MAX_REPORT_SHARE
-        if since_s < self._stream_every_s or (worked_s < worth_s and since_s < MAX_SILENCE_S):
-            return False
-        self._told_at, self._told_at_cpu = time.monotonic(), time.thread_time()
-        return True
-
     def _report_watched(self, ended: np.ndarray) -> np.ndarray:
         """Send what streams, and end what met a stop string; returns the rows that are still to be ended."""
         table, remaining = self.table, set(ended.tolist())
-        is_due = self._streams_are_due()
+        is_due = self._pace.is_due(len(table.watched))
         for row in sorted(table.watched):
             sample = table.sample_at(row)
             count, params = int(table.counts[row]), sample.running.request.params

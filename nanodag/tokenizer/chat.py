@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,9 @@ class TemplateRenderer(ChatRenderer):
         self.template = str(self._tokenizer.chat_template)
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
+        special = {number: str(t) for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
+        self._special_ids = special.keys()
+        self._specials = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or "(?!)")
         eos = self._tokenizer.eos_token_id
         self.stop_ids = () if eos is None else (eos,)
 
@@ -283,21 +287,25 @@ class TemplateRenderer(ChatRenderer):
         *,
         tools: Tools = (),
     ) -> list[int] | None:
-        given = with_objects(messages)
-        declared = _declared(tools)
+        given, declared = with_objects(messages), _declared(tools)
         before = self._text(given[:answered], switches, add_generation_prompt=True, **declared)
-        alone = self._text(given[: answered + 1], switches, add_generation_prompt=False, **declared).rstrip()
         whole = self._text(given, switches, add_generation_prompt=True, **declared)
-        end = next((name for name in self._special_texts if alone.endswith(name)), None)
-        if end is None or not whole.startswith(before):
+        last = sampled[-1] if sampled and sampled[-1] in self._special_ids else None
+        words = list(sampled if last is None else sampled[:-1])
+        said = self._tokenizer.decode(words, clean_up_tokenization_spaces=False)
+        # What was said ends at a special token, behind as many as it has itself.
+        rest = whole[len(before) :]
+        num_within = len(self._specials.findall(said))
+        end = next(islice(self._specials.finditer(rest), num_within, None), None)
+        if end is None or not whole.startswith(before) or not says_the_same(said, rest[: end.start()]):
             return None
-        said, found, rest = whole[len(before) :].partition(end)
-        end_id, *ids = self._tokenizer(end + rest, add_special_tokens=False)["input_ids"]
-        has_end = bool(sampled) and sampled[-1] in (end_id, *self.stop_ids)
-        spoken = self._tokenizer.decode(list(sampled[: len(sampled) - has_end]), clean_up_tokenization_spaces=False)
-        if not found or not says_the_same(spoken, said):
-            return None
-        return ids if has_end else [end_id, *ids]
+        end_id, *ids = self._tokenizer(rest[end.start() :], add_special_tokens=False)["input_ids"]
+        if last == end_id:
+            return ids
+        if last not in self.stop_ids:  # it was cut off
+            return [end_id, *ids]
+        alone = self._text(given[: answered + 1], switches, add_generation_prompt=False, **declared)
+        return ids if alone.rstrip().endswith(end[0]) else None  # it ended with one where the template has another
 
     @property
     def takes_tools(self) -> bool:

@@ -39,7 +39,7 @@ class Encoding:
     """The tokenizer of a folder. bos_id: what a document begins with; a foreign tokenizer without one gives its eos."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        self.folder, path = folder, folder / "tokenizer.json"
         if not path.is_file():
             raise SourceError(f"{folder} has no tokenizer.json; a tokenizer or model folder has one.")
         self._tokenizer = Tokenizer.from_file(str(path))

@@ -1,6 +1,7 @@
 """The page itself: one address, whose query says what is shown. It works without JavaScript."""
 
 import re
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,21 +13,30 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.report.page import TEMPLATES
-from nanodag.report.words import shortened
+from nanodag.report.words import legible, shortened
+from nanodag.viewer.cards import COLOURS, Colour, Painter
 from nanodag.viewer.shelf import Shelf
-from nanodag.viewer.view import COLOURS, LONGEST_SAID, Colour, Painter, fates_of, timeline_svg, together, wanted_of
+from nanodag.viewer.view import LONGEST_SAID, fate_choices, fates_of, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
+# Only the page's own script runs, whatever stands in a rollout; nothing is loaded.
+POLICY = "; ".join(
+    (
+        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:",
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    )
+)
 # What a query may have, and how its values look. A step has as many digits as its file's name.
 PARAMETERS = {
     "set": "eval",
     "step": "[0-9]{1,9}",
-    **dict.fromkeys(("lowest", "highest", "fate", "finish", "prompt"), "(?s:.*)"),
+    **dict.fromkeys(("lowest", "highest", "fate", "finish", "role", "prompt"), "(?s:.*)"),
+    "sample": "[0-9]{1,9}",
     "colour": "|".join(COLOURS),
     "page": "[1-9][0-9]{0,8}",
 }
-WHAT = {"step": "number of a step", "page": "number of a page"}
+WHAT = {"step": "number of a step", "sample": "number of a sample", "page": "number of a page"}
 COLUMNS = (
     ("reward", "reward"),
     ("pass_rate", "pass rate"),
@@ -47,12 +57,14 @@ def make_app(shelf: Shelf) -> FastAPI:
 
     @app.get("/")
     def page(request: Request) -> HTMLResponse:
-        query = dict(request.query_params)
+        query, status = dict(request.query_params), 200
         try:
-            return HTMLResponse(template.render(**_page(shelf, painter, query)))
+            shown = _page(shelf, painter, query)
         except (ValueError, NanodagError) as error:
-            steps = shelf.steps()
-            return HTMLResponse(template.render(**_frame(shelf, steps, query), error=str(error)), status_code=400)
+            shown, status = {**_frame(shelf, shelf.steps(), query), "error": str(error)}, 400
+        nonce = secrets.token_urlsafe(16)
+        policy = {"Content-Security-Policy": POLICY.format(nonce=nonce)}
+        return HTMLResponse(template.render(**shown, nonce=nonce), status_code=status, headers=policy)
 
     return app
 
@@ -97,8 +109,9 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
-        "fate_options": [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()],
+        "fate_options": fate_choices(fates),
         "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
+        "role_options": [(r, shortened(r, LONGEST_SAID)) for r in sorted({read.rollout.role for read in reads} - {""})],
         "number": number,
         "num_pages": len(pages),
         "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
@@ -142,5 +155,9 @@ def _template() -> Any:
     import jinja2
 
     loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+
+    def shown(value: Any) -> Any:
+        return legible(value) if type(value) is str else value  # what is markup already stays
+
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown)
     return environment.get_template("rollouts.html.jinja")

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
+from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.shelf import Read, Shelf
 
@@ -31,11 +33,13 @@ class Exported:
 
 
 def export_rollouts(shelf: Shelf, path: Path) -> Exported:
-    """Every rollout that was sampled for training, in the order of the steps: text, tokens, log-probabilities.
+    """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
+    was replayed stands where it was trained first.
 
-    A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, messages, answer (the
-    right one), response, reward, reward_components, finish_reason, prompt_ids; and of the same length response_ids,
-    mask, logprobs (nats), versions, as nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
+    A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
+    answer (the right one), response, turns (kind and text of each span), reward, reward_components, finish_reason,
+    prompt_ids; and of the same length response_ids, mask, logprobs (nats, null where nobody knows them), versions, as
+    nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
     """
     encoding = Encoding(shelf.model)
     count = _write(path, (_row(step, read, encoding) for step, read in _reads(shelf)))
@@ -47,8 +51,8 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
     `lowest` or more, as rejection sampling trains on.
 
     A row: messages with the answer, reward, prompt_id, step. The same answer to a prompt counts once. Answers that were
-    cut, answers with text of a tool, and prompts whose messages were not kept are left out. Raises ConfigError for
-    another suffix.
+    cut, answers with text of a tool, further sequences of a sample, and prompts whose messages were not kept are left
+    out. Raises ConfigError for another suffix.
     """
     encoding = Encoding(shelf.model)
     left_out: dict[str, int] = defaultdict(int)
@@ -78,6 +82,49 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
     return Exported(rows=_write(path, chosen), left_out={reason: n for reason, n in left_out.items() if n})
 
 
+def export_pairs(shelf: Shelf, path: Path, *, lowest: float) -> Exported:
+    """Preference pairs, as DPO trainers take them: of each group the answer with the highest reward, `lowest` at least,
+    and the one with the least. A group whose rewards are equal has no pair.
+
+    A row, as TRL's conversational preferences: prompt (messages), chosen and rejected (a message each, in a list), and
+    score_chosen, score_rejected, prompt_id, step. What `export_chats` leaves out is left out. Raises ConfigError for
+    another suffix.
+    """
+    encoding = Encoding(shelf.model)
+    left_out: dict[str, int] = defaultdict(int)
+    groups: dict[tuple[int, str], list[Read]] = {}
+    for step, read in _reads(shelf):
+        if reason := _why_not(read, -math.inf):
+            left_out[reason] += 1
+        else:
+            groups.setdefault((step, read.rollout.group_id), []).append(read)
+    rows = []
+    for (step, _), reads in groups.items():
+        ranked = sorted(reads, key=_reward, reverse=True)  # of equal rewards the earlier one first
+        best, worst = ranked[0], ranked[-1]
+        if _reward(best) < lowest or _reward(best) == _reward(worst):
+            left_out["in a group without a pair"] += len(reads)
+            continue
+        left_out["neither best nor worst"] += len(reads) - 2
+        answers = {name: text_of(read.rollout, encoding) for name, read in (("chosen", best), ("rejected", worst))}
+        rows.append(
+            {
+                "prompt": [dict(message) for message in best.messages],
+                **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()},
+                "score_chosen": _reward(best),
+                "score_rejected": _reward(worst),
+                "prompt_id": best.rollout.prompt_id,
+                "step": step,
+            }
+        )
+    return Exported(rows=_write(path, rows), left_out={reason: n for reason, n in left_out.items() if n})
+
+
+def _reward(read: Read) -> float:
+    assert read.rollout.reward is not None
+    return read.rollout.reward
+
+
 def text_of(rollout: Rollout, encoding: Encoding) -> str:
     """What follows the prompt, without the stop token."""
     return encoding.decode(rollout.without_stop(rollout.response_token_ids))
@@ -86,11 +133,13 @@ def text_of(rollout: Rollout, encoding: Encoding) -> str:
 def _why_not(read: Read, lowest: float) -> str:
     """Why a rollout is no example; empty where it may be one."""
     rollout = read.rollout
+    if rollout.branch:
+        return "a further sequence of a sample"
     if rollout.reward is None:
         return "no reward"
     if rollout.reward < lowest:
         return "reward too low"
-    if rollout.finish_reason != "stop":
+    if rollout.finish_reason not in ("stop", "text"):
         return "cut"
     if any(span.kind == "tool" for span in rollout.spans):
         return "with text of a tool"
@@ -100,7 +149,8 @@ def _why_not(read: Read, lowest: float) -> str:
 def _reads(shelf: Shelf) -> Iterator[tuple[int, Read]]:
     for step in shelf.steps_with_rollouts():
         for read in shelf.read(step):
-            yield step, read
+            if read.fate != REPLAYED:
+                yield step, read
 
 
 def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
@@ -111,16 +161,19 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
         "prompt_id": rollout.prompt_id,
         "group_id": rollout.group_id,
         "sample_index": rollout.sample_index,
+        "branch": rollout.branch,
+        "role": rollout.role,
         "messages": [dict(message) for message in read.messages],
         "answer": read.answer,
         "response": text_of(rollout, encoding),
+        "turns": [{"kind": span.kind, "text": encoding.decode(span.token_ids)} for span in rollout.spans[1:]],
         "reward": rollout.reward,
         "reward_components": dict(rollout.reward_components),
         "finish_reason": rollout.finish_reason,
         "prompt_ids": list(rollout.prompt_token_ids),
         "response_ids": list(response.token_ids),
         "mask": list(response.mask),
-        "logprobs": list(response.logprobs),
+        "logprobs": [None if value != value else value for value in response.logprobs],
         "versions": list(response.versions),
     }
 
@@ -156,8 +209,10 @@ def _write_columns(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 def _as_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings whose names differ from row to row as JSON text."""
     named = {k: json.dumps(v, sort_keys=True) if isinstance(v, Mapping) else v for k, v in row.items()}
-    messages = [
-        {**m, "content": m["content"] if isinstance(m["content"], str) else json.dumps(m["content"])}
-        for m in row["messages"]
-    ]
-    return {**named, "messages": messages}
+    spoken = {name: [_as_text(message) for message in row[name]] for name in ("messages", "prompt") if name in row}
+    return named | spoken
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": content if isinstance(content, str) else json.dumps(content)}

@@ -10,11 +10,13 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
+from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.rl.rollouts.stopwatch import Span
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
+NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a sample that was trained
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 HELD_OUT = "held_out"
@@ -22,10 +24,11 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A rollout and what became of it. fate: `trained`, `held_out`, `reward_failed`, `generate_failed`, or a filter's
-    reason. answer, messages: the right answer and the prompt's; empty where none were kept. advantages, differences:
-    of a trained one, an entry for each token after the prompt, None where it was not trained: the advantage, and the
-    trainer's log-probability less the sampler's, in nats; both are empty where the trainer wrote none."""
+    """A rollout and what became of it. fate: `trained`, `replayed` (trained again), `not_trained`, `held_out`,
+    `reward_failed`, `generate_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty
+    where none were kept. advantages, differences: of a trained one, an entry for each token after the prompt, None
+    where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are
+    empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
@@ -142,11 +145,12 @@ def _has_begun(entry: StageRecord) -> bool:
 
 def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping[str, Any]]) -> Read:
     entry = scores.get((rollout.group_id, rollout.sample_index, rollout.branch))
+    fate = REPLAYED if REPLAYED in rollout.metadata else TRAINED
     if entry is None:
-        return Read(rollout=rollout, fate=TRAINED)
+        return Read(rollout=rollout, fate=fate if rollout.num_trained else NOT_TRAINED)
     return Read(
         rollout=rollout,
-        fate=TRAINED,
+        fate=fate,
         advantages=tuple(entry["advantages"]),
         differences=tuple(entry["differences"]),
     )

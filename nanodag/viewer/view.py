@@ -1,26 +1,19 @@
-"""The page's contents: the chosen rollouts, their tokens with colours, and the picture of one step."""
+"""Which rollouts the page shows, in what order, and the picture of one step."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Literal
 
 from nanodag.report.words import shortened
-from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.shelf import Read
+from nanodag.viewer.cards import BLUE, GREEN
+from nanodag.viewer.shelf import GENERATE_FAILED, REWARD_FAILED, Read
 
-Colour = Literal["advantage", "difference", "logprob", "version", "none"]
-COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")
-RED, GREEN, BLUE, GREY = "220,38,38", "22,163,74", "37,99,235", "120,130,145"
-VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
+GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
-REASONS = {"reward_error": "reward error", "generate_error": "generate error", "answer": "its answer"}  # of metadata
-ANSWER_LENGTH = 80
+FAILED = "failed"  # asks for both of these fates
+FAILURES = (GENERATE_FAILED, REWARD_FAILED)
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
@@ -28,154 +21,28 @@ FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What was asked for. lowest, highest: of the reward; fate: empty for any; prompt: part of a prompt's id."""
+    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
+    prompt: part of a prompt's id; sample: its index, None for any."""
 
     lowest: float | None = None
     highest: float | None = None
     fate: str = ""
     finish: str = ""
+    role: str = ""
     prompt: str = ""
+    sample: int | None = None
 
     def is_met_by(self, read: Read) -> bool:
-        reward = read.rollout.reward
-        if self.lowest is not None and (reward is None or reward < self.lowest):
-            return False
-        if self.highest is not None and (reward is None or reward > self.highest):
-            return False
-        if self.finish and read.rollout.finish_reason != self.finish:
-            return False
-        return self.fate in ("", read.fate) and self.prompt in read.rollout.prompt_id
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """style: a background, empty for none; hint: the tooltip's text."""
-
-    text: str
-    style: str
-    hint: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """One rollout as it is shown. facts: name and value."""
-
-    read: Read
-    tokens: Sequence[Token]
-    facts: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The rollouts of one prompt. answer: the right one, empty where it is not known. mean: of their rewards, None
-    where no rollout has one."""
-
-    prompt_id: str
-    prompt: str
-    answer: str
-    mean: float | None
-    cards: Sequence[Card]
-
-
-class Painter:
-    """Makes cards. model: a folder with the tokenizer of these rollouts."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return Encoding(self._model)
-
-    def groups(self, reads: Sequence[Read], colour: Colour) -> list[Group]:
-        """The rollouts by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
-        cards: dict[str, list[Card]] = {}
-        for card in self.cards(reads, colour):
-            cards.setdefault(card.read.rollout.group_id, []).append(card)
-        return [self._group(mine) for mine in cards.values()]
-
-    def _group(self, cards: Sequence[Card]) -> Group:
-        first, rewards = cards[0].read, [c.read.rollout.reward for c in cards if c.read.rollout.reward is not None]
-        return Group(
-            prompt_id=first.rollout.prompt_id,
-            prompt=self._encoding.decode(first.rollout.prompt_token_ids),
-            answer=first.answer,
-            mean=sum(rewards) / len(rewards) if rewards else None,
-            cards=cards,
-        )
-
-    def cards(self, reads: Sequence[Read], colour: Colour) -> list[Card]:
-        """A card for each rollout; colours are scaled over all of them."""
-        largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
-        versions = sorted({version for read in reads for version in read.rollout.versions})
-        return [self._card(read, colour, largest, versions) for read in reads]
-
-    def _card(self, read: Read, colour: Colour, largest: float, versions: Sequence[int]) -> Card:
         rollout = read.rollout
-        facts = [("right answer", shortened(read.answer, ANSWER_LENGTH))] if read.answer else []
-        facts += [
-            ("sample", str(rollout.sample_index)),
-            ("ended by", rollout.finish_reason),
-            ("tokens", str(rollout.num_sampled)),
-        ]
-        facts += [(name, f"{value:.4g}") for name, value in rollout.reward_components.items()]
-        facts += [(REASONS[name], str(value)) for name, value in rollout.metadata.items() if name in REASONS]
-        return Card(
-            read=read,
-            tokens=list(self._tokens(read, colour, largest, versions)),
-            facts=facts,
-        )
-
-    def _tokens(self, read: Read, colour: Colour, largest: float, versions: Sequence[int]) -> list[Token]:
-        tokens: list[Token] = []
-        for span in read.rollout.spans[1:]:
-            for place, token_id in enumerate(span.token_ids):
-                number = len(tokens)
-                hint = [f"id {token_id}", *_sampled_facts(span, place)]
-                for name, values in (("advantage", read.advantages), ("trainer - sampler", read.differences)):
-                    value = values[number] if values else None
-                    hint += [] if value is None else [f"{name} {value:+.4g}"]
-                value = _value_of(read, span, place, number, colour)
-                style = "" if value is None else _style(value, colour, largest, versions)
-                tokens.append(Token(self._text(token_id), style, " · ".join(hint)))
-        return tokens
-
-    def _text(self, token_id: int) -> str:
-        if token_id in self._encoding.special_ids:
-            return self._encoding.decode([token_id])
-        return self._encoding.decode_bytes([token_id]).decode("utf-8", "replace")
-
-
-def _sampled_facts(span: TokenSpan, place: int) -> list[str]:
-    if span.kind != "sampled":
-        return [span.kind]
-    facts = [f"logprob {span.logprobs[place]:.4g}", f"version {span.versions[place]}"]
-    return facts if span.mask[place] else [*facts, "not trained"]
-
-
-def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colour) -> float | None:
-    if span.kind != "sampled" or colour == "none":
-        return None
-    if colour == "logprob":
-        return span.logprobs[place]
-    if colour == "version":
-        return span.versions[place]
-    values = read.advantages if colour == "advantage" else read.differences
-    return values[number] if values else None
-
-
-def _values(read: Read, colour: Colour) -> Sequence[float | None]:
-    if colour == "logprob":
-        return [value for span in read.rollout.spans for value in span.logprobs]
-    return {"advantage": read.advantages, "difference": read.differences}.get(colour, ())
-
-
-def _style(value: float, colour: Colour, largest: float, versions: Sequence[int]) -> str:
-    if colour == "version":
-        return f"background:rgba({VERSION_COLOURS[versions.index(int(value)) % len(VERSION_COLOURS)]},.25)"
-    hue = RED if value < 0 else GREEN
-    strength = 0.0 if not largest else min(1.0, abs(value) / largest)
-    return f"background:rgba({hue},{0.6 * strength:.3f})" if strength > 0.02 else ""
+        if self.lowest is not None and (rollout.reward is None or rollout.reward < self.lowest):
+            return False
+        if self.highest is not None and (rollout.reward is None or rollout.reward > self.highest):
+            return False
+        if self.finish not in ("", rollout.finish_reason) or self.role not in ("", rollout.role):
+            return False
+        if self.sample not in (None, rollout.sample_index) or self.prompt not in rollout.prompt_id:
+            return False
+        return self.fate in ("", read.fate) or (self.fate == FAILED and read.fate in FAILURES)
 
 
 def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
@@ -192,9 +59,24 @@ def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
     return pages
 
 
+def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
+    """What there is of the first samples, with all of their sequences, the samples of a prompt together."""
+    ordered = [read for page in together(reads, len(reads)) for read in page]
+    samples = dict.fromkeys((read.rollout.group_id, read.rollout.sample_index) for read in ordered)
+    kept = set(list(samples)[:most])
+    return [read for read in ordered if (read.rollout.group_id, read.rollout.sample_index) in kept]
+
+
 def fates_of(reads: Sequence[Read]) -> dict[str, int]:
     """How many rollouts met which fate, most first."""
     return dict(Counter(read.fate for read in reads).most_common())
+
+
+def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
+    """What may be asked for, and its words. fates: how many met each."""
+    choices = [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()]
+    failed = sum(fates.get(fate, 0) for fate in FAILURES)
+    return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
 
 
 def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
@@ -258,5 +140,7 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
         highest=number("highest"),
         fate=query.get("fate", ""),
         finish=query.get("finish", ""),
+        role=query.get("role", ""),
         prompt=query.get("prompt", "").strip(),
+        sample=int(query["sample"]) if query.get("sample") else None,
     )

@@ -83,10 +83,7 @@ def records(tmp_path):
 
 
 def ours_of(model_folder):
-    return EvaluatedModel(
-        model_folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=NEW, replicas=1,
-        sampler_batch=4,
-    )  # fmt: skip
+    return EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=NEW)
 
 
 def test_choices_are_scored_alike_by_completions(records, model_folder, url):

@@ -8,7 +8,7 @@ from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import Function, Tool
 from nanodag.api.served_model import Limits
 from nanodag.api.token_text import TokenText
-from nanodag.api.tool_format import HERMES, Call, TemplateReader, argument_of
+from nanodag.api.tool_format import HERMES, BareReader, Call, TemplateReader, argument_of
 from nanodag.inference.protocol import FinishReason
 from nanodag.tokenizer.messages import folded
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
@@ -225,6 +225,28 @@ def test_what_a_models_own_template_does_not_allow_is_content():
     reader = TemplateReader(strict, "")
     said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
     assert (said, reader.calls) == ("a[{nonsense]b", [])
+
+
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (LLAMA_CALL, "", [Call("weather", '{"city": "Zürich"}')]),
+        (f" \n{LLAMA_CALL}\n", "", [Call("weather", '{"city": "Zürich"}')]),
+        (f"So: {LLAMA_CALL}", f"So: {LLAMA_CALL}", []),  # not alone
+        (LLAMA_CALL[:-1], LLAMA_CALL[:-1], []),  # its limit came
+        ('{"name": "weather"}', '{"name": "weather"}', []),
+        ('{"name": 1, "parameters": {}}', '{"name": 1, "parameters": {}}', []),
+        ("", "", []),
+    ],
+)
+def test_a_call_in_llama_s_format_is_an_answer_that_is_nothing_else(text, content, calls):
+    reader = BareReader()
+    said = [reader.take(0, character) for character in text]
+    assert ("".join(said) + reader.end(), reader.calls) == (content, calls)
+    assert text[:1] != "S" or said[:2] == ["S", "o"]  # content is not held back
 
 
 def test_tools_are_declared_by_the_template_and_calls_streamed(hermes_folder, ids_of):

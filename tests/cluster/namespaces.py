@@ -1,4 +1,4 @@
-"""Two network namespaces of this machine, joined by a cable of their own, as two machines. Root only."""
+"""Network namespaces of this machine, joined by a cable of their own, as two machines or more. Root only."""
 
 import contextlib
 import os
@@ -25,14 +25,17 @@ class TwoNodes:
         self.plug(self.there)
 
     def plug(self, node: str) -> None:
-        """Add the other node, and the cable to it."""
+        """Add the other node, and the cable to it. A machine that is back has the network card that it had."""
         self._add(node)
-        ends = [f"nd{os.getpid() % 100000}-{node.rpartition('.')[2]}{end}" for end in "ab"]  # 15 characters at most
+        number = int(node.rpartition(".")[2])
+        ends = [f"nd{os.getpid() % 100000}-{number}{end}" for end in "ab"]  # 15 characters at most
+        for where in ([], ["-n", self.here]):  # the kernel takes a node's old cable away some time after the node
+            subprocess.run(["ip", *where, "link", "del", ends[0]], check=False, capture_output=True)
         run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         run("ip", "link", "set", ends[0], "netns", self.here)
         run("ip", "-n", self.here, "link", "set", ends[0], "master", "cable")
         run("ip", "-n", self.here, "link", "set", ends[0], "up")
-        run("ip", "link", "set", ends[1], "netns", node)
+        run("ip", "link", "set", ends[1], "address", f"02:00:00:00:00:{number:02x}", "netns", node)
         self._up(node, ends[1])
 
     def unplug(self) -> None:
@@ -56,8 +59,9 @@ class TwoNodes:
 
     @contextlib.contextmanager
     def cut(self, node: str) -> Iterator[None]:
-        """Inside, nothing reaches a node that was plugged in, nor comes from there; no connection is told."""
-        end = ["ip", "-n", node, "link", "set", f"nd{os.getpid() % 100000}-{node.rpartition('.')[2]}b"]
+        """Inside, nothing reaches a node, nor comes from there; no connection is told."""
+        device = "cable" if node == self.here else f"nd{os.getpid() % 100000}-{node.rpartition('.')[2]}b"
+        end = ["ip", "-n", node, "link", "set", device]
         run(*end, "down")
         try:
             yield
@@ -65,9 +69,9 @@ class TwoNodes:
             run(*end, "up")
 
     @contextlib.contextmanager
-    def one_more(self) -> Iterator[str]:
-        """A third node."""
-        node = f"{self.here.rpartition('.')[0]}.3"
+    def one_more(self, number: int = 3) -> Iterator[str]:
+        """A third node, or a later one."""
+        node = f"{self.here.rpartition('.')[0]}.{number}"
         try:
             self.plug(node)
             yield node

@@ -1,7 +1,12 @@
 """Samplers on nodes of their own: which hosts they get, and that they end with who started them."""
 
 import asyncio
+import json
+import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,9 +14,10 @@ import pytest
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
+from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
 from nanodag.rl.fleet.sampler_node import SamplerNode
 from nanodag.worker import nodes
 from tests.rl.models import save_tiny_model
@@ -60,6 +66,42 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
         time.sleep(0.05)
     assert not server.is_alive and not any(process.is_running() for process in below)
     assert (tmp_path / "usage-sampler-3.jsonl").exists()
+
+
+def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_path):
+    port, asked = free_port(), []
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200 if len(asked) > 1 else 503)
+            self.end_headers()
+
+        def log_message(self, *about): ...
+
+    def link():
+        time.sleep(0.1)
+        with HTTPServer(("127.0.0.1", port), Health) as server:
+            while len(asked) < 2:
+                server.handle_request()
+
+    class Away:
+        """It says by a file that its sampler is there, which nothing reaches for a while."""
+
+        host, folder = "there", tmp_path
+
+        def spawn(self, command, *, log_path, env, token):
+            (ready,) = [word.partition("=")[2] for word in command if word.startswith("--ready-file=")]
+            Path(ready).write_text(json.dumps({"port": port}))
+            threading.Thread(target=link, daemon=True).start()
+            return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
+
+        def address(self, server):
+            return "127.0.0.1"
+
+    (tmp_path / "log").touch()
+    with SamplerProcess.start("model", log_path=tmp_path / "log", elsewhere=Away()) as server:
+        assert asked == ["/health"] * 2 and server.url == f"http://127.0.0.1:{port}"
 
 
 def test_a_node_of_samplers_that_is_not_there_is_asked_again_and_then_named(cluster, tmp_path, monkeypatch):

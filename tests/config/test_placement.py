@@ -35,6 +35,7 @@ def stage_on(machine, *overrides, preset="gsm8k-rl"):
         ("gsm8k-rl", "1xA100-40GB", [], "shared", "none"),
         ("gsm8k-rl", "1xL40S+sglang", ["rl.max_staleness=1"], "beside", "cpu"),
         ("gsm8k-rl", "1xL40S+sglang", ["rl.placement=beside"], "beside", "cpu"),
+        ("gsm8k-rl", "1xL40S+sglang", ["rl.rollout.source=file:/r", "rl.evaluation.validation=[]"], "beside", "none"),
         ("gsm8k-rl", "1xL40S+sglang", ["rl.lends_states=false"], "beside", "cpu"),
         ("gsm8k-rl", "4xL40S+sglang", [], "beside", "none"),
         ("gsm8k-rl", "1xH100+sglang", ["base.model=hub:Qwen/Qwen2.5-7B"], "beside", "cpu"),

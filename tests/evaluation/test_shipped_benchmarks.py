@@ -205,6 +205,7 @@ def test_every_shipped_form_of_this_kind_has_rows_here():
         "gsm8k",
         "mmlu",
         "multiple_choice",
+        "verifiers",
     }
     assert set(shipped_forms()) - elsewhere - {"piqa", "problems", "winogrande", "gpqa"} == set(CASES)
 

@@ -362,6 +362,9 @@ def test_curves_show_what_was_recorded(run):
     stages["rl"].lines.append({"event": "eval", "step": 3, "benchmark": "sort", "benchmark_sort": 0.25})
     _, scores = rl_panels(stages["rl"])
     assert (scores.title, scores.lines, scores.marked) == ("Benchmarks", {"sort": ([3.0], [0.25])}, ("sort",))
+    stages["rl"].lines.append({"event": "step", "step": 4, "turns": 2.5, "sequences": 1.5})
+    turns = next(panel for panel in rl_panels(stages["rl"]) if panel.title == "Turns of a sample")
+    assert turns.lines == {"turns": ([4], [2.5]), "sequences": ([4], [1.5])}
     panel = Panel(title="a < b", x_label="step", lines={"x": (range(2000), range(2000))})
     ElementTree.fromstring(panels_svg([panel, panel], name="p"))
 

@@ -41,7 +41,7 @@ class Foreign(FakeServer):
         self.weights, self.version = "its own", "default"
         self.asked: list[str] = []
         self.hangs_at: set[str] = set()
-        self.hangs_on_weights = False
+        self.hangs_on_weights = self.is_receiving = False
         self.can_answer = asyncio.Event()
         self.can_answer.set()
         self.model = {"is_generation": True, "architecture": {**asdict(SHAPE), "rope": asdict(ROPE)}}
@@ -81,6 +81,12 @@ class Foreign(FakeServer):
         if self.hangs_on_weights:
             await asyncio.sleep(3600)
         self.weights, self.version = read_weights(folder), body["weight_version"]
+        return {}
+
+    async def end_weight_update(self, body):
+        if not self.is_receiving:
+            raise ValueError("no weight-update session is open")
+        self.is_receiving = False
         return {}
 
     async def weights_checker(self, body):

@@ -100,6 +100,17 @@ def test_servers_of_others_take_the_weights_share_the_prompts_and_are_not_stoppe
     asyncio.run(work())
 
 
+def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_takes_any(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        servers[0].is_receiving = True
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            assert not servers[0].is_receiving and [server.weights for server in servers] == ["one", "one"]
+
+    asyncio.run(work())
+
+
 def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(tmp_path):
     async def work():
         servers = [Foreign(), Foreign()]

@@ -1,5 +1,6 @@
 """What the numbers of a step mean, on rollouts small enough to count by hand."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -37,6 +38,14 @@ def test_repeated_share_counts_responses_that_are_mostly_repetition():
         [rollout("a", 0, [1], [7] * 8, reward=0.0), rollout("a", 1, [1], list(range(8)), reward=1.0)]
     )
     assert found["repeated_share"] == 0.5
+
+
+def test_what_a_function_keeps_under_the_words_of_environments_is_no_number_and_ends_nothing():
+    said = [{"metrics": {"left": 2.0}, "turns": 3}, {"metrics": {"left": "two"}, "turns": ["a", "b"]}, {"metrics": 1}]
+    found = rollout_metrics(
+        [replace(rollout("a", n, [1], [2], reward=0.0), metadata=one) for n, one in enumerate(said)]
+    )
+    assert (found["metric_left"], found["turns"]) == (2.0, 3.0)
 
 
 def test_speeds_are_over_the_time_that_each_side_worked():

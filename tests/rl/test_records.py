@@ -12,6 +12,7 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.rollout import Span
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job, MetricsLog
 from tests.rl.models import rollout as of_model
@@ -165,6 +166,21 @@ def test_responses_are_shown_group_by_group_in_turn(tmp_path):
     assert (line["event"], line["step"]) == ("sample", 4)
     assert [(row["prompt_id"], row["prompt"], row["response"], row["reward"]) for row in line["responses"]] == [
         ("a", "12", "30", 0.5), ("b", "12", "30", 0.5), ("a", "12", "31", 0.5)
+    ]  # fmt: skip
+
+
+def test_a_response_of_turns_names_its_speakers_and_its_branches_follow_it(tmp_path):
+    job = job_in(tmp_path)
+    job = replace(job, config=job.config.model_copy(update={"log_responses": 1}))
+    records = Records(job, resume_step=-1)
+    main = of_model("a", 0, [1], [2], reward=1.0)
+    main = replace(main, spans=(*main.spans, Span(kind="tool", token_ids=(3,)), main.spans[-1]))
+    judged = replace(of_model("a", 0, [4], [5], reward=1.0), branch=1, role="judge")
+    records.responses(1, [main, judged, two_of("a", 1)], lambda ids: "".join(map(str, ids)))
+    records.close()
+    (line,) = lines(job.metrics_path)
+    assert [(r["response"], r["turns"], r["branch"], r["role"]) for r in line["responses"]] == [
+        ("[model]\n2\n\n[tool]\n3\n\n[model]\n2", 2, 0, ""), ("5", 1, 1, "judge")
     ]  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.router_process import RouterClient, RouterProcess
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
-from nanodag.inference.sglang_process import SGLangProcess, is_healthy
+from nanodag.inference.sampler_process import SamplerProcess, ServerProcess, is_healthy
+from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, requests, until_busy, with_samplers

@@ -15,10 +15,12 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.rollouts.prompts import Prompt
+from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.rl.rollouts.turns.calculator import calculated
+from nanodag.rl.rollouts.turns.conversation import Conversation
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
+from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.run.build_stage import own_entries, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -26,6 +28,7 @@ from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.fakes import FakePool
 from tests.rl.stages import BYTES, VOCABULARY
+from tests.rl.templates import LLAMA3, QWEN3, QWEN25, renderer_of
 
 CONTEXT = 64
 
@@ -72,13 +75,18 @@ class Script:
         said = self.says(request)
         said = await said if asyncio.iscoroutine(said) else said
         said, most = list(said), request.params.max_new_tokens
-        kind = "stop" if len(said) <= most and said[-1] in request.params.stop_token_ids else "length"
+        reason = FinishReason(type="length")
+        if len(said) <= most and said[-1] in request.params.stop_token_ids:
+            reason = FinishReason(type="stop", matched=said[-1])
+        for stop in request.params.stop or ():
+            if len(said) <= most and bytes(token for token in said if token < 256).endswith(stop.encode()):
+                reason = FinishReason(type="stop", matched=stop)
         said = said[:most]
         return Completion(
             rid=request.rid,
             output_ids=said,
             logprobs=[-0.1 * (place + 1) for place in range(len(said))],
-            finish_reason=FinishReason(type=kind),
+            finish_reason=reason,
             weight_version=str(self.version),
             weight_versions=[VersionSpan(version=str(self.version), start=0, end=len(said))],
             num_prompt_tokens=len(request.input_ids),
@@ -127,7 +135,11 @@ def made(folder, sampler, pool=None, **values) -> RolloutGenerator:
 
 def prompts(ids, count: int = 1) -> list[Prompt]:
     return [
-        Prompt(epoch=0, record={"prompt_id": f"p{n}", "reward": "exact"}, token_ids=tuple(ids(f"<|bos|>{n}?")))
+        Prompt(
+            epoch=0,
+            record={"prompt_id": f"p{n}", "reward": "exact", "messages": [{"role": "user", "content": f"{n}?"}]},
+            token_ids=tuple(ids(f"<|bos|><|user|>{n}?<|end|><|assistant|>")),
+        )
         for n in range(count)
     ]
 
@@ -145,6 +157,17 @@ def batch_of(generator, prompts):
 async def twice(sampler, sample, *, said: str = "sure?"):
     sample = await sampler.turn(sample, max_tokens=4)
     return await sampler.turn(sample.with_tool(sampler.encode(said)))
+
+
+async def one(sampler, sample):
+    return await sampler.turn(sample)
+
+
+async def asked_again(sampler, sample):
+    conversation, messages = Conversation(sampler, sample), list(sample.record["messages"])
+    answer = await conversation.answer(messages)
+    await conversation.answer([*messages, answer, {"role": "user", "content": "sure?"}])
+    return conversation.sample()
 
 
 async def fanned_out(sampler, sample):
@@ -279,7 +302,8 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
 )
 def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, how, reason):
     generate = {"name": here("broken"), "options": {"how": how}, "timeout_s": 0.5}
-    generator = made(folder, Script(lambda request: ids("a<|end|>")), generate=generate, samples_per_prompt=4)
+    values = {"generate": generate, "samples_per_prompt": 4, "max_failed_rewards": 0.5}
+    generator = made(folder, Script(lambda request: ids("a<|end|>")), **values)
     batch = batch_of(generator, prompts(ids))
     ((_, group),) = batch.kept
     assert len(group) == 2 and len(batch.failed) == 2
@@ -333,10 +357,12 @@ def test_held_out_prompts_are_answered_by_the_same_function_greedily(folder, ids
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generate": "calculater"}, "no generate 'calculater'; choose one of calculator, python"),
+        ({"generate": "calculater"}, "no generate 'calculater'; choose one of agent, calculator, python"),
         ({"generate": {"name": "calculator", "options": {"calls": 3}}}, "no option 'calls'; it takes max_calls"),
         ({"generate": {"name": "one_turn", "timeout_s": 3}}, "generate.timeout_s means nothing to one_turn"),
         ({"generate": "python", "partial_rollout_tokens": 4, "over_sampling": 4}, "has turns of its own"),
+        ({"stop": ["x"], "partial_rollout_tokens": 4, "over_sampling": 4}, "begins in one segment"),
+        ({"stop": ["x"], "sync_mode": "abort", "max_staleness": 1}, "stands across that place would be missed"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(values, message):
@@ -348,8 +374,94 @@ def test_a_function_that_is_not_async_and_a_foreign_chat_format_are_refused_befo
     with pytest.raises(ConfigError, match="must be an `async def` function"):
         made(folder, Script(None), generate="json:dumps")
     foreign = TemplateRenderer.__new__(TemplateRenderer)
-    with pytest.raises(ConfigError, match="model's chat template is another"):
+    foreign.template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="model's chat template knows no tools, or writes calls in a form that"):
         Turns(config(generate="python"), Encoding(folder), foreign, context=CONTEXT, vocabulary=VOCABULARY)
+
+
+CALLS_AS_WRITTEN = {
+    QWEN25: '<tool_call>{"arguments": {"expression": "4*2"}, "name": "calculator"}</tool_call>',
+    QWEN3: '<think>\nhm</think>\n<tool_call>{"name":"calculator","arguments":{"expression":"4*2"}}</tool_call>',
+    LLAMA3: '{"name":"calculator", "parameters":{"expression":"4*2"}}',
+}
+
+
+@pytest.mark.parametrize("template", CALLS_AS_WRITTEN, ids=["qwen2.5", "qwen3", "llama3"])
+def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
+    renderer, encoding = renderer_of(template, tmp_path), Encoding(tmp_path)
+    stage = config(generate="calculator", max_new_tokens=400, sampler={"context": 4000, "max_batch": 9})
+    end, written = renderer.stop_ids[0], CALLS_AS_WRITTEN[template]
+    # a byte a token, so that text made into ids again would be other ids
+    call = [*(encoding.encode_bytes(bytes([byte]))[0] for byte in written.encode()), end]
+    # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
+    wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
+    answer = [*encoding.encode("so 8"), end]
+    replies = [call, wrong, answer]
+    messages = [{"role": "user", "content": "4*2?"}]
+    asked = PolicyFormat(renderer, stage.rollout.template_options, declared_tools(stage.rollout.generate))
+    prompt = Prompt(
+        epoch=0, record={"prompt_id": "p", "reward": "exact", "messages": messages},
+        token_ids=tuple(asked.prompt(messages)),
+    )  # fmt: skip
+    assert "calculator" in encoding.decode(prompt.token_ids)
+
+    def said_so_far(request):
+        text = encoding.decode(request.input_ids[len(prompt.token_ids) :])
+        return 2 if "error" in text else int(bool(text))
+
+    sampler = Script(lambda request: replies[said_so_far(request)])
+    turns = Turns(stage, encoding, renderer, context=4000, vocabulary=encoding.size)
+    pool = SeenPool()
+    batch = batch_of(RolloutGenerator(stage, sampler, pool, encoding, renderer.stop_ids, turns), [prompt])
+    assert not batch.failed
+    for rollout in batch.kept[0][1]:
+        spans = rollout.spans
+        assert [span.kind for span in spans] == ["prompt", "sampled", "tool", "sampled", "tool", "sampled"]
+        assert [list(span.token_ids) for span in spans if span.kind == "sampled"] == replies
+        assert "8" in encoding.decode(spans[2].token_ids) and rollout.branch == 0 and rollout.finish_reason == "stop"
+        assert "error: calculator takes expression" in encoding.decode(spans[4].token_ids)
+    assert pool.seen == ["so 8", "so 8"]
+
+
+def test_thinking_that_the_template_leaves_out_of_earlier_turns_makes_two_sequences_of_one_sample(tmp_path):
+    renderer, encoding = renderer_of(QWEN3, tmp_path), Encoding(tmp_path)
+    stage = config(generate=here("asked_again"), sampler={"context": 4000, "max_batch": 9}, max_new_tokens=400)
+    end, messages = renderer.stop_ids[0], [{"role": "user", "content": "4*2?"}]
+    first, last = [*encoding.encode("<think>\nhm\n</think>\n\n7"), end], [*encoding.encode("no, 8"), end]
+    sampler = Script(lambda request: last if "sure?" in encoding.decode(request.input_ids) else first)
+    prompt = Prompt(
+        epoch=0, record={"prompt_id": "p", "reward": "exact", "messages": messages},
+        token_ids=tuple(renderer.prompt(messages)),
+    )  # fmt: skip
+    turns, pool = Turns(stage, encoding, renderer, context=4000, vocabulary=encoding.size), SeenPool()
+    batch = batch_of(RolloutGenerator(stage, sampler, pool, encoding, renderer.stop_ids, turns), [prompt])
+    rollouts = batch.kept[0][1]
+    assert [(rollout.sample_index, rollout.branch) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for main, branch in (rollouts[:2], rollouts[2:]):
+        assert main.prompt_token_ids == prompt.token_ids and main.sampled_token_ids == tuple(first)
+        assert "hm" not in encoding.decode(branch.prompt_token_ids) and branch.sampled_token_ids == tuple(last)
+        assert main.reward == branch.reward
+    assert pool.seen == ["no, 8", "no, 8"]  # the last answer, wherever it stands
+
+
+@pytest.mark.parametrize("generate", ["one_turn", here("one")])
+def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it_and_all_is_trained_and_seen(folder, ids, generate):
+    stage = config(generate=generate, stop=["</a>"], stop_token_ids=[10])
+    encoding, renderer, pool = Encoding(folder), load_renderer(folder), SeenPool()
+    turns = None if generate == "one_turn" else Turns(stage, encoding, renderer, context=CONTEXT, vocabulary=VOCABULARY)
+    replies = iter([ids("<a>8</a>"), ids("8\n")])
+    sampler = Script(lambda request: next(replies))
+    stop_ids = (*renderer.stop_ids, *stage.rollout.stop_token_ids)
+    stage = stage.model_copy(update={"rollout": stage.rollout.model_copy(update={"samples_per_prompt": 1})})
+    generator = RolloutGenerator(stage, sampler, pool, encoding, stop_ids, turns)
+    found = [asyncio.run(generator.group(prompts(ids)[0])) for _ in range(2)]
+    by_text, by_token = [rollout for one in found for rollout in one.all_rollouts]
+    assert (by_text.finish_reason, by_token.finish_reason) == ("text", "stop")
+    assert pool.seen == ["<a>8</a>", "8"] and by_text.sampled_token_ids == tuple(ids("<a>8</a>"))
+    assert flatten_response(by_text).mask == (1,) * 8
+    assert {(request.params.stop, request.params.stop_token_ids) for request in sampler.requests} == {
+        (("</a>",), stop_ids)
+    }
 
 
 @pytest.mark.parametrize(

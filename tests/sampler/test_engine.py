@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import nanodag.sampler.engine
+import nanodag.sampler.stream_pace
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
@@ -68,8 +68,8 @@ def test_a_prompt_is_run_once_for_all_its_samples_even_if_they_wait_for_slots(en
 def test_streams_take_no_more_than_their_share_of_the_engine_but_for_a_limit_of_silence(
     folder, monkeypatch, silence_s, told
 ):
-    monkeypatch.setattr(nanodag.sampler.engine, "REPORT_CPU_S", 1e9)
-    monkeypatch.setattr(nanodag.sampler.engine, "MAX_SILENCE_S", silence_s)
+    monkeypatch.setattr(nanodag.sampler.stream_pace, "REPORT_CPU_S", 1e9)
+    monkeypatch.setattr(nanodag.sampler.stream_pace, "MAX_SILENCE_S", silence_s)
     engine, counts = Engine(folder, max_batch=2, stream_every_s=1e-9), []
     engine.submit(
         request(max_new_tokens=8, ignore_eos=True), lambda _, now: counts.append(len(now.output_ids)), stream=True

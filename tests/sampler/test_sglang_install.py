@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import MissingTool
+from nanodag.guests.package_environment import progress_of
 from nanodag.inference.sglang_install import (
     default_folder,
     find_python,
     install,
     is_installed,
-    progress_of,
     requirements,
 )
 from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options

@@ -1,6 +1,7 @@
 """Rollouts as a file for other tools, and the best answers as conversations."""
 
 import json
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pyarrow.parquet as pq
@@ -10,8 +11,9 @@ from nanodag.cli import use
 from nanodag.data.canonical import check_record
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.viewer.export import export_chats, export_rollouts
+from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
 from nanodag.viewer.shelf import Shelf
 
 STOP = 0
@@ -80,6 +82,40 @@ def test_the_best_answers_become_conversations_and_the_rest_is_counted_by_reason
     }
 
 
+def test_pairs_are_the_best_and_the_worst_answer_of_a_group_as_messages(shelf, tmp_path):
+    for suffix in ("jsonl", "parquet"):
+        exported = export_pairs(shelf, tmp_path / f"pairs.{suffix}", lowest=0.9)
+    (pair,) = lines(tmp_path / "pairs.jsonl")
+    assert pair["prompt"] == [{"role": "user", "content": "p?"}] and pair["prompt_id"] == "p"
+    assert pair["chosen"] == [{"role": "assistant", "content": "best"}] and pair["score_chosen"] == 1.0
+    assert pair["rejected"] == [{"role": "assistant", "content": "bad"}] and pair["score_rejected"] == 0.0
+    assert pq.read_table(tmp_path / "pairs.parquet").to_pylist() == [pair]
+    assert exported.rows == 1 and exported.left_out == {
+        "cut": 1,
+        "with text of a tool": 1,
+        "no reward": 1,
+        "messages not kept": 1,
+        "neither best nor worst": 2,
+        "in a group without a pair": 1,
+    }
+    assert export_pairs(shelf, tmp_path / "none.jsonl", lowest=1.5).rows == 0
+
+
+def test_further_sequences_and_replayed_groups_are_no_examples(shelf, tmp_path):
+    folder = shelf.records / "rollouts"
+    branch = replace(rollout("p", 5, "aside", 1.0), branch=1, role="critic")
+    again = replace(rollout("p", 1, "best", 1.0), metadata={REPLAYED: 1})
+    write_rollouts(folder / "step-00000003.jsonl", [branch, again])
+    asked = (folder / "step-00000001.answers.jsonl").read_text()
+    (folder / "step-00000003.answers.jsonl").write_text(asked)
+    assert export_rollouts(shelf, tmp_path / "all.jsonl").rows == 10
+    last = lines(tmp_path / "all.jsonl")[-1]
+    assert (last["branch"], last["role"], last["turns"]) == (1, "critic", [{"kind": "sampled", "text": "aside\0"}])
+    found = export_chats(shelf, tmp_path / "best.jsonl", best=9, lowest=0.9)
+    assert found.left_out["a further sequence of a sample"] == 1 and found.rows == 2
+    assert export_pairs(shelf, tmp_path / "pairs.jsonl", lowest=0.9).rows == 1
+
+
 def test_lines_and_columns_hold_the_same_rows(shelf, tmp_path):
     for suffix in ("jsonl", "parquet"):
         assert export_rollouts(shelf, tmp_path / f"all.{suffix}").rows == 9
@@ -114,5 +150,5 @@ def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tm
     (tmp_path / "folder.jsonl").mkdir()
     for path in (tmp_path / "folder.jsonl", tmp_path / "missing" / "all.jsonl"):
         with pytest.raises(ConfigError, match=f"The export into {path} failed"):
-            use.save_rollouts("run", "rl", path, best=0, lowest=0.0, file="")
+            use.save_rollouts("run", "rl", path, best=0, pairs=False, lowest=0.0, file="")
     assert not list(tmp_path.glob(".folder*"))

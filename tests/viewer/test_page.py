@@ -2,16 +2,22 @@
 
 import json
 import re
+from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
 
+from nanodag.cli import use
+from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
+from nanodag.viewer.cards import LAST_LINES, Painter
+from nanodag.viewer.printed import lines_of
 from nanodag.viewer.shelf import Read, Shelf, shelf_of
-from nanodag.viewer.view import Painter, timeline_svg, together
+from nanodag.viewer.view import first_samples, timeline_svg, together
 from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
@@ -49,10 +55,10 @@ def shelf(tmp_path):
     (folder / "step-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "a < b"}) + "\n")
     (folder / "eval-00000002.answers.jsonl").write_text(json.dumps({"prompt_id": "right", "answer": "held"}) + "\n")
     scores = [
-        {"sample_index": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
-        {"sample_index": 1, "advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
+        {"group_id": "right@0", "sample_index": 0, "branch": 0, "advantages": [0.5, 0.5], "differences": [0.01, -0.02]},
+        {"group_id": "right@0", "sample_index": 1, "branch": 0}
+        | {"advantages": [-2.0, None, -2.0], "differences": [0.0, None, 0.03]},
     ]
-    scores = [{"group_id": "right@0", "branch": 0, **line} for line in scores]
     (folder / "step-00000002.scores-0.jsonl").write_text(json.dumps(scores[0]) + "\n")
     (folder / "step-00000002.scores-1.jsonl").write_text(json.dumps(scores[1]) + "\n" + '{"cut": ')
     lines = [{"step": 2, "epoch": 0, "prompt_id": "right", "outcome": "trained", "reason": ""}]
@@ -105,18 +111,24 @@ def test_held_out_rollouts_are_a_set_of_their_own(get):
     assert "1 of 1 rollouts" in page and "Evaluation after step 2" in page
 
 
+def turns(shelf, reads, colour="none"):
+    """Of the main sequence of each sample."""
+    (group,) = Painter(shelf.model).groups(reads, colour)
+    return [card.branches[0].turns for card in group.cards]
+
+
 def test_colours_are_scaled_by_the_largest_and_follow_the_sign(shelf):
-    first, second = Painter(shelf.model).cards(shelf.read(2)[:2], "advantage")
+    (first,), second = turns(shelf, shelf.read(2)[:2], "advantage")
     assert [token.style for token in first.tokens] == ["background:rgba(22,163,74,0.150)"] * 2  # 0.5 of 2.0
     red = "background:rgba(220,38,38,0.600)"
-    assert [token.style for token in second.tokens] == [red, "", red]
-    assert second.tokens[1].hint == "id 99 · tool"
+    assert [turn.tokens[0].style for turn in second] == [red, "", red]
+    assert second[1].tokens[0].hint == "id 99 · tool"
     assert first.tokens[0].hint == "id 97 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
 
 
 def test_tokens_of_two_versions_have_two_colours(shelf):
-    _, second = Painter(shelf.model).cards(shelf.read(2)[:2], "version")
-    assert len({second.tokens[0].style, second.tokens[2].style}) == 2 and second.tokens[1].style == ""
+    _, (first, heard, last) = turns(shelf, shelf.read(2)[:2], "version")
+    assert len({first.tokens[0].style, last.tokens[0].style}) == 2 and heard.tokens[0].style == ""
 
 
 def test_what_a_model_wrote_is_not_markup(get):
@@ -227,3 +239,146 @@ def test_the_page_has_two_looks_and_loads_nothing(get):
     assert all(url.startswith(("?", "data:image/svg")) for url in re.findall(r'(?:href|src)="([^"]*)"', page))
     for text in re.findall(r"#[0-9a-f]{3,6}", page.rpartition("</style>")[2]):
         raise AssertionError(f"{text} is the same by day and by night")
+
+
+# ---- turns, roles and branches
+
+
+def said(text, version=3):
+    return sampled_span(list(text.encode()), [-0.5] * len(text.encode()), version)
+
+
+def heard(text):
+    return Span(kind="tool", token_ids=tuple(text.encode()))
+
+
+def asked(shelf, *rollouts, dropped=()):
+    """A client of the page of a step with these rollouts."""
+    folder = shelf.records / "rollouts"
+    write_rollouts(folder / "step-00000002.jsonl", rollouts)
+    write_rollouts(folder / "step-00000002.dropped.jsonl", dropped)
+    for path in folder.glob("*.scores-*"):
+        path.unlink()
+    client = TestClient(make_app(shelf), base_url="http://127.0.0.1")
+    return lambda query="": client.get(f"/{query}").text
+
+
+def cards_of(shelf):
+    return [card for group in Painter(shelf.model).groups(shelf.read(2), "none") for card in group.cards]
+
+
+def test_a_sample_is_shown_turn_by_turn_with_who_speaks_and_what_is_called(shelf):
+    spans = [said("so <tool_call>2+2</tool_call>"), heard("4"), said("four"), heard("<|im_start|>user\nSure?")]
+    asked(shelf, rollout("p", 0, 1.0, spans, role="solver"))
+    ((branch,),) = [card.branches for card in cards_of(shelf)]
+    assert [(t.number, t.speaker, t.is_sampled, t.num_calls) for t in branch.turns] == [
+        (1, "solver", True, 1), (2, "tool", False, 0), (3, "solver", True, 0), (4, "user", False, 0)
+    ]  # fmt: skip
+    assert "".join(t.text for t in branch.turns[0].tokens if t.kind == "call") == "<tool_call>2+2</tool_call>"
+    assert "".join(t.text for t in branch.turns[0].tokens) == "so <tool_call>2+2</tool_call>"
+
+
+def test_a_long_result_is_folded_and_a_short_one_is_not(shelf):
+    page = asked(shelf, rollout("p", 0, 1.0, [said("a"), heard("4"), said("b"), heard("long " * 99)]))()
+    assert page.count("<summary>long long") == 1 and page.count("<summary>") == 1
+
+
+def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
+    counted = {"metrics": {"rooms": 3.0}, "turns": 1}
+    main, other = (rollout("p", index, float(index), [said("main")], metadata=counted) for index in (0, 1))
+    own = Rollout(
+        group_id="p@0", prompt_id="p", sample_index=0, branch=1, role="judge", spans=(prompt_span([A]), said("fair")),
+        finish_reason="length", reward=0.25, reward_components={"agreed": 0.5},
+    )  # fmt: skip
+    get = asked(shelf, main, own, other)
+    first, second = cards_of(shelf)
+    assert [(b.read.rollout.branch, b.role, b.prompt) for b in first.branches] == [(0, "", ""), (1, "judge", "a")]
+    assert len(second.branches) == 1
+    page = get()
+    assert "<dt>mean reward</dt><dd>0.5</dd>" in page and "<dt>samples</dt><dd>2</dd>" in page
+    assert page.count('<details class="branch">') == 1 and "<dt>agreed</dt><dd>0.5</dd>" in page
+    assert page.count("<dt>rooms</dt><dd>3</dd>") == 2
+    assert "1 of 3 rollouts" in get("?role=judge") and "2 of 3 rollouts" in get("?sample=0")
+
+
+def test_samples_that_begin_with_prompts_of_their_own_stand_under_their_messages(shelf):
+    first, second = rollout("p", 0, 1.0, [said("x")]), rollout("p", 1, 1.0, [said("y")])
+    asked(shelf, first, replace(second, spans=(prompt_span([A]), said("y"))))
+    line = {"prompt_id": "p", "answer": "", "messages": [{"role": "user", "content": "Sort them."}]}
+    (shelf.records / "rollouts" / "step-00000002.answers.jsonl").write_text(json.dumps(line) + "\n")
+    (group,) = Painter(shelf.model).groups(shelf.read(2), "none")
+    assert group.prompt == "user: Sort them." and [card.branches[0].prompt for card in group.cards] == ["?", "a"]
+
+
+def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
+    lines = "\n".join(f"line {number} of it" for number in range(50))
+    broken = {"generate_error": f"RuntimeError: the agent ended with 1\n{lines}"}
+    failed = Rollout(
+        group_id="f@0", prompt_id="f", sample_index=0, spans=(prompt_span([A]),), finish_reason="error", metadata=broken
+    )
+    words = {"generate_error": "AgentFailed: it ended with code 1; its last words: one | two"}
+    dead = replace(failed, prompt_id="d", group_id="d@0", metadata=words)
+    unrewarded = rollout("g", 0, None, [said("a")], metadata={"reward_error": "reported none"})
+    get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, dead, unrewarded])
+    page = get("?fate=failed")
+    assert "3 of 4 rollouts" in page and "any failure (3)" in page
+    assert "</b> AgentFailed: it ended with code 1\n<pre>one\ntwo</pre>" in page
+    assert (
+        "<b>no response</b> RuntimeError: the agent ended with 1" in page and "<b>no reward</b> reported none" in page
+    )
+    assert "line 49 of it" in page and page.count(" of it\n") + 1 == LAST_LINES
+
+
+def test_a_page_draws_no_more_than_so_many_tokens_however_long_the_samples_are(shelf, monkeypatch):
+    monkeypatch.setattr("nanodag.viewer.cards.TOKENS_A_PAGE", 90)
+    spans = [said("x" * 500), *[heard("y"), said("z")] * 250]
+    get = asked(shelf, rollout("p", 0, 1.0, spans), rollout("p", 1, 1.0, [said("<tool_call>" * 50)]))
+    page = get()
+    assert "… 955 tokens left out …" in page and "… 505 tokens left out …" in page
+    assert page.count('title="id ') == 90
+    assert "… 910 tokens left out …" in get("?prompt=p&sample=0")
+
+
+def test_what_cannot_be_seen_is_spelled_out_and_a_letter_of_several_tokens_is_whole(shelf):
+    hostile = "\x1b[2J\u202etxt\u202c\r é 漢"
+    page = asked(shelf, rollout("p", 0, 1.0, [said(hostile)], reward_components={"\u2066<b>\ud800": 1.0}))()
+    assert "⟨U+001B⟩" in page and "⟨U+202E⟩" in page and "⟨U+000D⟩" in page and "⟨U+2066⟩&lt;b&gt;?" in page
+    assert ">漢</span>" in page and re.search(r'title="id 195 [^"]*\| id 169 [^"]*">é</span>', page)
+    assert not set(page) & set("\x1b\u202e\u202c\r\u2066\ufffd")
+
+
+def test_no_script_but_the_pages_own_may_run(get):
+    first, second = get(), get()
+    nonces = [
+        re.search(r"script-src 'nonce-([^']+)'", one.headers["content-security-policy"])[1] for one in (first, second)
+    ]
+    assert re.findall("<script[^>]*>", first.text) == [f'<script nonce="{nonces[0]}">'] and nonces[0] != nonces[1]
+    assert "default-src 'none'" in first.headers["content-security-policy"]
+
+
+def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
+    main = rollout("p", 0, 1.0, [said("calls"), heard("\x1b[31m408"), said("399")], reward_components={"exact": 1.0})
+    own = rollout("p", 0, 1.0, [said("fair")], branch=1, role="judge")
+    failed = rollout("p", 1, None, [said("a")], metadata={"reward_error": "reported none"})
+    asked(shelf, main, own, failed, rollout("q", 0, 0.0, [said("last")]))
+    text = "\n".join(line.plain for line in lines_of(Painter(shelf.model), first_samples(shelf.read(2), 2)))
+    assert text.splitlines() == [
+        "prompt p", "      ?",
+        "reward 1 · trained · sample 0 · ended by stop · turns 3 · tokens 8 · exact 1",
+        "    model calls", "    tool ⟨U+001B⟩[31m408", "    model 399",
+        "  branch 1 · judge · reward 1 · trained · ended by stop · tokens 4", "    judge fair",
+        "no reward · trained · sample 1 · ended by stop · tokens 1", "    no reward: reported none", "    model a",
+    ]  # fmt: skip
+
+
+def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, monkeypatch, capsys):
+    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
+        monkeypatch.setattr(use, name, MagicMock())
+    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
+    use.print_rollouts("r", "rl", most=5, step=-1, role="", failed=True, file="")
+    shown = capsys.readouterr().out
+    assert "step 2: 1 of 4 rollouts" in shown and "no reward: it raised <b>" in shown and "prompt right" not in shown
+    use.print_rollouts("r", "rl", most=5, step=2, role="judge", failed=False, file="")
+    assert capsys.readouterr().out == "step 2: 0 of 4 rollouts\n"
+    with pytest.raises(ArtifactNotFound, match="step-00000007"):
+        use.print_rollouts("r", "rl", most=5, step=7, role="", failed=False, file="")

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.rl_entries import RewardConfig
-from nanodag.config.rl_parts import CriticConfig, SamplerConfig
+from nanodag.config.rl_parts import CriticConfig, SamplerConfig, TeacherConfig
 from nanodag.config.rl_sections import (
     HELD_OUT,
     AlgorithmSection,
@@ -15,12 +15,19 @@ from nanodag.config.rl_sections import (
     OptimizerSection,
     RolloutSection,
     WeightsSection,
+    refuse_unused,
 )
 from nanodag.config.section import Auto, Positive, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address
+
+OF_POLICY_LOSSES = (
+    "advantage", "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative", "correction",
+    "correction_cap", "correction_floor", "correction_veto", "opsm_limit",
+)  # fmt: skip
+"""Settings of the algorithm section that mean nothing where answers are imitated."""
 
 
 class RLStage(StageBase):
@@ -46,13 +53,9 @@ class RLStage(StageBase):
     num_epochs: float = Field(0.0, ge=0)
     """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill with prompts_per_step
     each. 0 for num_steps."""
-    only: Literal["both", "rollouts", "training"] = "both"
-    """The sides that run, to look at one of them. `rollouts`: responses are generated and scored, and nothing is
-    trained; the stage leaves the model that it began with. `training`: saved_rollouts are trained, without samplers,
-    rewards or evaluations."""
-    saved_rollouts: str = Field("none", pattern="^(none|/.+)$")
-    """Where `only: training` finds its steps: the absolute path of the folder `rollouts` in the records of an RL
-    stage."""
+    only: Literal["both", "rollouts"] = "both"
+    """`rollouts`: responses are generated and scored, and nothing is trained; the stage leaves the model that it began
+    with. To train without generating, name files as rollout.source."""
     rollout: RolloutSection = RolloutSection()
     """Which responses are generated and kept."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -69,7 +72,7 @@ class RLStage(StageBase):
     benchmark of `evaluation`."""
     log_responses: int = operational(0, ge=0)
     """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
-    one of each group in turn, then the second. 0 for none."""
+    one of each group in turn, then the second, each with its branches. 0 for none."""
     profile_steps: tuple[Positive, ...] = operational(())
     """Steps whose traces are written into records/profile: torch's of each trainer rank and of each sampler, and the
     step's timeline."""
@@ -106,6 +109,7 @@ class RLStage(StageBase):
         self._check_keep()
         self._check_epochs()
         self._check_only()
+        self._check_earlier()
         return self
 
     @property
@@ -119,6 +123,11 @@ class RLStage(StageBase):
                 f"num_epochs {self.num_epochs:g} and num_steps {self.num_steps} both say how long the stage is; leave "
                 "one of them out"
             )
+        if self.num_epochs and not self.rollout.is_sampled:
+            raise ValueError(
+                f"num_epochs {self.num_epochs:g} with rollout.source {self.rollout.source}: it counts passes over "
+                "prompts that are sampled; set num_steps, and the stage's log says how many passes these are"
+            )
         if self.num_epochs and not mixes_by_epochs(self.data):
             raise ValueError(
                 f"num_epochs {self.num_epochs:g}: passes over a mixture by weights have no meaning, as it has no end; "
@@ -126,19 +135,41 @@ class RLStage(StageBase):
             )
 
     def _check_only(self) -> None:
-        if (self.only == "training") != (self.saved_rollouts != "none"):
+        if self.only == "rollouts" and self.best_metric:
+            raise ValueError(f"keep {self.keep} with only: rollouts, where nothing changes the weights; use keep: last")
+        if self.only == "rollouts" and not self.rollout.is_sampled:
             raise ValueError(
-                f"only {self.only} and saved_rollouts {self.saved_rollouts} do not fit together: only: training, and "
-                "nothing else, trains saved rollouts"
+                f"only: rollouts with rollout.source {self.rollout.source}: nothing would be generated or trained; "
+                "leave one of them out"
             )
-        if self.only != "both" and self.best_metric:
-            why = "nothing is evaluated" if self.only == "training" else "nothing changes the weights"
-            raise ValueError(f"keep {self.keep} with only: {self.only}, where {why}; use keep: last")
+
+    def _check_earlier(self) -> None:
+        """Of rollouts that were not made for their step."""
+        algorithm, rollout = self.algorithm, self.rollout
+        if rollout.replay.share and self.only == "rollouts":
+            raise ValueError(f"rollout.replay.share {rollout.replay.share:g} with only: rollouts; leave it out")
+        if rollout.replay.share and algorithm.correction.name == "none":
+            raise ValueError(
+                f"rollout.replay.share {rollout.replay.share:g} trains what older weights sampled, and "
+                "algorithm.correction is none; choose one, as tis or mis_geometric"
+            )
+        if not rollout.clone.best:
+            return
+        what = f"rollout.clone.best {rollout.clone.best}"
+        refuse_unused(algorithm, OF_POLICY_LOSSES, what)
+        refuse_unused(rollout, ["filters"], what)
+        if algorithm.kl_in == "reward" or algorithm.teacher != TeacherConfig():
+            raise ValueError(f"{what} has no advantages, which kl_in: reward and a teacher change; leave them out")
+
+    @property
+    def evaluated(self) -> list[str]:
+        """What policies are evaluated on: names of benchmarks, HELD_OUT for held-out prompts."""
+        has_prompts = self.evaluation.validation or any(source.held_out for source in self.data)
+        names = [benchmark.name for benchmark in self.evaluation.benchmarks]
+        return [*names, *[HELD_OUT] * bool(self.evaluation.eval_prompts and has_prompts)]
 
     def _check_keep(self) -> None:
-        names = [benchmark.name for benchmark in self.evaluation.benchmarks]
-        if self.evaluation.eval_prompts and (self.evaluation.validation or any(s.held_out for s in self.data)):
-            names.append(HELD_OUT)
+        names = self.evaluated
         if self.evaluation.patience and not self.best_metric:
             raise ValueError(
                 f"evaluation.patience {self.evaluation.patience} waits for a better score, and keep is {self.keep}; "
@@ -186,6 +217,12 @@ class RLStage(StageBase):
                 f"weights.sync_mode {mode} is for weights that come while rollouts are in flight: it needs "
                 f"rollout.max_staleness above 0 (found {rollout.max_staleness}) and sampler.deterministic: false "
                 f"(found {str(self.sampler.deterministic).lower()}); use finish"
+            )
+        if mode == "abort" and rollout.stop:
+            raise ValueError(
+                "weights.sync_mode abort ends answers and asks for the rest: a text of rollout.stop "
+                f"{list(rollout.stop)} that stands across that place would be missed; use retract or in_place, or "
+                "rollout.stop_token_ids"
             )
         if rollout.partial_rollout_tokens and (rollout.partial_rollouts == "mask" or rollout.max_staleness < 2):
             raise ValueError(
@@ -332,8 +369,14 @@ class RLStage(StageBase):
 
     @property
     def has_samplers(self) -> bool:
-        """Whether anything is sampled."""
-        return self.only != "training"
+        """Whether anything is sampled: to be trained, or in an evaluation."""
+        return self.rollout.is_sampled or bool(self.evaluated)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the trainer's devices hold samplers too."""
+        is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
+        return self.placement != "separate" and not is_alone
 
     @property
     def has_process_reward(self) -> bool:

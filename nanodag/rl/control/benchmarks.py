@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import RolloutSection
 from nanodag.errors import SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
@@ -17,7 +18,7 @@ from nanodag.evaluation.results import BenchmarkResult
 from nanodag.evaluation.written import Answer, Ending
 from nanodag.inference.protocol import Completion, Request
 from nanodag.rl.control.generation import Sampler
-from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer
+from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class PolicyBenchmarks:
             open_benchmark(one, seed=int(config.seed), mirror=str(mirror or "")) for one in config.evaluation.benchmarks
         ]
         self._asked = {
-            one.config.name: _Asked(one, encoding, renderer, context=context, longest=config.rollout.max_new_tokens)
-            for one in opened
+            one.config.name: _Asked(one, encoding, renderer, config.rollout, context=context) for one in opened
         }
         self._sampler = sampler
 
@@ -64,19 +64,26 @@ class PolicyBenchmarks:
 
 
 class _Asked:
-    """A benchmark and the prompts of its items. longest: tokens of an answer where the benchmark does not say."""
+    """A benchmark and the prompts of its items. rollout: how the policy is asked, where the benchmark does not say."""
 
     def __init__(
-        self, benchmark: Benchmark, encoding: Encoding, renderer: ChatRenderer, *, context: int, longest: int
+        self,
+        benchmark: Benchmark,
+        encoding: Encoding,
+        renderer: ChatRenderer,
+        rollout: RolloutSection,
+        *,
+        context: int,
     ) -> None:
         self.benchmark = benchmark
         self._config = benchmark.config
         self._encoding = encoding
-        self._stop_ids = renderer.stop_ids
-        self._longest = longest if self._config.max_new_tokens == "auto" else self._config.max_new_tokens
+        self._stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
+        own = self._config.max_new_tokens
+        self._longest = rollout.max_new_tokens if own == "auto" else own
         self._room = context - self._longest
         source = self._config.source
-        switches = source.template_options if source is not None else NO_SWITCHES
+        switches = {**rollout.template_options, **(source.template_options if source is not None else {})}
         self._prompts = {item.id: renderer.prompt(item.messages, switches) for item in benchmark.items}
         self._kept_ids = self._ids_of_tags()
         if num_over := sum(len(prompt) > self._room for prompt in self._prompts.values()):

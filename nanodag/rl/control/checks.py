@@ -55,3 +55,12 @@ def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -
             f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
             f"{', '.join(known)}. Remove it to begin the stage again."
         )
+
+
+def check_source(folder: Path, saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise StageFailed for a checkpoint of rollouts that have changed since. saved, found: identities of the files."""
+    if saved != found:
+        raise StageFailed(
+            f"Checkpoint {folder} was made with other files of rollout.source: their content has changed since. Put "
+            "them back, or remove the checkpoint to begin the stage again."
+        )

@@ -33,11 +33,12 @@ from nanodag.errors import NanodagError, StageFailed
 from nanodag.host.garbage import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.checks import check_mismatch, check_ranks, check_totals, unless_stopped
+from nanodag.rl.control.checks import check_mismatch, check_ranks, check_source, check_totals, unless_stopped
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.one_side import SavedRollouts
 from nanodag.rl.control.pool import pool_of
+from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -55,11 +56,12 @@ from nanodag.rl.rollouts.metrics import (
     speeds,
     trainer_metrics,
 )
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.rl.rollouts.turns.runner import Turns
+from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer
@@ -79,12 +81,14 @@ class Controller:
         self._config: RLStage = job.config
         self._services = services
         self._runner = runner
-        self._renderer = load_renderer(job.inputs["model"])
+        renderer, rollout = load_renderer(job.inputs["model"]), self._config.rollout
+        asked = PolicyFormat(renderer, rollout.template_options, declared_tools(rollout.generate))
+        stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
         longest = services.context - self._config.rollout.max_new_tokens
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
         self._cursor = PromptCursor(
             mixture,
-            self._renderer,
+            asked,
             longest=longest,
             skip_share=self._config.rollout.curriculum_skip,
             seed=int(self._config.seed),
@@ -97,21 +101,18 @@ class Controller:
             sandbox.walls()  # MissingTool now, not an error in each sample
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
-            turns = Turns(self._config, encoding, self._renderer, context=services.context, vocabulary=vocabulary)
-        generator = RolloutGenerator(
-            self._config, services.samplers, services.pool, encoding, self._renderer.stop_ids, turns
-        )
+            turns = Turns(self._config, encoding, renderer, context=services.context, vocabulary=vocabulary)
+        generator = RolloutGenerator(self._config, services.samplers, services.pool, encoding, stop_ids, turns)
         self._generator: RolloutGenerator | SavedRollouts = generator
         self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
-        if not self._config.has_samplers:
-            self._generator = SavedRollouts(Path(self._config.saved_rollouts), num_steps=self._config.num_steps)
+        if not self._config.rollout.is_sampled:
+            self._generator, self._pool = SavedRollouts(self._config, services.model), None
+        self._replay = ReplayBuffer(self._config)
         benchmarks = PolicyBenchmarks(
-            self._config, services.samplers, encoding, self._renderer, context=services.context, mirror=job.mirror
+            self._config, services.samplers, encoding, renderer, context=services.context, mirror=job.mirror
         )
         self._stopwatch = Stopwatch()
-        self._evaluations = Evaluations(
-            job, generator, benchmarks, self._renderer, longest=longest, timed=self._stopwatch.timed
-        )
+        self._evaluations = Evaluations(job, generator, benchmarks, asked, longest=longest, timed=self._stopwatch.timed)
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
@@ -127,8 +128,9 @@ class Controller:
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._evaluations.scores
         )
-        if self._config.rollout.max_staleness and self._config.algorithm.correction.name == "none":
-            log.warning("max_staleness is above 0 and correction none: rollouts are trained as if they were on policy.")
+        is_stale = bool(self._config.rollout.max_staleness) or not self._config.rollout.is_sampled
+        if is_stale and self._config.algorithm.correction.name == "none" and not self._config.rollout.clone.best:
+            log.warning("Rollouts of other weights and correction none: they are trained as if they were on policy.")
         schedule = Schedule(
             self,
             num_steps=self._config.num_steps,
@@ -137,7 +139,7 @@ class Controller:
             is_exact=bool(self._config.sampler.deterministic),
             position=position or Position(),
             timed=self._stopwatch.timed,
-            keeps_trainer=self._services.sync.keeps_trainer and self._config.only == "both",
+            keeps_trainer=self._services.sync.keeps_trainer and self._config.has_trainer,
             loads_in_flight=self._config.weights.sync_mode != "finish",
             is_over=self._evaluations.is_over if self._config.evaluation.patience else None,
             takes_turns=self._config.placement == "shared",
@@ -160,12 +162,12 @@ class Controller:
 
     async def load(self, policy: int) -> None:
         """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
-        if self._config.only == "both":
+        if self._is_given(policy):
             version, folder = self._published[policy]
             with self._stopwatch.timed("sync"):
                 async with self._services.lending.for_sync():
                     await self._services.sync.load(folder, version)
-        elif self._config.has_samplers:  # those of the stage began with them, servers of others did not
+        elif not self._config.has_trainer:  # those of the stage began with them, servers of others did not
             async with self._services.samplers.paused():
                 await self._services.samplers.update_weights_from_disk(str(self._job.inputs["model"]), 0)
         if self._pool is not None:
@@ -175,7 +177,7 @@ class Controller:
 
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
-        is_traced = step in self._config.profile_steps and self._config.has_samplers
+        is_traced = step in self._config.profile_steps and self._config.rollout.is_sampled
         async with (
             traced_samplers(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext()
         ):
@@ -198,33 +200,36 @@ class Controller:
 
     async def train(self, step: int, batch: RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
-        if self._config.has_samplers:
-            rollout = self._config.rollout
-            batch = without_stale(batch, self._state["versions"], largest=rollout.max_staleness)
-            if rollout.partial_rollout_tokens and rollout.partial_rollouts == "mask":
-                batch = without_older(batch)
+        rollout, versions = self._config.rollout, self._state["versions"]
+        if rollout.is_sampled:
+            batch = without_stale(batch, versions, largest=rollout.max_staleness)
+        if rollout.is_sampled and rollout.partial_rollout_tokens and rollout.partial_rollouts == "mask":
+            batch = without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
+        fresh, batch = batch, self._replay.with_replayed(step, batch, versions)
+        if rollout.is_sampled:
+            values |= staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
         if self._config.has_samplers:
-            values |= staleness_metrics(batch.trained, self._state["versions"])
             values |= sampler_memory(await held_memory(self._services.samplers))
         await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept and self._config.has_trainer:
             with self._stopwatch.timed("train"):
                 values |= await self._update(step, path)
-        if "mismatch_absolute" in values and self._config.has_samplers:
+        if "mismatch_absolute" in values and rollout.is_sampled:
             is_stale = values["staleness_largest"] > 0
             check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
-        self._count(batch, values)
-        self._records.ledger(step, batch)
-        sampled = sum(rollout.num_sampled for rollout in batch.all_rollouts)
-        values |= {"sampled_tokens": sampled, "seconds_generate": batch.seconds, "partial_groups": batch.num_partial}
-        values |= batch.pool
-        self._rollouts = batch.all_rollouts if self._config.log_responses else []
+        self._replay.keep(step, fresh, self._state["versions"])
+        sampled = sum(one.num_sampled for one in fresh.all_rollouts) if rollout.is_sampled else 0
+        self._count(fresh, values, sampled)
+        self._records.ledger(step, fresh)
+        values |= {"sampled_tokens": sampled, "seconds_generate": fresh.seconds, "partial_groups": fresh.num_partial}
+        values |= fresh.pool
+        self._rollouts = fresh.all_rollouts if self._config.log_responses else []
         self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
@@ -240,7 +245,7 @@ class Controller:
 
     async def publish(self, policy: int) -> None:
         """Have the trainer's weights ready for the samplers."""
-        if self._config.only != "both":
+        if not self._is_given(policy):
             return
         await self._services.lending.to_trainer()
         with self._stopwatch.timed("sync"):
@@ -249,6 +254,10 @@ class Controller:
             self._published[policy] = (self._state["version"], folder)
             if (kept := self._evaluations.weights_to_keep(policy)) is not None:
                 await self._services.link.exchange("export", folder=str(kept))
+
+    def _is_given(self, policy: int) -> bool:
+        """Whether samplers get the weights of a policy: where something changes them, to sample or to be evaluated."""
+        return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange(
@@ -262,7 +271,8 @@ class Controller:
         state["version"] += first["num_updates"]
         if first["num_updates"]:
             # one more than may be used, so that what is too old is seen to be
-            state["versions"] = [*state["versions"], state["version"]][-self._config.rollout.max_staleness - 2 :]
+            oldest = max(self._config.rollout.max_staleness, self._config.rollout.replay.max_staleness)
+            state["versions"] = [*state["versions"], state["version"]][-oldest - 2 :]
         values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
         if "critic" in first:
             num_updates = first["num_parts"] * self._config.algorithm.critic.epochs
@@ -278,11 +288,11 @@ class Controller:
             "trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies),
         }
 
-    def _count(self, batch: RolloutBatch, values: dict[str, float]) -> None:
-        """Add up what the stage's cost is made of; end it when nothing is left to learn from."""
+    def _count(self, batch: RolloutBatch, values: dict[str, float], sampled: int) -> None:
+        """Add up what the stage's cost is made of; end it when nothing is left to learn from. sampled: tokens."""
         totals = self._state["totals"]
-        totals["sampled"] += sum(rollout.num_sampled for rollout in batch.all_rollouts)
-        totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts)
+        totals["sampled"] += sampled
+        totals["prompt"] += sum(len(prompt.token_ids) for prompt in batch.prompts) if sampled else 0
         totals["computed"] += values.get("computed_tokens", 0)
         totals["scored"] += values.get("scored_tokens", 0)
         is_empty = self._config.has_trainer and not batch.kept and not batch.num_partial
@@ -314,6 +324,7 @@ class Controller:
                 "step": position.step,
                 "policy": position.policy,
                 "weights": {policy: version for policy, (version, _) in weights.items()},
+                "source": self._source_identity,
             }
         )
         with self._stopwatch.timed("checkpoint"):
@@ -322,6 +333,7 @@ class Controller:
             check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 write_batch(folder / f"batch-{number}.json", batch)
+            self._replay.save(folder)
             if pool is not None:
                 write_batch(folder / "pool.json", pool.batch)
             for policy, (_, source) in weights.items():
@@ -339,6 +351,8 @@ class Controller:
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
         check_totals(folder, saved["state"]["totals"], self._state["totals"])
+        check_source(folder, saved["source"], self._source_identity)
+        self._replay.load(folder)
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
         self._evaluations.load(folder, saved["evals"])
@@ -356,6 +370,11 @@ class Controller:
             last, kept = step + len(position.waiting), read_batch(folder / "pool.json")
             self._runner.run(self._pool.restore(kept, saved["pool"], step=last, policy=position.policy))
         return position
+
+    @property
+    def _source_identity(self) -> dict[str, Any]:
+        """Of the files that are trained; empty where there are none."""
+        return self._generator.identity if isinstance(self._generator, SavedRollouts) else {}
 
     def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
         """The rollout batches of this step's checkpoint. A reward that failed is no result: it is computed again."""
@@ -382,8 +401,10 @@ class Controller:
         totals, model = self._state["totals"], self._services.model
         metrics: dict[str, Any] = {"steps": steps}
         if self._config.has_trainer:  # else there is nothing that could be said to have been learned
+            metrics["version"] = self._state["version"]
+        if self._config.has_trainer and self._config.rollout.is_sampled:  # rewards of files say nothing of this policy
             lines = self._job.metrics_path.read_text("utf-8").splitlines()
-            metrics |= {"version": self._state["version"], **learning_of([json.loads(line) for line in lines])}
+            metrics |= learning_of([json.loads(line) for line in lines])
         if self._config.evaluation.patience:
             metrics["stopped_early"] = steps < self._config.num_steps
         metrics |= {"kept_step": kept} if kept is not None else {}

@@ -16,8 +16,7 @@ from nanodag.rl.control.best_weights import BestWeights, is_patience_over
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.rollouts.prompts import Prompt, first_prompts
-from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class Evaluations:
         job: Job,
         generator: RolloutGenerator,
         benchmarks: PolicyBenchmarks,
-        renderer: ChatRenderer,
+        renderer: PolicyFormat,
         *,
         longest: int,
         timed: Callable[[str], AbstractContextManager[None]],
@@ -140,7 +139,7 @@ class Evaluations:
         return BestWeights(folder, is_highest=name == HELD_OUT or self._benchmarks.higher_is_better(name))
 
 
-def _held_out_prompts(job: Job, renderer: ChatRenderer, longest: int) -> tuple[list[Prompt], int]:
+def _held_out_prompts(job: Job, renderer: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:
     """Those that each evaluation asks, and how many were too long to be asked."""
     config: RLStage = job.config
     if config.evaluation.eval_prompts == 0:

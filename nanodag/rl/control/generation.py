@@ -23,6 +23,7 @@ from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout, main_sequences, places_of_samples, reward_spread
+from nanodag.rl.rollouts.saved import GREEDY
 from nanodag.rl.rollouts.segments import (
     as_it_ended,
     continued,
@@ -73,14 +74,14 @@ class RolloutGenerator:
         self._sampler = sampler
         self._pool = pool
         self._encoding = encoding
-        self._stop_ids = tuple(stop_ids)
+        self._stop_ids, self._stops = tuple(stop_ids), config.rollout.stop or None
         self._turns = turns
         self._filters = [entry.load() for entry in config.rollout.filters]
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
-        """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
+        """The groups of one step: `num_fresh` that pass the filters, or fewer.
 
-        Without over-sampling one wave of `prompts_per_step` prompts is generated, and what passes is trained. With it,
+        Without over-sampling one wave of `num_fresh` prompts is generated, and what passes is trained. With it,
         waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
@@ -105,14 +106,14 @@ class RolloutGenerator:
         self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch], *, most: float | None = None
     ) -> tuple[RolloutBatch, ...]:
         """The rollout batches of a checkpoint of this step, the next one's first, with failed rewards computed again:
-        the function may have been mended. most: groups that one may keep, `prompts_per_step` if not given.
+        the function may have been mended. most: groups that one may keep, `num_fresh` if not given.
 
         Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor,
         of all rollout batches together, so that the order stays.
         """
         spare: list[Prompt] = []
         numbered = enumerate(waiting, start=step + 1)
-        limit = self._config.rollout.prompts_per_step if most is None else most
+        limit = self._config.rollout.num_fresh if most is None else most
         judged = [await self._judged_again(cursor, number, batch, spare, limit) for number, batch in numbered]
         cursor.give_back(spare)
         return tuple(judged)
@@ -151,6 +152,7 @@ class RolloutGenerator:
             max_new_tokens=self._config.rollout.max_new_tokens,
             temperature=asked.eval_temperature,
             stop_token_ids=self._stop_ids,
+            stop=self._stops,
         )
         groups = []
         for number, prompt in enumerate(prompts):
@@ -158,6 +160,8 @@ class RolloutGenerator:
             one = params.model_copy(update={"sampling_seed": drawn})
             groups.append(_Group(prompt, one, f"eval-{number}", self._sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
+        if not asked.eval_temperature:
+            rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
         limit = self._config.rollout.max_failed_rewards
         check_failures(rollouts, of="an evaluation", max_failed_rewards=limit)
         return rollouts
@@ -169,7 +173,7 @@ class RolloutGenerator:
         rollout = self._config.rollout
         groups: list[Prompt] = []
         num_drawn = 0
-        while len(batch.kept) < rollout.prompts_per_step and num_drawn < WAVES_A_STEP * rollout.over_sampling:
+        while len(batch.kept) < rollout.num_fresh and num_drawn < WAVES_A_STEP * rollout.over_sampling:
             new = cursor.take(rollout.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
@@ -187,7 +191,7 @@ class RolloutGenerator:
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(batch.kept) < self._config.rollout.prompts_per_step:
+            elif len(batch.kept) < self._config.rollout.num_fresh:
                 self._judge(replace(prompt, begun=()), group, batch)
             else:
                 rest.append(replace(prompt, begun=()))
@@ -196,10 +200,10 @@ class RolloutGenerator:
     async def _waves(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         rollout = self._config.rollout
         for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
-            prompts = cursor.take(rollout.over_sampling or rollout.prompts_per_step)
+            prompts = cursor.take(rollout.over_sampling or rollout.num_fresh)
             num_used = await self._wave(prompts, step, batch)
             cursor.give_back(prompts[num_used:])
-            if len(batch.kept) == rollout.prompts_per_step:
+            if len(batch.kept) == rollout.num_fresh:
                 break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, batch: RolloutBatch) -> int:
@@ -209,7 +213,7 @@ class RolloutGenerator:
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(batch.kept) == self._config.rollout.prompts_per_step:
+                if len(batch.kept) == self._config.rollout.num_fresh:
                     break
                 self._judge(prompt, await task, batch)
                 used += 1
@@ -250,6 +254,7 @@ class RolloutGenerator:
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             stop_token_ids=self._stop_ids,
+            stop=self._stops,
             sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"

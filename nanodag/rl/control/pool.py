@@ -196,7 +196,7 @@ def pool_of(
         generator,
         cursor,
         num_steps=config.num_steps,
-        prompts_per_step=rollout.prompts_per_step,
+        prompts_per_step=rollout.num_fresh,
         max_staleness=rollout.max_staleness,
         max_in_flight=most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt),
         is_stopping=is_stopping,

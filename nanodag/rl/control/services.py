@@ -111,7 +111,7 @@ class Services:
         self.sync_folder.mkdir(parents=True)
         if self._has_trainer:
             self._start_trainer()
-        is_lent = self._config.placement == "shared" and self._config.only == "both"
+        is_lent = self._config.placement == "shared" and self._has_trainer and self._has_samplers
         if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0

@@ -5,7 +5,8 @@ import logging
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.evaluation.intervals import score_of
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
+from nanodag.rl.rollouts.conversation import text_of_turns
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, write_rollouts
@@ -58,18 +60,22 @@ class Records:
         return str(path)
 
     def responses(self, step: int, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> None:
-        """A line of metrics with the text of some of a step's responses."""
-        groups = groups_of(rollouts).values()
-        in_turn = [one for place in zip_longest(*groups) for one in place if one is not None]
+        """A line of metrics with the text of some of a step's responses, and of all their branches."""
+        groups = [[list(s) for _, s in groupby(g, attrgetter("sample_index"))] for g in groups_of(rollouts).values()]
+        in_turn = [sample for place in zip_longest(*groups) for sample in place if sample is not None]
         rows = [
             {
                 "prompt": decode(one.prompt_token_ids),
-                "response": decode(one.response_token_ids),
+                "response": text_of_turns(one, decode),
                 "reward": one.reward,
                 "finish_reason": one.finish_reason,
                 "prompt_id": one.prompt_id,
+                "turns": sum(span.kind == "sampled" for span in one.spans),
+                "branch": one.branch,
+                "role": one.role,
             }
-            for one in in_turn[: self._config.log_responses]
+            for sample in in_turn[: self._config.log_responses]
+            for one in sample
         ]
         if rows:
             self._metrics.write(step, total=self._config.num_steps, event="sample", responses=rows)
@@ -123,7 +129,7 @@ class Records:
         were not asked, as they leave an answer no room."""
         metrics = rollout_metrics(rollouts)
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
-        several = [name for name in metrics if name.startswith("pass_at_") and name != "pass_at_n"]
+        several = [name for name in metrics if name.startswith(("pass_at_", "metric_")) and name != "pass_at_n"]
         values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
         values |= _interval(rollouts)
         path = self._folder / f"eval-{step:08d}.jsonl"

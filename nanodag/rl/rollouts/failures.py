@@ -22,8 +22,8 @@ def has_failed_reward(rollout: Rollout) -> bool:
 def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: float) -> None:
     """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
 
-    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the rewards
-    failed, or all of them, or when the function that generates failed for all.
+    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the samples
+    or of the rewards failed, or all of them.
     """
     rollouts = main_sequences(rollouts)
     broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
@@ -31,9 +31,13 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]
     if broken:
         message = _said("function that generates", broken, rollouts, of=of, reason=str(broken[0].metadata[FAILED]))
-        if not answered:
-            raise StageFailed(f"{message} Repair it, or raise generate.timeout_s.")
-        _warn(message, len(broken) / len(rollouts))
+        share = len(broken) / len(rollouts)
+        if share > max_failed_rewards or not answered:
+            raise StageFailed(
+                f"{message} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. Repair "
+                "it, raise generate.timeout_s, or raise max_failed_rewards."
+            )
+        _warn(message, share)
     if failed:
         share = len(failed) / len(answered)
         message = _said("reward", failed, answered, of=of, reason=str(failed[0].metadata.get(REASON)))

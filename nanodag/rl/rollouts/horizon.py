@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 def with_num_steps(config: RLStage, mirror: Path | None = None) -> RLStage:
-    """The stage with num_steps in the place of num_epochs: num_epochs times the training prompts, divided by
-    prompts_per_step, rounded up.
+    """The stage with num_steps in the place of num_epochs: num_epochs times the training prompts, divided by those that
+    a step generates, rounded up.
 
     Each prompt counts once, also one that is too long. With over_sampling a step may use up more prompts than it trains
     on, so the data are then passed over more often. Every prompt is read once for it. Raises ConfigError for a mixture
@@ -23,7 +23,7 @@ def with_num_steps(config: RLStage, mirror: Path | None = None) -> RLStage:
     if not config.num_epochs:
         return config
     num_prompts = sum(1 for _ in Mixture(config.data, kind="prompt", seed=int(config.seed), mirror=mirror))
-    num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.prompts_per_step))
+    num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.num_fresh))
     log.info("%s make %g epochs of %s.", counted(num_steps, "step"), config.num_epochs, counted(num_prompts, "prompt"))
     try:
         return type(config).model_validate({**config.model_dump(), "num_steps": num_steps, "num_epochs": 0.0})

@@ -10,6 +10,7 @@ from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, rewa
 from nanodag.rl.rollouts.shaping import OVERLONG
 
 SOLVED_FROM = 0.999
+METRICS, TURNS = "metrics", "turns"  # in a rollout's metadata: numbers that an environment says by name, and its turns
 GRAM = 4
 SMALLEST_VARIANCE = 1e-12
 REPEATED_FROM = 0.5
@@ -35,7 +36,8 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
 
     entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
     logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
-    left_out_share: tokens whose weight is 0. teacher_kl: old minus teacher logprob.
+    left_out_share: tokens whose weight is 0; none of these where answers are imitated. replayed_ratio: exp(old -
+    sampler) of the replayed tokens. teacher_kl: old minus teacher logprob.
     """
     total = Sums({}, {})
     for sums in ranks:
@@ -56,6 +58,8 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     ):
         if name in total.summed:
             metrics[shown] = total.summed[name] / tokens
+    if replayed := total.summed.get("replayed"):
+        metrics["replayed_ratio"] = total.summed["replayed_ratio"] / replayed
     return metrics | total.largest
 
 
@@ -91,7 +95,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
     failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
     tokens a response. repeated_share: share of responses with a `repetition` above 0.5. A sample of several sequences
-    counts once, by its main one; sequences: how many a sample has, where any has more.
+    counts once, by its main one; sequences: how many a sample has, where any has more. turns, metric_<name>: of an
+    environment, over samples of which it says them.
     """
     everything, rollouts = len(rollouts), main_sequences(rollouts)
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
@@ -119,7 +124,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["generate_failed"] = float(num_broken)
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
         metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
-    return {**metrics, **_component_means(scored)}
+    return {**metrics, **_component_means(scored), **_environment_means(rollouts)}
 
 
 def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
@@ -188,4 +193,21 @@ def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     for rollout in rollouts:
         for name, value in rollout.reward_components.items():
             values.setdefault(f"reward_{name}", []).append(value)
+    return {name: fmean(of_name) for name, of_name in sorted(values.items())}
+
+
+def said_metrics(rollout: Rollout) -> Mapping[str, float]:
+    """Numbers that an environment says by name. A function of a user's may keep something else under that word."""
+    said = rollout.metadata.get(METRICS)
+    named = said.items() if isinstance(said, Mapping) else ()
+    return {name: value for name, value in named if isinstance(value, int | float)}
+
+
+def _environment_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if isinstance(turns := rollout.metadata.get(TURNS), int | float):
+            values.setdefault(TURNS, []).append(turns)
+        for name, value in said_metrics(rollout).items():
+            values.setdefault(f"metric_{name}", []).append(value)
     return {name: fmean(of_name) for name, of_name in sorted(values.items())}

@@ -19,7 +19,7 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
 from nanodag.store.atomic import write_bytes
-from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Messages, Switches, Tools
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,19 @@ class Prompt:
     def group_id(self) -> str:
         """Names the rollouts of this prompt in this pass."""
         return f"{self.prompt_id}@{self.epoch}"
+
+
+@dataclass(frozen=True)
+class PolicyFormat:
+    """How a stage asks its policy: in the model's chat format, with switches of its template and declared tools."""
+
+    renderer: ChatRenderer
+    switches: Switches
+    tools: Tools
+
+    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
+        """Ids up to where the policy begins to speak. switches: of the prompt's source; they go before the stage's."""
+        return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
 
 
 class Ledger:
@@ -97,7 +110,7 @@ class PromptCursor:
     """
 
     def __init__(
-        self, mixture: Mixture, renderer: ChatRenderer, *, longest: int, skip_share: float = 0.0, seed: int = 0
+        self, mixture: Mixture, renderer: PolicyFormat, *, longest: int, skip_share: float = 0.0, seed: int = 0
     ) -> None:
         self._mixture = mixture
         self._renderer = renderer
@@ -173,13 +186,13 @@ class PromptCursor:
         return Prompt(epoch=epoch, record=record, token_ids=rendered(record, self._renderer))
 
 
-def rendered(record: Mapping[str, Any], renderer: ChatRenderer) -> tuple[int, ...]:
+def rendered(record: Mapping[str, Any], renderer: PolicyFormat) -> tuple[int, ...]:
     """What is sent of a record."""
     return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
 
 
 def first_prompts(
-    mixture: Iterable[Drawn], renderer: ChatRenderer, *, count: int, longest: int
+    mixture: Iterable[Drawn], renderer: PolicyFormat, *, count: int, longest: int
 ) -> tuple[list[Prompt], int]:
     """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on; and how
     many among them were too long."""

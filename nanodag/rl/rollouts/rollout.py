@@ -35,9 +35,9 @@ from nanodag.errors import SourceError
 FORMAT_VERSION = 1
 
 SpanKind = Literal["prompt", "sampled", "tool"]
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "text", "length", "abort", "error"]
 SPAN_KINDS = ("prompt", "sampled", "tool")
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "text", "length", "abort", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class Span:
     """Tokens of one origin. Only `sampled` spans carry mask, logprobs and versions, one entry a token.
 
     mask: 1 = trained, 0 = not. logprobs: the sampler's, natural log, at the sampling temperature, before top-p and
-    top-k. versions: the optimizer steps behind the weights that sampled the token.
+    top-k; empty where nobody knows them, as of answers from elsewhere. versions: the optimizer steps behind the
+    weights that sampled the token.
     """
 
     kind: SpanKind
@@ -63,7 +64,7 @@ class Span:
         wanted = len(self.token_ids) if self.kind == "sampled" else 0
         for name in ("mask", "logprobs", "versions"):
             length = len(getattr(self, name))
-            if length != wanted:
+            if length != wanted and (length or name != "logprobs"):
                 raise ValueError(f"{self.kind} span of {len(self.token_ids)} tokens has {length} {name}, not {wanted}")
         if not set(self.mask) <= {0, 1}:
             raise ValueError(f"mask holds {sorted(set(self.mask))}, not 0 and 1 only")
@@ -79,6 +80,8 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
 
 def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
     """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
     return Span(
         kind="sampled",
         token_ids=tuple(token_ids),
@@ -96,7 +99,8 @@ class Rollout:
     which share group_id and sample_index; 0 is the main one, whose reward is the sample's, and each has a prompt of its
     own. role: who speaks, where a sample has several; a role is compared with itself. reward: None until it is known,
     or where computing it failed (`metadata["reward_error"]` then says why). finish_reason: `stop` (a stop token, which
-    is the last sampled id), `length` (cut off), `abort`, `error`. media: room for images and the like, as JSON objects.
+    is the last sampled id), `text` (a stop string, which the last sampled id completed), `length` (cut off), `abort`,
+    `error`. media: room for images and the like, as JSON objects.
     steps: of a process reward, else None: for each step the place in response_token_ids of the token that ends it, and
     its score.
     """
@@ -141,6 +145,11 @@ class Rollout:
         return tuple(token for span in self.spans if span.kind == "sampled" for token in span.token_ids)
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether each sampled token has its log-probability."""
+        return all(len(span.logprobs) == len(span.token_ids) for span in self.spans if span.kind == "sampled")
+
+    @property
     def num_sampled(self) -> int:
         """How many tokens the sampler drew."""
         return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
@@ -166,7 +175,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What follows the prompt, flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1."""
+    """What follows the prompt, flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1. A
+    log-probability that nobody knows is NaN."""
 
     token_ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -185,7 +195,7 @@ def flatten_response(rollout: Rollout) -> Response:
         sampled = span.kind == "sampled"
         token_ids += span.token_ids
         mask += span.mask if sampled else (0,) * size
-        logprobs += span.logprobs if sampled else (0.0,) * size
+        logprobs += (span.logprobs or (math.nan,) * size) if sampled else (0.0,) * size
         versions += span.versions if sampled else (-1,) * size
     return Response(tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions))
 
@@ -254,7 +264,11 @@ def to_json(rollout: Rollout) -> str:
 
 def from_json(line: str) -> Rollout:
     """The rollout of one line. Raises ValueError with the reason; `read_rollouts` adds file and line."""
-    record = orjson.loads(line)
+    return from_record(orjson.loads(line))
+
+
+def from_record(record: Any) -> Rollout:
+    """The rollout of one line's JSON. Raises ValueError with the reason."""
     if not isinstance(record, dict):
         raise ValueError(f"a rollout is a JSON object, found {type(record).__name__}")
     version = record.get("format")
@@ -280,9 +294,10 @@ def from_json(line: str) -> Rollout:
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Write rollouts as JSON lines. The file appears under its name only when it is complete."""
+    """Write rollouts as JSON lines, a lone surrogate in a text as `?`. The file appears under its name only when it is
+    complete."""
     temporary = path.with_name(path.name + ".tmp")  # beside its target: rename is atomic within one filesystem only
-    with temporary.open("w", encoding="utf-8") as stream:
+    with temporary.open("w", encoding="utf-8", errors="replace") as stream:
         for rollout in rollouts:
             stream.write(to_json(rollout) + "\n")
         stream.flush()

@@ -1,29 +1,225 @@
-"""The rollouts that an RL stage leaves in its records: a file of those that each step trained. No torch here."""
+"""Rollouts that exist: the files that `rollout.source: file:PATH` names, and the groups in them. No torch here.
 
-from collections.abc import Container
+A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `nanodag rollouts --export` writes it.
+Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from nanodag.errors import ConfigError
+import orjson
+
+from nanodag.data.digests import file_sha256
+from nanodag.errors import ConfigError, SourceError
+from nanodag.rl.rollouts.rollout import Rollout, Span, from_record, place_in_group, prompt_span
+
+Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
+FILE = "file:"
+BESIDE = (".answers", ".scores-")
+"""What stands in the names of files beside those of rollouts."""
+REPLAYED = "replayed"
+"""In a rollout's metadata: the step that trained it first, where a later one trained it again."""
+GREEDY = "greedy"
+"""In a rollout's metadata: its tokens were not drawn, so their log-probabilities are not of how they came about."""
 
 
-def saved_steps(folder: Path) -> dict[int, Path]:
-    """By step, the files of the rollouts that were trained. folder: `rollouts` among a stage's records.
+@dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """The files of a source. steps: by number, where each file is what one step trained; else empty."""
 
-    Raises ConfigError for a folder that has none.
-    """
-    files = {path.stem.removeprefix("step-"): path for path in sorted(folder.glob("step-*.jsonl"))}
-    if found := {int(step): path for step, path in files.items() if step.isdigit()}:
-        return found
-    raise ConfigError(
-        f"saved_rollouts {folder} has no step-*.jsonl; name the folder `rollouts` in the records of an RL stage."
-    )
+    files: tuple[Path, ...]
+    steps: Mapping[int, Path] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """What names their content in a key: the sha256 of each file."""
+        if self.steps:
+            return {"kind": "rollouts", "steps": {str(step): file_sha256(path) for step, path in self.steps.items()}}
+        return {"kind": "rollouts", "files": [file_sha256(path) for path in self.files]}
+
+    def states(self) -> list[tuple[int, int]]:
+        """Size and time of change of each file; of one that is gone -1 and 0."""
+        return list(map(_state, self.files))
 
 
-def check_steps(files: Container[int], folder: Path, *, num_steps: int) -> None:
-    """Raise ConfigError for a step that a folder lacks. files: by step."""
-    missing = [step for step in range(1, num_steps + 1) if step not in files]
-    if missing:
+def saved_files(source: str) -> SavedFiles:
+    """The files that `file:PATH` names, sorted. Raises ConfigError where there is none."""
+    path = Path(source.removeprefix(FILE))
+    if path.is_dir():
+        names = {file.stem.removeprefix("step-"): file for file in sorted(path.glob("step-*.jsonl"))}
+        if steps := {int(step): file for step, file in names.items() if step.isdigit()}:
+            return SavedFiles(tuple(steps.values()), steps)
+        path /= "*.jsonl"
+    files = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    files = [file for file in files if not any(part in file.name for part in BESIDE)]
+    if not files:
         raise ConfigError(
-            f"saved_rollouts {folder} has no step {missing[0]}, and num_steps is {num_steps}; lower num_steps, or name "
-            "the records of a stage of as many steps."
+            f"rollout.source {source} finds no file; name a .jsonl file, a pattern, or the folder `rollouts` in the "
+            "records of an RL stage."
         )
+    if others := [file for file in files if file.suffix != ".jsonl"]:
+        raise ConfigError(
+            f"rollout.source {source} finds {others[0].name}, which is no .jsonl; `nanodag rollouts RUN --export "
+            "rollouts.jsonl` writes one."
+        )
+    return SavedFiles(tuple(files))
+
+
+def check_steps(found: SavedFiles, *, num_steps: int) -> None:
+    """Raise ConfigError for a step that the files of a stage's steps lack."""
+    missing = [step for step in range(1, num_steps + 1) if step not in found.steps]
+    if found.steps and missing:
+        raise ConfigError(
+            f"rollout.source {found.files[0].parent} has no step {missing[0]}, and num_steps is {num_steps}; lower "
+            "num_steps, or name the files by a pattern, as step-*.jsonl, to train their groups in an order of its own."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A rollout in a file. begin: of its line, in bytes. step: of its line, empty where it names none. asked: answer
+    and messages of its prompt, where the line or a file beside has them."""
+
+    begin: int
+    step: str
+    rollout: Rollout
+    asked: Mapping[str, Any]
+
+
+def read_saved(path: Path) -> Iterator[Saved]:
+    """The rollouts of a file, in order. Raises SourceError that names file, line and reason for a line that is none."""
+    begin = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                try:
+                    yield _parsed(line, begin, path)
+                except (ValueError, TypeError) as error:
+                    raise SourceError(f"{path}, line {number}: not a rollout: {error}.") from error
+            begin += len(line)
+
+
+def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
+    """Rollouts of one id and step together, by sample and branch, in the order in which the first of each comes."""
+    groups: dict[tuple[str, str], list[Saved]] = {}
+    for saved in found:
+        groups.setdefault((saved.step, saved.rollout.group_id), []).append(saved)
+    return [sorted(members, key=lambda member: place_in_group(member.rollout)) for members in groups.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a group's rollouts begin in a file, in bytes."""
+
+    path: Path
+    begins: tuple[int, ...]
+
+
+class SavedGroups:
+    """The groups of files that are worth training, numbered from 0. choose: of a group, what is trained of it, or why
+    nothing is. left_out: how many groups are not, by the reason.
+
+    Rollouts of one id are a group where they stand in one file, and are of one step. Those that a stage trained again
+    (`rollout.replay`) count where they were trained first.
+    """
+
+    def __init__(self, files: Sequence[Path], choose: Choose) -> None:
+        self._choose = choose
+        self._places: list[_Place] = []
+        self.left_out = Counter[str]()
+        for path in files:
+            self._index(path)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, number: int) -> list[Saved]:
+        """A group, whole."""
+        return _group_at(self._places[number])
+
+    def _index(self, path: Path) -> None:
+        groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
+        for saved in read_saved(path):
+            if REPLAYED not in saved.rollout.metadata:
+                member = (place_in_group(saved.rollout), saved.begin)
+                groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
+        for members in groups.values():  # read again: a group's lines need not be adjacent, nor a file fit into memory
+            place = _Place(path, tuple(begin for _, begin in sorted(members)))
+            _, reason = self._choose([saved.rollout for saved in _group_at(place)])
+            if reason:
+                self.left_out[reason] += 1
+            else:
+                self._places.append(place)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    if not path.exists():
+        return -1, 0
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _group_at(place: _Place) -> list[Saved]:
+    group = []
+    with place.path.open("rb") as stream:
+        for begin in place.begins:
+            stream.seek(begin)
+            group.append(_parsed(stream.readline(), begin, place.path))
+    return group
+
+
+def _parsed(line: bytes, begin: int, path: Path) -> Saved:
+    record = orjson.loads(line)
+    if isinstance(record, dict) and "response_ids" in record:
+        asked = {name: record[name] for name in ("answer", "messages") if record.get(name)}
+        return Saved(begin, str(record.get("step", "")), _from_row(record), asked)
+    if isinstance(record, dict) and "spans" not in record:
+        raise ValueError("it has neither spans nor response_ids; text without tokens is what an `sft` stage trains")
+    rollout = from_record(record)
+    beside = path.with_name(path.name.split(".")[0] + ".answers.jsonl")
+    return Saved(begin, "", rollout, _asked(beside).get(rollout.prompt_id, {}))
+
+
+def _from_row(row: Mapping[str, Any]) -> Rollout:
+    """The rollout of a line of an export. Without versions, tokens outside the mask are a tool's."""
+    try:
+        ids = row["response_ids"]
+        mask = row.get("mask") or [1] * len(ids)
+        versions = row.get("versions") or [0 if is_trained else -1 for is_trained in mask]
+        logprobs = row.get("logprobs") or [None] * len(ids)
+        tokens = list(zip(ids, mask, logprobs, versions, strict=True))
+        runs = [(is_tool, list(run)) for is_tool, run in groupby(tokens, key=lambda token: token[3] < 0)]
+        return Rollout(
+            group_id=str(row["group_id"]),
+            prompt_id=str(row["prompt_id"]),
+            sample_index=int(row["sample_index"]),
+            spans=(prompt_span(row["prompt_ids"]), *(_span(run, is_tool=is_tool) for is_tool, run in runs)),
+            reward=row.get("reward"),
+            reward_components=row.get("reward_components") or {},
+            finish_reason=row.get("finish_reason", "stop"),
+            branch=int(row.get("branch") or 0),
+            role=row.get("role") or "",
+        )
+    except KeyError as error:
+        raise ValueError(f"the key {error.args[0]!r} is missing") from error
+
+
+def _span(tokens: Sequence[tuple[int, int, float | None, int]], *, is_tool: bool) -> Span:
+    ids, mask, logprobs, versions = zip(*tokens, strict=True)
+    if is_tool:
+        return Span(kind="tool", token_ids=ids)
+    known = () if None in logprobs else logprobs
+    return Span(kind="sampled", token_ids=ids, mask=mask, logprobs=known, versions=versions)
+
+
+@cache
+def _asked(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {line["prompt_id"]: line for line in lines}

@@ -172,8 +172,8 @@ def span_of(completion: Completion) -> Span:
 
 
 def finish_reason_of(completion: Completion) -> FinishReason:
-    """`stop` or `length`. Raises SamplerError for a completion that the sampler gave up."""
+    """`stop`, `text` or `length`. Raises SamplerError for a completion that the sampler gave up."""
     reason = completion.finish_reason
     if reason is None or reason.type == "abort":
         raise SamplerError(f"The sampler ended request {completion.rid}: {reason.message if reason else 'no reason'}.")
-    return reason.type
+    return "text" if isinstance(reason.matched, str) else reason.type

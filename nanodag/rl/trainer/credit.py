@@ -49,7 +49,8 @@ class Credit:
             check_beside("critic.model", folder, inputs["model"], context=int(config.sampler.context))
             self.critic = Critic(config, folder, device=device, group=group)
         else:
-            self._advantage = config.algorithm.load(config.algorithm.advantage)
+            is_cloned = bool(config.rollout.clone.best)
+            self._advantage = imitated if is_cloned else config.algorithm.load(config.algorithm.advantage)
         self.teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
             self.teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
@@ -77,7 +78,7 @@ class Credit:
         if self.critic is not None:
             counts = [sum(rollout.num_trained for rollout in part) for part in parts]
             return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, old, reference), counts)
-        if self._config.has_process_reward:
+        if self._config.has_process_reward and not self._config.rollout.clone.best:
             return self._by_step(parts, rows), {}
         return self._by_group(parts, rows, torch.cat(rewards), self._taken_by_kl(parts, rows, old, reference)), {}
 
@@ -179,6 +180,11 @@ class Credit:
             kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size)
         summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+
+
+def imitated(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
+    """1 for each rollout: those that are imitated are chosen, and count alike."""
+    return torch.ones_like(rewards)
 
 
 def advantages_of(

@@ -36,6 +36,7 @@ from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
+from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.rl.trainer.buckets import Source
 from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
@@ -48,7 +49,7 @@ from nanodag.rl.trainer.reference import Reference
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
-from nanodag.rl.trainer.update import PolicyObjective, Scored
+from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.sampler.torch_trace import traced
@@ -163,6 +164,9 @@ class Trainer:
                     self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
+                if self.config.rollout.num_replayed:
+                    of_row = [parts[number][index] for index in row.host.rollouts]
+                    sums.add(replayed_sums(scored, [REPLAYED in one.metadata for one in of_row]))
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
             if is_trained:

@@ -3,9 +3,11 @@
     loss = sum over tokens of w * (c * policy loss + kl_coefficient * KL - entropy_coefficient * entropy)
 
 w from the aggregation, made with totals over the whole update; c from the off-policy correction (sampler against old),
-its veto and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead.
+its veto and off-policy sequence masking. With `kl_in: reward` the KL is taken off the rewards instead. Where answers
+are imitated (`rollout.clone`), the policy loss is a token's negative log-likelihood, and c is 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.losses.corrections import not_vetoed
+from nanodag.rl.losses.corrections import none, not_vetoed
 from nanodag.rl.losses.kl import unbiased
 from nanodag.rl.losses.opsm import off_policy_kept
+from nanodag.rl.losses.reinforce import reinforce
 from nanodag.rl.losses.sequences import sequence_sums
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow
@@ -27,10 +30,11 @@ class PolicyObjective:
 
     def __init__(self, config: RLStage) -> None:
         self._algorithm = algorithm = config.algorithm
-        self._policy_loss = algorithm.load(algorithm.policy_loss)
+        self._is_cloned = bool(config.rollout.clone.best)
+        self._policy_loss = reinforce if self._is_cloned else algorithm.load(algorithm.policy_loss)
         self._aggregation = algorithm.aggregation.load()
         self.kl = algorithm.kl_kind.load()
-        self._correction = algorithm.load(algorithm.correction)
+        self._correction = none if self._is_cloned else algorithm.load(algorithm.correction)
 
     def __call__(self, scored: "Scored", totals: Totals) -> tuple[Tensor, DeviceSums]:
         """The share of the loss, to be summed over micro-batches and ranks, and sums over its trained tokens."""
@@ -54,7 +58,7 @@ class PolicyObjective:
             per_token = per_token - algorithm.entropy_coefficient * scored.entropies
         # where, not a product with 0: a masked token may hold an infinity
         loss = (self._aggregation(mask, row.sequence_ids, totals) * torch.where(mask, per_token, 0.0)).sum()
-        return loss, _sums(loss, scored, policy, weights, kl)
+        return loss, _sums(loss, scored, policy, None if self._is_cloned else weights, kl)
 
     @torch.no_grad()
     def kl_of_rollouts(self, row: DeviceRow, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
@@ -94,29 +98,40 @@ class Scored:
 
 
 @torch.no_grad()
-def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor, kl: Tensor | None) -> DeviceSums:
+def replayed_sums(scored: Scored, is_replayed: Sequence[bool]) -> DeviceSums:
+    """Tokens of replayed rollouts, and the sum of their exp(old - sampler). is_replayed: of each rollout of the row."""
+    row = scored.row
+    mask = torch.tensor(is_replayed, device=row.mask.device)[row.sequence_ids] & row.mask
+    ratio = (scored.old_logprobs - row.sampler_logprobs).clamp(-20.0, 20.0).exp()
+    return DeviceSums({"replayed": mask.sum(), "replayed_ratio": sum_where(mask, ratio)})
+
+
+@torch.no_grad()
+def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor | None, kl: Tensor | None) -> DeviceSums:
+    """weights: None where nothing is compared with the sampler."""
     # By `where`: to pick out what a mask shows, or to look whether it shows anything, a GPU must be waited for.
     mask = scored.row.mask
-    mismatch = torch.where(mask, scored.old_logprobs - scored.row.sampler_logprobs, 0.0).double()
     summed = {
         "loss": loss.detach(),
         "tokens": mask.sum(),
         "entropy": sum_where(mask, scored.entropies),
         "ratio": sum_where(mask, policy.ratio),
         "clipped": (policy.clipped & mask).sum(),
-        "mismatch": mismatch.sum(),
-        "mismatch_absolute": mismatch.abs().sum(),
-        # KL(sampler || trainer) by k3, from tokens of the sampler
-        "mismatch_kl": (mismatch.expm1() - mismatch).sum(),
-        "correction": sum_where(mask, weights),
-        "left_out": ((weights == 0) & mask).sum(),
     }
+    largest = {"ratio_largest": torch.where(mask, policy.ratio, -torch.inf).max()}
+    if weights is not None:
+        mismatch = torch.where(mask, scored.old_logprobs - scored.row.sampler_logprobs, 0.0).double()
+        summed |= {
+            "mismatch": mismatch.sum(),
+            "mismatch_absolute": mismatch.abs().sum(),
+            # KL(sampler || trainer) by k3, from tokens of the sampler
+            "mismatch_kl": (mismatch.expm1() - mismatch).sum(),
+            "correction": sum_where(mask, weights),
+            "left_out": ((weights == 0) & mask).sum(),
+        }
+        largest["mismatch_largest"] = torch.where(mask, mismatch.abs(), -torch.inf).max()
     if kl is not None:
         summed["kl"] = sum_where(mask, kl)
-    largest = {
-        "mismatch_largest": torch.where(mask, mismatch.abs(), -torch.inf).max(),
-        "ratio_largest": torch.where(mask, policy.ratio, -torch.inf).max(),
-    }
     return DeviceSums(summed, largest)
 
 

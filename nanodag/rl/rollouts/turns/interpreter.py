@@ -25,7 +25,7 @@ async def interpreter(
     def run(program: str) -> str:
         return printed(program, seconds=seconds, longest=max_result_tokens)
 
-    return await with_tool(sampler, sample, run, max_calls=max_calls, max_result_tokens=max_result_tokens)
+    return await with_tool(sampler, sample, "python", run, max_calls=max_calls, max_result_tokens=max_result_tokens)
 
 
 def printed(program: str, *, seconds: float, longest: int) -> str:

@@ -9,15 +9,16 @@ import ctypes
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from nanodag.api.tool_format import knows_calls
 from nanodag.config.kinds.rl import RLStage
-from nanodag.errors import BadRequest, ConfigError, SamplerError
+from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
@@ -26,11 +27,13 @@ from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer
+from nanodag.rl.rollouts.turns.tools import TOOLS
+from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
 FAILED = "generate_error"  # the metadata that says why there is no response
 ANSWER = "answer"  # and what the reward sees, where the function says it
+LONGEST_REASON = 1000  # letters
 THREAD_NAME = "generate"
 POLL_S = 0.2
 MAX_AT_ONCE = 256  # each holds a thread and three file descriptors
@@ -49,11 +52,13 @@ class Turns:
         self._config = config.rollout.generate
         self._longest, self._has_process_reward = config.rollout.max_new_tokens, config.has_process_reward
         self._function = self._config.load()
-        if self._config.traits is not None and not isinstance(renderer, NativeRenderer):
+        if self._config.name in TOOLS and not knows_calls(renderer):
             raise ConfigError(
-                f"generate {self._config.name} writes tool calls in nanodag's chat format; this model's chat template "
-                "is another. Name a function of your own that knows it, as package.module:function."
+                f"generate {self._config.name} lets the model call a tool, and this model's chat template knows no "
+                "tools, or writes calls in a form that nanodag cannot read. Name a function of your own that knows it, "
+                "as package.module:function."
             )
+        self._switches = config.rollout.template_options
         self._encoding, self._renderer = encoding, renderer
         self._context, self._vocabulary = context, vocabulary
         self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * int(config.sampler.max_batch)))
@@ -94,15 +99,24 @@ class Turns:
         """The samples of one call, or why there are none."""
         async with self._places:
             line = _Line(ask, rid)
-            sampler = TurnSampler(line.ask, params=params, encoding=self._encoding, renderer=self._renderer)
+            sampler = TurnSampler(
+                line.ask,
+                params=params,
+                encoding=self._encoding,
+                renderer=self._renderer,
+                switches=self._switches,
+                held=line.held,
+            )
             call = _Call(partial(self._function, sampler, sample))
             try:
                 result = await self._waited(call, line)
                 return self._checked(result, sample)
+            except (ConfigError, MissingTool):
+                raise  # it is no failure of this sample
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
-                return f"{type(error).__name__}: {error}"[:500]
+                return _reason(error)
             finally:
                 call.end()
 
@@ -146,8 +160,10 @@ class Turns:
         kinds = [span.kind for span in sample.spans]
         if kinds[:1] != ["prompt"] or "prompt" in kinds[1:]:
             raise ValueError(f"a sample must begin with a prompt, and with one alone; its spans are {kinds}")
-        if not sample.num_sampled or sample.finish_reason not in ("stop", "length"):
+        if not sample.num_sampled or sample.finish_reason not in ("stop", "text", "length"):
             raise ValueError("a sample was returned that no turn added to")
+        if any(span.kind == "sampled" and len(span.logprobs) != len(span.token_ids) for span in sample.spans):
+            raise ValueError("a sampled span has no log-probabilities")
         if len(ids) > self._context or sample.num_sampled > self._longest:
             raise ValueError(
                 f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
@@ -165,20 +181,36 @@ class Turns:
             Reward(float(sample.reward), {name: float(value) for name, value in sample.components.items()})
 
 
+def _reason(error: Exception) -> str:
+    """Why a sample failed. Of a long text the end is kept too: there stand the last words of what failed."""
+    said, half = f"{type(error).__name__}: {error}", LONGEST_REASON // 2
+    return said if len(said) <= LONGEST_REASON else f"{said[:half]} … {said[-half:]}"
+
+
 class _Line:
     """What connects a call to the sampler, in the controller's event loop. broken: the sampler's own failure."""
 
     def __init__(self, ask: Ask, rid: str) -> None:
         self._ask, self._rid = ask, rid
         self._loop = asyncio.get_running_loop()
-        self._num_asked, self._num_waiting = 0, 0
+        self._num_asked, self._num_waiting, self._num_held = 0, 0, 0
         self._last = time.monotonic()
         self.broken: SamplerError | None = None
 
     @property
     def idle_s(self) -> float:
         """How long nothing has been asked of the sampler."""
-        return 0.0 if self._num_waiting else time.monotonic() - self._last
+        return 0.0 if self._num_waiting or self._num_held else time.monotonic() - self._last
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Time in here is not idle. For one thread at a time."""
+        self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            self._last = time.monotonic()
 
     async def ask(self, request: Request) -> Completion:
         """The answer, from the event loop of any thread."""

@@ -1,6 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.rollout import FinishReason, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of, span_of
-from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Switches
 from nanodag.tokenizer.encoding import Encoding
 
 
@@ -18,8 +19,8 @@ class Sample:
 
     record: the prompt's (nanodag.data.canonical). spans: the prompt's, then sampled ones and those of tools. seed: of
     the draws. max_sampled: `max_new_tokens`. max_tokens: the size of the context, prompt included.
-    finish_reason: of the last turn; a sample that is returned must have one, `stop` or `length`. answer: what the
-    reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
+    finish_reason: of the last turn; a sample that is returned must have one, `stop`, `text` or `length`. answer: what
+    the reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.
     reward, components: what the reward `reported` then is. branches: further sequences of this sample, each with a
     prompt of its own (`beginning`), which are trained with its advantage; they have no branches themselves. role: who
     speaks in this sequence; a role is compared with itself, and one that reports a reward of its own is trained by
@@ -80,7 +81,8 @@ class Sample:
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, for what a tool says.
+    stop_ids: what ends the assistant's speech. renderer: the chat format, and switches of its template. held: a context
+    in which time does not count as the function's own, as while it waits for a place among others.
     """
 
     def __init__(
@@ -90,10 +92,14 @@ class TurnSampler:
         params: SamplingParams,
         encoding: Encoding,
         renderer: ChatRenderer,
+        switches: Switches = NO_SWITCHES,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask = ask
+        self.held = held
         self._params = params
-        self._encoding = encoding
+        self._switches = switches
+        self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
 
@@ -125,10 +131,14 @@ class TurnSampler:
         }
         return await self._ask(Request(input_ids=list(ids), params=self._params.model_copy(update=overrides)))
 
+    def switches_of(self, sample: Sample) -> Switches:
+        """The switches of the chat template for this sample: the stage's, and over them those of its source."""
+        return {**self._switches, **sample.record.get("template_options", NO_SWITCHES)}
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""
-        return self._encoding.encode(text)
+        return self.encoding.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by name. For reading only: it is never turned into ids again."""
-        return self._encoding.decode(ids)
+        return self.encoding.decode(ids)

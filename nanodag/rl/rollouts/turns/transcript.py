@@ -103,22 +103,24 @@ class Transcript:
         special = self._encoding.special_ids
         return self._encoding.decode([token for token in completion.output_ids if token not in special])
 
-    def sample(self, base: Sample) -> Sample:
+    def sample(self, base: Sample, *, last: int | None = None) -> Sample:
         """The calls as sequences: the main one with the others as its branches, in an order that does not depend on
         that in which calls came. base: the sample as the generate function got it, with the prompt alone.
 
         The main sequence is the one that was answered last; but where that begins with another prompt, one that begins
-        with the sample's. The reward sees the last answer in any case. Raises ValueError where nothing was answered.
+        with the sample's. The reward sees the last answer in any case. last: which answer counts as the last, from 0 in
+        their order, for callers that answer several calls at once. Raises ValueError where nothing was answered.
         """
         if not self._answered:
             raise ValueError("the sampler was asked for nothing, so there is nothing to train")
-        last, chains, prompt = self._answered[-1], self._chains(), base.spans[0].token_ids
-        main = next(chain for chain in chains if chain[-1] is last)
+        number = len(self._answered) - 1 if last is None else last
+        final, chains, prompt = self._answered[number], self._chains(number), base.spans[0].token_ids
+        main = next(chain for chain in chains if chain[-1] is final)
         if main[0].asked.ids != prompt:
             main = next((chain for chain in chains if chain[0].asked.ids == prompt), main)
         sample = _spans(base, main)
-        if main[-1] is not last and base.answer is None:
-            sample = replace(sample, answer=self._encoding.decode(last.words))
+        if main[-1] is not final and base.answer is None:
+            sample = replace(sample, answer=self._encoding.decode(final.words))
         return replace(sample, branches=tuple(_spans(base, chain) for chain in chains if chain is not main))
 
     def _goes_on(self, meanings: tuple[Any, ...], tools: str) -> int | None:
@@ -130,11 +132,11 @@ class Transcript:
                 found.append((-size, *self._key(number), number))
         return min(found)[-1] if found else None
 
-    def _chains(self) -> list[list[_Answered]]:
+    def _chains(self, last: int) -> list[list[_Answered]]:
         """The calls of each sequence. One that was continued twice stands in the sequence of the last answer, else in
         that of the first of the two by their ids."""
         order = sorted(range(len(self._answered)), key=self._key)
-        later: int | None = len(self._answered) - 1
+        later: int | None = last
         preferred: set[int] = set()
         while later is not None:
             preferred.add(later)

@@ -1,0 +1,236 @@
+"""Benchmarks of form `verifiers`: each item is a rollout in an environment of the `verifiers` package.
+
+    - {name: boxes, form: verifiers, source: "verifiers:boxes?size=200&seed=9"}
+
+The stage's samplers stand behind the API of nanodag.api, on loopback and with a key of their own. The environment asks
+it as it asks any other model. The main metric is the reward; the rubric's parts and the metrics stand beside it.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from nanodag.api.application import application
+from nanodag.api.engines import Engines
+from nanodag.api.half_sent import WholeRequests
+from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.token_text import TokenText
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.data.urls import parse_url
+from nanodag.errors import ConfigError, StageFailed
+from nanodag.evaluation.benchmark import sampling_params
+from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.items import held_out_records, select
+from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
+from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas_for
+from nanodag.evaluation.written import Answer
+from nanodag.guests.verifiers_process import Outcome, RolloutFailed, VerifiersProcess, block_of
+from nanodag.host.ports import LOOPBACK
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_process import start_engine
+from nanodag.inference.sampler_process import ServerProcess
+from nanodag.model.architecture import read_checkpoint
+from nanodag.model.headers import matrix_parameters
+from nanodag.store.kept_lines import content_key
+from nanodag.tokenizer.chat import load_renderer
+
+log = logging.getLogger(__name__)
+
+FORM = "verifiers"
+MODEL = "policy"
+TURNS = 4  # guessed, of a rollout: how many samplers are worth their start
+MOST_FAILED = 0.25
+TIMEOUT_S = 86400.0
+
+Item = dict[str, Any]
+
+
+def is_environment(config: BenchmarkConfig) -> bool:
+    """Whether a benchmark is one of these."""
+    return FORM in (config.form, config.name if config.form == "auto" else "")
+
+
+def run_environment(
+    model: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, max_new_tokens: int
+) -> BenchmarkResult:
+    """Evaluate one benchmark. Rollouts that `model.kept` has are not run again.
+
+    A rollout that fails counts as reward 0, with the reason in its record. Raises ConfigError for a source that is no
+    taskset and for settings that mean nothing here, StageFailed when more than MOST_FAILED of the rollouts fail.
+    """
+    items, module = _items(config, chat=chat, seed=seed, mirror=mirror)
+    params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
+    asked = [
+        (item, params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
+        for item in items
+        for sample in range(config.num_samples)
+    ]
+    outcomes = asyncio.run(_outcomes(model, module, asked))
+    failed = [one["error"] for one in outcomes if "error" in one]
+    if len(failed) > MOST_FAILED * len(outcomes):
+        raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
+    if failed:
+        log.warning("%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(asked), failed[0])
+    names = dict.fromkeys(name for one in outcomes for name in one["scores"])
+    groups = [outcomes[n : n + config.num_samples] for n in range(0, len(outcomes), config.num_samples)]
+    return result_of(
+        config,
+        form=FORM,
+        is_chat=True,
+        base_metric="reward",
+        higher_is_better=True,
+        records=[_record(config, item, group, list(names)) for item, group in zip(items, groups, strict=True)],
+    )
+
+
+def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tuple[list[Item], str]:
+    """The tasks, drawn as the benchmark's limit says, and the taskset's module."""
+    if config.source is None or parse_url(config.source.url).kind != FORM:
+        raise ConfigError(f"Benchmark {config.name!r} (form verifiers) needs a source such as verifiers:my_module.")
+    for name, is_set in (
+        ("chat: false", not chat), ("num_fewshot", config.num_fewshot), ("stop", config.stop),
+        ("system", config.system), ("thinking", config.thinking),
+    ):  # fmt: skip
+        if is_set:
+            raise ConfigError(f"Benchmark {config.name!r}: {name} means nothing to form verifiers; leave it out.")
+    found = held_out_records(config.source, "prompt", Path(mirror) if mirror else None)
+    items = select(((row, {"record": record}) for _, row, record in found), config.limit, seed)
+    return items, parse_url(config.source.url).path
+
+
+async def _outcomes(
+    model: EvaluatedModel, module: str, asked: Sequence[tuple[Item, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too."""
+    settings, kept = model.sampler_settings, model.kept
+    keys = [content_key("environment", item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
+    outcomes = [None if kept is None else kept.get(key) for key in keys]
+    missing = [number for number, outcome in enumerate(outcomes) if outcome is None]
+    flops = 2.0 * matrix_parameters(model.folder) * sum(TURNS * asked[n][1]["max_new_tokens"] for n in missing)
+    replicas = replicas_for(settings, flops)
+    places = asyncio.Semaphore(replicas * int(settings.config.max_batch))
+    process = VerifiersProcess(block_of(module, {}))
+    num_done = 0
+
+    async def play(number: int, base_url: str, key: str) -> None:
+        nonlocal num_done
+        item, params = asked[number]
+        async with places:
+            task = item["record"]["metadata"]["task"]
+            try:
+                outcome = await process.rollout(
+                    task, base_url=base_url, api_key=key, model=MODEL, sampling=_sampling(params)
+                )
+            except RolloutFailed as error:
+                found: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
+            else:
+                found = _told(outcome)
+                model.tokens_read += outcome.prompt_tokens
+                model.tokens_written += outcome.completion_tokens
+        outcomes[number] = found
+        if kept is not None and "error" not in found:
+            kept.add({keys[number]: found})
+        num_done += 1
+        model.on_progress(num_done, len(missing))
+
+    if missing:
+        model.close()  # samplers of an earlier benchmark
+        try:
+            async with _served(settings, replicas) as (base_url, key):
+                async with asyncio.TaskGroup() as group:
+                    for number in missing:
+                        group.create_task(play(number, base_url, key))
+        finally:
+            await process.close()
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What each call of a rollout asks for. A rollout's seed is that of all its calls: their prompts differ."""
+    asked = {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_new_tokens"]}
+    if params["top_k"] > 0:
+        asked["top_k"] = params["top_k"]
+    if params["sampling_seed"] is not None:
+        asked["seed"] = params["sampling_seed"]
+    return asked
+
+
+def _told(outcome: Outcome) -> dict[str, Any]:
+    told = asdict(outcome)
+    scores = {"reward": outcome.reward, **outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
+    return {"scores": scores, "reply": told["reply"], "is_cut": told["is_cut"]}
+
+
+def _record(
+    config: BenchmarkConfig, item: Item, outcomes: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    return written_record(
+        config,
+        item_id=item["item_id"],
+        prompt=item["record"]["messages"][-1]["content"],
+        target="",
+        answers=[Answer(one["reply"], ending="length" if one["is_cut"] else "stop") for one in outcomes],
+        judged=[
+            Judged(
+                scores={name: float(one["scores"].get(name, 0.0)) for name in names},
+                parsed=one["reply"].strip() or "-",
+                details={"error": one["error"]} if "error" in one else {},
+            )
+            for one in outcomes
+        ],
+    )
+
+
+@asynccontextmanager
+async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tuple[str, str]]:
+    """The address and the key of the API over samplers of a model, as long as the context lasts."""
+    folder, token, key = settings.folder, secrets.token_hex(16), secrets.token_urlsafe(32)
+    architecture = read_checkpoint(folder).architecture
+    context = min(architecture.max_positions, SGLANG_CONTEXT)
+    engine = settings.engine(context, replicas, token)
+    with tempfile.TemporaryDirectory(prefix="nanodag-environment-") as logs:
+
+        def launch(number: int, weights: Path, version: str) -> ServerProcess:
+            log_path = Path(logs) / f"sampler-{number}.log"
+            return start_engine(engine, number, weights, log_path=log_path, version=version)
+
+        def connect(url: str) -> SamplerClient:
+            return SamplerClient(url, token=token, request_timeout_s=TIMEOUT_S)
+
+        engines = Engines(MODEL, folder, "0", num_replicas=replicas, launch=launch, connect=connect)
+        model = ServedModel(
+            name=MODEL,
+            tokens=TokenText(folder),
+            renderer=load_renderer(folder),
+            backend=engines,
+            context_length=context,
+            vocab_size=architecture.vocab_size,
+            is_sglang=engine.engine == "sglang",
+        )
+        limits = Limits(max_waiting=1 << 20, request_timeout_s=TIMEOUT_S)
+        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        config = uvicorn.Config(
+            application({MODEL: model}, limits=limits, keys=[key]),
+            http=WholeRequests, log_level="warning", lifespan="off", access_log=False, log_config=None,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined] # the worker has its own
+        try:
+            await engines.start()
+            serving = asyncio.create_task(server._serve(sockets=[listener]))
+            yield f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1", key
+            server.should_exit = True
+            await serving
+        finally:
+            await engines.close()
+            listener.close()

@@ -1,0 +1,173 @@
+"""What an RL stage has to compute, and the time that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanodag.config.footprint import width_of
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.model_size import ModelSize
+from nanodag.config.rl_sections import HELD_OUT
+from nanodag.host.machine import Machine
+from nanodag.inference.cache_size import cache_precision
+from nanodag.plan import cpu_work, processes
+from nanodag.plan.cpu_work import CpuWork, core_of
+from nanodag.plan.evaluation import items_of, prompt_of
+from nanodag.plan.models import Habit
+from nanodag.plan.sampling import PlannedSamplers
+from nanodag.plan.sizes import in_memory, kept_groups, mean_answer, mean_prompt, pass_chance
+from nanodag.plan.speeds import GPU_SHARES, RL_STEP_S, START_S, decoding_seconds, gpu_peak
+
+STEP_S = 0.06
+"""CPU-seconds of an RL step beside its tokens: ZeRO's optimizer step, new weights."""
+SAMPLE_S = 1.5e-4
+"""CPU-seconds of a sample beside its tokens: two messages, its reward, its record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
+    trained: that pass the trainer, a group's prompt once."""
+
+    prompt: float
+    answer: float
+    groups: float
+    samples: int
+    sampled: float
+    trained: float
+
+    @property
+    def length(self) -> int:
+        return int(self.prompt + self.answer)
+
+
+def step_of(stage: RLStage, model: ModelSize, habit: Habit) -> Step:
+    """A step's tokens, with answers as long as the habit says."""
+    rollout = stage.rollout
+    prompt = mean_prompt_of(stage, model)
+    most = rollout.max_new_tokens
+    answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
+    groups = float(rollout.prompts_per_step)
+    is_chosen = bool(rollout.over_sampling) or not rollout.is_sampled
+    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen:
+        chances = [pass_chance(source.url, model.total) for source in stage.data]
+        groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
+    samples = prompts_a_step(stage) * rollout.samples_per_prompt
+    trained = groups * (prompt + rollout.samples_per_prompt * answer)
+    return Step(prompt=prompt, answer=answer, groups=groups, samples=samples, sampled=samples * answer, trained=trained)
+
+
+def mean_prompt_of(stage: RLStage, model: ModelSize) -> float:
+    """Tokens of a prompt, on average over the sources."""
+    return _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def prompts_a_step(stage: RLStage) -> int:
+    """Prompts that a step asks."""
+    rollout = stage.rollout
+    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
+
+    answers: float
+    read: float
+    sampled: float
+
+
+def _evaluated(stage: RLStage, model: ModelSize, step: Step) -> _Evaluated:
+    evaluation, last = stage.evaluation, stage.num_steps
+
+    def times(name: str) -> int:
+        return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
+
+    asked = times(HELD_OUT) * evaluation.eval_prompts if evaluation.validation else 0
+    answers = float(asked * evaluation.eval_samples)
+    read, sampled = asked * step.prompt, answers * step.answer
+    for benchmark in evaluation.benchmarks:
+        questions = times(benchmark.name) * items_of(benchmark)
+        most, longest = benchmark.max_new_tokens, stage.rollout.max_new_tokens
+        answers += questions * benchmark.num_samples
+        read += questions * prompt_of(benchmark, model)
+        # the share of the limit that a rollout's answer takes
+        share = step.answer / longest
+        sampled += questions * benchmark.num_samples * share * (longest if most == "auto" else most)
+    return _Evaluated(answers, read, sampled)
+
+
+def seconds_of(
+    stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: Step
+) -> tuple[float | None, float | None]:
+    """By the clock, and of a CPU's cores."""
+    if not samplers.process.count:  # nobody knows the machines of others
+        return None, None
+    rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
+    sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
+    trained *= stage.optimizer.epochs_per_step if stage.has_trainer else 0
+    read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
+    if stage.resources.device == "cuda":
+        return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None
+    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
+    precision, optimizer = str(stage.sampler.precision), stage.optimizer
+    core, checkpointing = core_of(machine, str(optimizer.precision)), bool(optimizer.activation_checkpointing)
+    training = core.training(model, trained, step.length, checkpointing=checkpointing)
+    if stage.algorithm.has_reference:
+        training += core.reading(model, trained, step.length)
+    updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
+    training += CpuWork(0.0, updates * ranks * STEP_S)
+    cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
+    sampler = core_of(machine, precision)
+    decoding = sampler.decoding(model, sampled, cached_bytes=cached)
+    decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
+    handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
+    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
+    compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
+    start = ranks * (processes.TRAINER_S + compiler.seconds + parsed)
+    start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S
+    start += rollout.reward_processes * processes.REWARDS_S
+    total = training.total + decoding.total + handling
+    cores = machine.cores
+    training_s = training.on(threads) / min(ranks, cores)
+    decoding_s = decoding.total / min(samplers.process.count, cores) + handling
+    one_after_another = max(training_s, decoding_s) if rollout.max_staleness else training_s + decoding_s
+    seconds = start / min(cores, 1 + ranks) + max(one_after_another, total / (cpu_work.OVERLAP * cores))
+    return seconds, start + total
+
+
+def _gpu_seconds(
+    stage: RLStage,
+    model: ModelSize,
+    machine: Machine,
+    samplers: PlannedSamplers,
+    length: int,
+    *,
+    trained: float,
+    sampled: float,
+) -> float | None:
+    """Sampling and training one after the other: where they run at the same time they share the device."""
+    precision, engine = str(stage.optimizer.precision), str(stage.sampler.engine)
+    peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
+    cached = str(stage.sampler.precision)
+    if engine == "embedded":
+        cached = cache_precision(cached, "cuda")
+    decoding = decoding_seconds(
+        machine=machine,
+        engine=engine,
+        samplers=samplers.process.count,
+        tokens=sampled,
+        weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
+        cache_bytes=length * model.token_bytes(width_of(cached)),
+        flops_per_token=model.forward_flops(length),
+        at_once=max(1, samplers.at_once // samplers.process.count),
+    )
+    if not peak or decoding is None:
+        return None
+    passes = 4 / 3 if stage.algorithm.has_reference else 1.0
+    passes += 1 / 3 if stage.optimizer.activation_checkpointing else 0.0
+    training = trained * passes * model.training_flops(length)
+    return START_S + decoding + training / (GPU_SHARES[engine].trainer * peak) + stage.num_steps * RL_STEP_S

@@ -1,0 +1,181 @@
+"""The door: one server of the OpenAI API for the agents of all samples, in a thread of the controller.
+
+It listens on loopback, and on a Unix socket for programs in the sandbox, which have no network. A key names its sample.
+Keys are random, so none is guessed; one whose sample has ended is answered 410.
+
+Beside OpenAI's endpoints there are two:
+
+    POST /v1/reward {"reward": 0.5, "components": {"format": 1.0}}     what the reward `reported` is
+    POST /v1/answer {"answer": "..."}                                  what a reward of ours judges
+"""
+
+import asyncio
+import atexit
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanodag.api.application import EXCEPTIONS
+from nanodag.api.half_sent import WholeRequests
+from nanodag.api.refusals import Refused
+from nanodag.host.ports import LOOPBACK
+from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
+from nanodag.rl.agents.session import Session, gone
+
+KEYS_REMEMBERED = 100_000  # of samples that have ended
+BACKLOG = 1024
+KEEP_ALIVE_S = 3600  # an agent may think for long between two calls, and not ask again where a connection has ended
+
+T = TypeVar("T")
+
+
+class Door:
+    """The server. loop: its event loop, in a thread of its own; sessions belong to it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._sessions: dict[str, Session] = {}
+        self._ended: set[str] = set()
+        self._order: deque[str] = deque()
+        listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        self.port = int(listener.getsockname()[1])
+        self.base_url = f"http://{LOOPBACK}:{self.port}/v1"
+        self._app = Doors(self._application(), names=(), keys=(), max_body_bytes=DEFAULT_MAX_BODY_BYTES)
+        threading.Thread(target=self._run, args=(listener,), name="agents", daemon=True).start()
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work done in the door's loop, from that of any thread. To cancel this ends the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def admit(self, session: Session) -> str:
+        """The key of a session, from now on valid."""
+        key = f"nanodag-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        return key
+
+    def dismiss(self, key: str) -> None:
+        """End a key and its session."""
+        self._sessions.pop(key).end()
+        self._ended.add(key)
+        self._order.append(key)
+        if len(self._order) > KEYS_REMEMBERED:
+            self._ended.discard(self._order.popleft())
+
+    @cached_property
+    def socket_path(self) -> Path:
+        """The Unix socket on which it listens, too, once this was asked for. Anybody on the machine may connect to it,
+        as to the port: the key counts."""
+        folder = Path(tempfile.mkdtemp(prefix="nanodag-agents-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)  # programs in the sandbox are another user's, where this process is root's
+        path = folder / "api"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(BACKLOG)
+        asyncio.run_coroutine_threadsafe(self._serve(listener), self.loop)
+        return path
+
+    def _run(self, listener: socket.socket) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            self._app,
+            http=WholeRequests,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+    def _application(self) -> Starlette:
+        def of_session(work: Callable[[Session, HttpRequest], Awaitable[Response]]) -> Any:
+            async def endpoint(http: HttpRequest) -> Response:
+                return await work(self._session_of(http), http)
+
+            return endpoint
+
+        return Starlette(
+            routes=[
+                Route("/v1/models", of_session(Session.list_models), methods=["GET"]),
+                Route("/v1/models/{name:path}", of_session(Session.one_model), methods=["GET"]),
+                Route("/v1/chat/completions", of_session(Session.chat), methods=["POST"]),
+                Route("/v1/completions", of_session(Session.completions), methods=["POST"]),
+                Route("/v1/reward", of_session(_reward), methods=["POST"]),
+                Route("/v1/answer", of_session(_answer), methods=["POST"]),
+            ],
+            exception_handlers=EXCEPTIONS,
+        )
+
+    def _session_of(self, http: HttpRequest) -> Session:
+        """The session that the request's key names. Raises Refused where there is none."""
+        key = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        if key in self._ended:
+            raise gone()
+        raise Refused(
+            "this key names no sample: use the one that the agent was given (api_key, or OPENAI_API_KEY)",
+            status=401, kind="authentication_error", code="invalid_api_key",
+        )  # fmt: skip
+
+
+_MAKING = threading.Lock()
+
+
+def the_door() -> Door:
+    """This process's door, opened at the first call."""
+    with _MAKING:
+        return _made()
+
+
+@cache
+def _made() -> Door:
+    return Door()
+
+
+async def _reward(session: Session, http: HttpRequest) -> Response:
+    """POST /v1/reward."""
+    body = await _object(http, {"reward", "components"})
+    try:
+        session.report(body.get("reward"), body.get("components"))
+    except ValueError as error:
+        raise Refused(str(error), param="reward") from error
+    return JSONResponse({})
+
+
+async def _answer(session: Session, http: HttpRequest) -> Response:
+    """POST /v1/answer."""
+    body = await _object(http, {"answer"})
+    if not isinstance(body.get("answer"), str):
+        raise Refused("answer must be a text", param="answer")
+    session.answer = body["answer"]
+    return JSONResponse({})
+
+
+async def _object(http: HttpRequest, names: set[str]) -> dict[str, Any]:
+    try:
+        body = from_json(await http.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict) or not body.keys() <= names:
+        raise Refused(f"the body must be a JSON object with {' and '.join(sorted(names))}")
+    return body

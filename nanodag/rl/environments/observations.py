@@ -1,0 +1,130 @@
+"""What an environment answers, checked: it comes from a program that may answer anything. Standard library only."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+MAX_ROLES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """An observation. role: who hears it, and speaks next. messages: what is new to it; None for the prompt's own.
+    is_anew: its conversation begins with them."""
+
+    role: str
+    messages: list[Message] | None
+    is_anew: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Earned:
+    """What the steps so far have brought. by_role: rewards; "" is the main role. components: parts of the reward."""
+
+    by_role: dict[str, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)
+
+    def add(self, reward: Any, info: Any, roles: Sequence[str]) -> None:
+        """Add those of a step. roles: of the environment, the main one first. Raises ValueError for what is no finite
+        number, or of no role."""
+        rewards = reward if isinstance(reward, Mapping) else {roles[0]: reward}
+        for role, value in rewards.items():
+            if role not in roles:
+                raise ValueError(f"a reward is for the role {role!r:.80}; the roles are {', '.join(roles)}")
+            self.by_role[role] = self.by_role.get(role, 0.0) + number(value, f"the reward of {role or 'a step'}")
+        components = _mapping(info, "info").get("components", {})
+        for name, value in _mapping(components, "components").items():
+            self.components[name] = self.components.get(name, 0.0) + number(value, f"the component {name:.80}")
+
+
+def roles_of(found: Any) -> dict[str, bool]:
+    """Who speaks, and whether it is trained: what an environment says as `roles`; one without a name where it says
+    nothing. Raises ValueError for anything else, and where none is trained."""
+    if found is None:
+        return {"": True}
+    roles = _mapping(found, "roles")
+    if not 0 < len(roles) <= MAX_ROLES or not all(roles) or not all(isinstance(v, bool) for v in roles.values()):
+        raise ValueError(f"roles must be names, each with whether it is trained; found {found!r:.200}")
+    if not any(roles.values()):
+        raise ValueError(f"roles {found!r:.200}: none of them is trained")
+    return roles
+
+
+def heard(found: Any, *, roles: Sequence[str], speaker: str, call_ids: Sequence[str], may_be_none: bool) -> Heard:
+    """An observation. speaker: who spoke last, and hears it if nothing else is said. call_ids: of the calls that it
+    answers. Raises ValueError for what is no observation."""
+    is_anew, role = False, speaker
+    if isinstance(found, Mapping):
+        if not {"to", "messages"} <= found.keys() <= {"to", "messages", "anew"}:
+            raise ValueError(f"an observation has `to`, `messages` and perhaps `anew`; found {sorted(found)!r:.200}")
+        role, is_anew = found["to"], found.get("anew", False)
+        if role not in roles or not isinstance(is_anew, bool):
+            raise ValueError(f"an observation is to {role!r:.80}, anew {is_anew!r:.80}; roles are {', '.join(roles)}")
+        found = found["messages"]
+    if found is None and may_be_none:
+        return Heard(role=role, messages=None, is_anew=is_anew)
+    return Heard(role=role, messages=_messages(found, call_ids if role == speaker else ()), is_anew=is_anew)
+
+
+def _messages(found: Any, call_ids: Sequence[str]) -> list[Message]:
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not texts:
+        raise ValueError(f"an observation is a text, or a list of texts or messages; found {found!r:.200}")
+    if all(isinstance(text, str) for text in texts):
+        if call_ids and len(texts) != len(call_ids):
+            raise ValueError(f"{len(call_ids)} calls were answered by {len(texts)} texts; give one for each")
+        if call_ids:
+            return [tool_message(one, text) for one, text in zip(call_ids, texts, strict=True)]
+        return [{"role": "user", "content": text} for text in texts]
+    unanswered = list(call_ids)
+    return [_message(one, unanswered) for one in texts]
+
+
+def _message(found: Any, unanswered: list[str]) -> Message:
+    message = _mapping(found, "a message")
+    role, content = message.get("role"), message.get("content")
+    if message.keys() - {"role", "content"} or role not in ("system", "user", "tool") or not isinstance(content, str):
+        raise ValueError(f"a message has a role (system, user, tool) and a text as content; found {found!r:.200}")
+    if role != "tool":
+        return {"role": role, "content": content}
+    if not unanswered:
+        raise ValueError("there are more messages of the role tool than calls")
+    return tool_message(unanswered.pop(0), content)
+
+
+def tool_message(call_id: str, content: str) -> Message:
+    """The answer to a call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def tools_of(found: Any) -> list[dict[str, Any]]:
+    """What `tools()` returned. Raises ValueError where it is no list of tools as OpenAI defines them."""
+    if not isinstance(found, list):
+        raise ValueError(f"tools must be a list; found {found!r:.200}")
+    for tool in found:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f'a tool is {{"type": "function", "function": {{"name": ...}}}}; found {tool!r:.200}')
+        if not isinstance(function.get("parameters", {}), dict):
+            raise ValueError(f"the parameters of {function['name']} are a JSON schema; found {tool!r:.200}")
+    return found
+
+
+def metrics_of(found: Any) -> dict[str, float]:
+    """What `metrics()` returned. Raises ValueError where it is no mapping of finite numbers."""
+    return {name: number(value, f"the metric {name:.80}") for name, value in _mapping(found, "metrics").items()}
+
+
+def number(value: Any, what: str) -> float:
+    """A finite number. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r:.80}; it must be a finite number")
+    return float(value)
+
+
+def _mapping(found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} must be a mapping; found {found!r:.200}")
+    return found

@@ -1,0 +1,317 @@
+"""What the page shows of each sample: its sequences, turn by turn, with a colour for each token. Nothing that a model
+or an environment wrote may make the page large, or look like a part of it."""
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from nanodag.report.words import shortened
+from nanodag.rl.rollouts.conversation import Turn as Said
+from nanodag.rl.rollouts.conversation import calls_in, turns_of
+from nanodag.rl.rollouts.metrics import said_metrics
+from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.rollout import Span as TokenSpan
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.viewer.shelf import Read
+
+Colour = Literal["advantage", "difference", "logprob", "version", "none"]
+COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")
+RED, GREEN, BLUE = "220,38,38", "22,163,74", "37,99,235"
+VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
+ERRORS = {"generate_error": "no response", "reward_error": "no reward"}  # of metadata: why
+ANSWER = "answer"  # of metadata: what the reward saw
+ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
+LAST_LINES, LINE_LENGTH = 20, 300
+WORDS = "; its last words: "
+METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
+OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
+MOST_NUMBERS = 50  # of one sequence
+TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
+LETTERS_A_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """style: a background, empty for none; hint: the tooltip's text; kind: `call` within a call of a tool, `gap` for a
+    note in the place of tokens that are left out, else empty."""
+
+    text: str
+    style: str
+    hint: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """number: from 1 on. preview: how its text begins, where it is folded; else empty."""
+
+    number: int
+    speaker: str
+    is_sampled: bool
+    num_tokens: int
+    num_calls: int
+    tokens: Sequence[Token]
+    preview: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """what: `no response` or `no reward`. last_lines: of what was said beyond the reason; empty for nothing."""
+
+    what: str
+    reason: str
+    last_lines: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One sequence of a sample. prompt: where it is not the group's, else empty. facts, numbers: name and value;
+    numbers are the reward's components and the environment's metrics. metadata: JSON, empty for none. left_out: tokens
+    that are not drawn."""
+
+    read: Read
+    prompt: str
+    turns: Sequence[Turn]
+    facts: Sequence[tuple[str, str]]
+    numbers: Sequence[tuple[str, str]]
+    failures: Sequence[Failure]
+    metadata: str
+    left_out: int
+
+    @property
+    def role(self) -> str:
+        return shortened(self.read.rollout.role, NAME_LENGTH)
+
+    @property
+    def reward(self) -> str:
+        reward = self.read.rollout.reward
+        return "no reward" if reward is None else f"{reward:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One sample: its sequences that were asked for, the main one first."""
+
+    branches: Sequence[Branch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The samples of one prompt. prompt: as they all begin; its messages where they begin with prompts of their own.
+    answer: the right one, empty where it is not known. mean: of their rewards, None where no sample has one."""
+
+    prompt_id: str
+    prompt: str
+    answer: str
+    mean: float | None
+    cards: Sequence[Card]
+
+
+class Painter:
+    """Makes cards. model: a folder with the tokenizer of these rollouts."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return Encoding(self._model)
+
+    def groups(self, reads: Sequence[Read], colour: Colour) -> list[Group]:
+        """The samples by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
+        largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
+        versions = sorted({version for read in reads for version in read.rollout.versions})
+        brush = _Brush(self._encoding, colour, largest, versions, most=TOKENS_A_PAGE // max(1, len(reads)))
+        by_group: dict[str, list[Read]] = {}
+        for read in reads:
+            by_group.setdefault(read.rollout.group_id, []).append(read)
+        return [_group(mine, brush) for mine in by_group.values()]
+
+
+def _group(reads: Sequence[Read], brush: "_Brush") -> Group:
+    samples: dict[int, list[Read]] = {}
+    for read in reads:
+        samples.setdefault(read.rollout.sample_index, []).append(read)
+    mains = [min(sample, key=_place) for sample in samples.values()]
+    first, rewards = mains[0], [main.rollout.reward for main in mains if main.rollout.reward is not None]
+    shared = first.rollout.prompt_token_ids
+    if any(main.rollout.prompt_token_ids != shared for main in mains):  # an agent's prompts are its own
+        shared = ()
+    return Group(
+        prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
+        prompt=brush.text(shared) if shared else brush.cut("\n".join(map(_spoken, first.messages))),
+        answer=shortened(first.answer, ANSWER_LENGTH),
+        mean=sum(rewards) / len(rewards) if rewards else None,
+        cards=[
+            Card(branches=[brush.branch(read, shared) for read in sorted(sample, key=_place)])
+            for sample in samples.values()
+        ],
+    )
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    return f"{message.get('role')}: {message.get('content')}"
+
+
+def _place(read: Read) -> int:
+    return read.rollout.branch
+
+
+@dataclass(frozen=True)
+class _Brush:
+    """Draws one sequence after the other alike. most: tokens of each; the middle of a longer one is left out."""
+
+    encoding: Encoding
+    colour: Colour
+    largest: float
+    versions: Sequence[int]
+    most: int
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a prompt, the middle of a long one left out."""
+        return self.cut(self.encoding.decode(ids))
+
+    def cut(self, text: str) -> str:
+        return shortened(text, LETTERS_A_TOKEN * self.most)
+
+    def branch(self, read: Read, shared: Sequence[int]) -> Branch:
+        """shared: the prompt that stands above; empty where none does."""
+        rollout, total = read.rollout, len(read.rollout.response_token_ids)
+        left_out = max(0, total - self.most)
+        gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
+        said = turns_of(rollout, self.encoding.decode)
+        numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
+        return Branch(
+            read=read,
+            prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
+            turns=[turn for number, one in enumerate(said, 1) if (turn := self._turn(read, number, one, gap)).tokens],
+            facts=_facts(read, len(said)),
+            numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
+            failures=[_failure(what, str(rollout.metadata[k])) for k, what in ERRORS.items() if k in rollout.metadata],
+            metadata=_metadata(rollout),
+            left_out=left_out,
+        )
+
+    def _turn(self, read: Read, number: int, said: Said, gap: range) -> Turn:
+        is_sampled = said.span.kind == "sampled"
+        is_folded = not is_sampled and len(said.text) > OPEN_LENGTH
+        return Turn(
+            number=number,
+            speaker=shortened(said.speaker, NAME_LENGTH),
+            is_sampled=is_sampled,
+            num_tokens=len(said.span.token_ids),
+            num_calls=len(calls_in(said.text)) if is_sampled else 0,
+            tokens=self._tokens(read, said, gap),
+            preview=" ".join(said.text[:PREVIEW_LENGTH].split()) + " …" if is_folded else "",
+        )
+
+    def _tokens(self, read: Read, said: Said, gap: range) -> list[Token]:
+        """One for each token; for those that have parts of one letter, one together."""
+        tokens: list[Token] = []
+        hints: list[str] = []
+        letters = codecs.getincrementaldecoder("utf-8")("replace")
+        for place, token_id in enumerate(said.span.token_ids):
+            number = said.start + place
+            if number in gap:
+                if number == gap.start:
+                    tokens.append(Token(f" … {len(gap):,} tokens left out … ", "", "", "gap"))
+                    letters.reset()
+                    hints = []
+                continue
+            hints.append(_hint(read, said.span, place, number, token_id))
+            is_last = place == len(said.span.token_ids) - 1
+            text = letters.decode(self.encoding.decode_bytes([token_id]), final=is_last)
+            if token_id in self.encoding.special_ids:  # it has no bytes, so no letter goes through it
+                text += letters.decode(b"", final=True) + self.encoding.decode([token_id])
+                letters.reset()
+            if not text:
+                continue
+            value = _value_of(read, said.span, place, number, self.colour)
+            style = "" if value is None else _style(value, self.colour, self.largest, self.versions)
+            tokens.append(Token(text, style, " | ".join(hints)))
+            hints = []
+        return _with_calls(tokens) if said.span.kind == "sampled" else tokens
+
+
+def _with_calls(tokens: Sequence[Token]) -> list[Token]:
+    """Tokens of calls marked as such."""
+    calls = calls_in("".join(token.text for token in tokens))
+    marked, end = [], 0
+    for token in tokens:
+        begin, end = end, end + len(token.text)
+        while calls and calls[0][1] <= begin:
+            del calls[0]
+        is_within = bool(calls) and calls[0][0] < end and not token.kind
+        marked.append(replace(token, kind="call") if is_within else token)
+    return marked
+
+
+def _facts(read: Read, num_turns: int) -> list[tuple[str, str]]:
+    rollout = read.rollout
+    facts = [("right answer", shortened(read.answer, ANSWER_LENGTH))] if read.answer and not rollout.branch else []
+    facts += [] if rollout.branch else [("sample", str(rollout.sample_index))]
+    facts.append(("ended by", rollout.finish_reason))
+    facts += [("turns", str(num_turns))] if num_turns > 1 else []
+    facts.append(("tokens", f"{rollout.num_sampled:,}"))
+    if ANSWER in rollout.metadata:
+        facts.append(("its answer", shortened(str(rollout.metadata[ANSWER]), ANSWER_LENGTH)))
+    return facts
+
+
+def _failure(what: str, said: str) -> Failure:
+    reason, _, rest = said.strip().partition("\n")
+    if not rest and WORDS in reason:  # what a process wrote stands behind the reason in one line
+        reason, _, rest = reason.partition(WORDS)
+        rest = rest.replace(" | ", "\n")
+    last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
+    return Failure(what=what, reason=shortened(reason, REASON_LENGTH), last_lines="\n".join(last))
+
+
+def _metadata(rollout: Rollout) -> str:
+    rest = {name: value for name, value in rollout.metadata.items() if name not in (*ERRORS, ANSWER)}
+    return shortened(json.dumps(rest, indent=1, ensure_ascii=False), METADATA_LENGTH) if rest else ""
+
+
+def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -> str:
+    hint = [f"id {token_id}", *_sampled_facts(span, place)]
+    for name, values in (("advantage", read.advantages), ("trainer - sampler", read.differences)):
+        value = values[number] if values else None
+        hint += [] if value is None else [f"{name} {value:+.4g}"]
+    return " · ".join(hint)
+
+
+def _sampled_facts(span: TokenSpan, place: int) -> list[str]:
+    if span.kind != "sampled":
+        return [span.kind]
+    facts = [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
+    facts.append(f"version {span.versions[place]}")
+    return facts if span.mask[place] else [*facts, "not trained"]
+
+
+def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colour) -> float | None:
+    if span.kind != "sampled" or colour == "none":
+        return None
+    if colour == "logprob":
+        return span.logprobs[place] if span.logprobs else None
+    if colour == "version":
+        return span.versions[place]
+    values = read.advantages if colour == "advantage" else read.differences
+    return values[number] if values else None
+
+
+def _values(read: Read, colour: Colour) -> Sequence[float | None]:
+    if colour == "logprob":
+        return [value for span in read.rollout.spans for value in span.logprobs]
+    return {"advantage": read.advantages, "difference": read.differences}.get(colour, ())
+
+
+def _style(value: float, colour: Colour, largest: float, versions: Sequence[int]) -> str:
+    if colour == "version":
+        return f"background:rgba({VERSION_COLOURS[versions.index(int(value)) % len(VERSION_COLOURS)]},.25)"
+    hue = RED if value < 0 else GREEN
+    strength = 0.0 if not largest else min(1.0, abs(value) / largest)
+    return f"background:rgba({hue},{0.6 * strength:.3f})" if strength > 0.02 else ""

@@ -1,0 +1,60 @@
+"""Rollouts in a terminal: sample by sample, turn by turn. What a model or an environment wrote moves no cursor."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from nanodag.report.words import legible, shortened
+from nanodag.viewer.cards import Branch, Card, Group, Painter
+from nanodag.viewer.shelf import Read
+
+SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
+
+
+def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:
+    """Each sample of these, under its prompt."""
+    for group in painter.groups(reads, "none"):
+        yield from _group(group)
+
+
+def _group(group: Group) -> Iterator[Text]:
+    yield _line("prompt " + group.prompt_id, "bold")
+    yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
+    for card in group.cards:
+        yield from _card(card)
+    yield _line("")
+
+
+def _card(card: Card) -> Iterator[Text]:
+    for branch in card.branches:
+        yield from _branch(branch)
+
+
+def _branch(branch: Branch) -> Iterator[Text]:
+    number = branch.read.rollout.branch
+    head = [f"branch {number}"] if number else []
+    head += [branch.role] if branch.role else []
+    head += [f"reward {branch.reward}" if branch.read.rollout.reward is not None else branch.reward]
+    head.append(branch.read.fate.replace("_", " "))
+    head += [f"{name} {value}" for name, value in [*branch.facts, *branch.numbers]]
+    failed = branch.read.rollout.reward is None
+    yield _line(("  " if number else "") + " · ".join(head), "red" if failed else "cyan")
+    for failure in branch.failures:
+        yield _line(f"    {failure.what}: {failure.reason}", "red")
+        yield from [_line(_indented(failure.last_lines), "red")] if failure.last_lines else []
+    if branch.prompt:
+        yield _line(_indented(shortened(branch.prompt, PROMPT_LENGTH)), "dim")
+    for turn in branch.turns:
+        text = "".join(token.text for token in turn.tokens)
+        text = shortened(text, SAID_LENGTH if turn.is_sampled else HEARD_LENGTH)
+        yield _line(f"    {turn.speaker} ", "bold") + _line(
+            _indented(text).lstrip(" "), "" if turn.is_sampled else "dim"
+        )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"      {line}" for line in text.split("\n"))
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(legible(text), style=style)

@@ -1,0 +1,56 @@
+"""Benchmarks of form `verifiers`, with a fake of verifiers' process and a tiny model behind the API."""
+
+import sys
+
+import pytest
+
+from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors import ConfigError, StageFailed
+from nanodag.evaluation import environment
+from nanodag.evaluation.environment import run_environment
+from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.guests import verifiers_process
+from nanodag.guests.verifiers_install import VERIFIERS
+from nanodag.store.kept_lines import KeptLines
+from tests.guests.test_verifiers_process import FAKE
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch):
+    monkeypatch.setenv(VERIFIERS.variable, sys.executable)
+    monkeypatch.setattr(verifiers_process, "SERVER", FAKE)
+
+
+def benchmark(**values):
+    return BenchmarkConfig(**{"name": "boxes", "form": "verifiers", "source": "verifiers:m", **values})
+
+
+def run(model, config):
+    return run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=8)
+
+
+def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model_folder, tmp_path, monkeypatch):
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    with KeptLines(tmp_path / "kept.jsonl") as model.kept:
+        result = run(model, benchmark())
+    score = result.scores["reward"]
+    assert (score.value, score.num_items) == (0.375, 4) and score.low < 0.375 < score.high
+    assert [record["prompt"] for record in result.records] == ["the cat", "the dog", "the mat", "fail"]
+    assert result.records[3]["details"] == {"error": "TaskError: no"} and result.records[3]["scores"]["reward"] == 0
+    first = result.records[0]
+    assert first["scores"]["length"] == len(first["output"]) > 0 and first["scores"]["turns"] == 1.0
+    monkeypatch.setattr(environment, "_served", None)  # nothing is sampled again
+    monkeypatch.setattr(environment, "MOST_FAILED", 1.0)
+    config = benchmark(source="verifiers:m[0:3]")
+    with KeptLines(tmp_path / "kept.jsonl") as model.kept:
+        assert run(model, config).records == result.records[:3]
+
+
+def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_meaning_are_refused(model_folder):
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    with pytest.raises(StageFailed, match=r"1 of 2 rollouts failed: TaskError: no"):
+        run(model, benchmark(source="verifiers:m[2:4]"))
+    with pytest.raises(ConfigError, match="needs a source such as verifiers:my_module"):
+        run(model, benchmark(source="python:nanodag.data.lists:sort"))
+    with pytest.raises(ConfigError, match="system means nothing to form verifiers"):
+        run(model, benchmark(system="Be brief."))

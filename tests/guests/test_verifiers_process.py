@@ -1,0 +1,75 @@
+"""The process that runs environments of verifiers, with a fake of it; the real one is in test_verifiers.py."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanodag.errors import MissingTool
+from nanodag.guests import verifiers_process
+from nanodag.guests.verifiers_install import VERIFIERS, find_python
+from nanodag.guests.verifiers_process import RolloutFailed, RolloutLost, VerifiersProcess, block_of
+
+FAKE = Path(__file__).with_name("fake_verifiers_server.py")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setenv(VERIFIERS.variable, sys.executable)
+    monkeypatch.setattr(verifiers_process, "SERVER", FAKE)
+    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
+
+
+def do(process, what):
+    return process.rollout({"do": what}, base_url="", api_key="", model="")
+
+
+def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next_has_a_new_one(fake):
+    async def run():
+        process = VerifiersProcess(block_of("m", {}))
+        try:
+            first = await do(process, "answer")
+            with pytest.raises(RolloutFailed, match=r"^TaskError: no$"):
+                await do(process, "fail")
+            assert (await do(process, "answer")).components == first.components, "the same process"
+            with pytest.raises(RolloutFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
+                await do(process, "die")
+            return first, await do(process, "answer")
+        finally:
+            await process.close()
+
+    first, last = asyncio.run(run())
+    assert first.reward == last.reward == 0.5 and first.components != last.components
+
+
+def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(fake):
+    async def run():
+        process = VerifiersProcess(block_of("m", {}))
+        try:
+            first = await do(process, "answer")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(do(process, "wait"), 0.1)
+            second = await do(process, "answer")
+            with pytest.raises(RolloutLost, match="it ended with code -9"):
+                await do(process, "block")
+            return [one.components["pid"] for one in (first, second, await do(process, "answer"))]
+        finally:
+            await process.close()
+
+    before, beside, after = asyncio.run(run())
+    assert before == beside != after
+
+
+def test_options_go_into_the_block_by_their_dotted_names():
+    options = {"agent.max_turns": 4, "taskset.size": 3, "id": "best-of-n"}
+    assert block_of("m", options) == {"taskset": {"id": "m", "size": 3}, "agent": {"max_turns": 4}, "id": "best-of-n"}
+
+
+def test_a_missing_environment_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.delenv(VERIFIERS.variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(MissingTool, match=r"nanodag env install verifiers\. .*NANODAG_VERIFIERS_PYTHON"):
+        find_python()
+    assert "verifiers==0.4.0" in VERIFIERS.pins

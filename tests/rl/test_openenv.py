@@ -1,0 +1,136 @@
+"""`generate: openenv:URL` against a server that speaks OpenEnv's protocol: `/schema` and the messages of `/ws`."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from aiohttp import WSMsgType, web
+
+from nanodag.rl.environments.environment import Action, ToolCall
+from nanodag.rl.environments.openenv_session import OpenEnv
+
+RECORD = {"messages": [{"role": "user", "content": "Play."}], "metadata": {"reset": {"level": 2}}}
+TEXT = {"type": "string"}
+SCHEMAS = {  # as pydantic writes those of OpenEnv's own actions
+    "guess": {"title": "GuessAction", "properties": {"metadata": {}, "guess": TEXT}, "required": ["guess"]},
+    "move": {"title": "MoveAction", "properties": {"metadata": {}, "x": {"type": "integer"}, "why": TEXT},
+             "required": ["x"]},
+    "tools": {"title": "CallToolAction", "properties": {"type": {}, "tool_name": TEXT}, "required": ["tool_name"]},
+}  # fmt: skip
+
+
+class Game:
+    """One session of each kind: three steps, or `end`, end it."""
+
+    def __init__(self, kind):
+        self.kind, self.steps = kind, 0
+
+    def answer(self, message):
+        data = message["data"]
+        if message["type"] == "reset":
+            observation = {"text": f"level {data['level']} seed {data['seed']}"}
+            return {"observation": observation, "reward": None, "done": False}
+        if data.get("type") == "list_tools":
+            schema = {"type": "object", "properties": {"word": TEXT}, "required": ["word"]}
+            tools = [{"name": "look", "description": "Looks.", "input_schema": schema}]
+            return {"observation": {"tools": tools}, "reward": None, "done": False}
+        self.steps += 1
+        done = self.steps == 3 or data.get("guess") == "end"
+        if self.kind == "tools":
+            error = {"error_type": "invalid_args", "message": "no"} if data["arguments"]["word"] == "bad" else None
+            observation = {"tool_name": "look", "result": {"data": data["arguments"]["word"].upper()}, "error": error}
+        elif self.kind == "move":
+            observation = {"at": data["x"], "hint": "", "walls": [1]}
+        else:
+            if data["guess"] == "crash":
+                raise ValueError("boom")
+            observation = {"text": f"not {data['guess']}", "hint": ""}
+        return {"observation": observation, "reward": 0.25, "done": done}
+
+
+async def session(request):
+    socket, game = web.WebSocketResponse(), Game(request.match_info["kind"])
+    await socket.prepare(request)
+    async for message in socket:
+        if message.type != WSMsgType.TEXT:
+            break
+        try:
+            answer = {"type": "observation", "data": game.answer(json.loads(message.data))}
+        except ValueError as error:
+            answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
+        await socket.send_str(json.dumps(answer))
+    return socket
+
+
+async def schema(request):
+    return web.json_response({"action": SCHEMAS[request.match_info["kind"]], "observation": {}, "state": {}})
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The server's address."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    found = []
+
+    async def serve():
+        app = web.Application()
+        app.add_routes([web.get("/{kind}/schema", schema), web.get("/{kind}/ws", session)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        found.append(site._server.sockets[0].getsockname()[1])
+        started.set()
+        return runner
+
+    def run():
+        runner = loop.run_until_complete(serve())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert started.wait(10)
+    yield f"http://127.0.0.1:{found[0]}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def begun(url, **options):
+    game = OpenEnv(url=url, **options)
+    return game, game.reset(seed=5 + (1 << 40), record=RECORD)
+
+
+def test_an_action_of_one_text_is_what_the_policy_says(server):
+    game, heard = begun(f"{server}/guess")
+    assert heard == [{"role": "user", "content": "Play.\n\nlevel 2 seed 5"}] and game.tools() == []
+    assert game.step(Action("7")) == ("not 7", 0.25, False, {})
+    assert game.step(Action("end"))[2] is True
+    with pytest.raises(ValueError, match=r"refuses step: .*boom"):
+        game.step(Action("crash"))
+
+
+def test_the_tools_of_an_mcp_environment_are_called_each_in_a_step_and_speech_ends_it(server):
+    game, _ = begun(f"{server}/tools")
+    (tool,) = game.tools()
+    assert tool["function"]["name"] == "look" and tool["function"]["parameters"]["required"] == ["word"]
+    calls = tuple(ToolCall("look", {"word": word}) for word in ("one", "bad"))
+    assert game.step(Action("", calls)) == (["ONE", "error: no"], 0.5, False, {})
+    assert game.step(Action("done")) == ([], 0.0, True, {})
+
+
+def test_an_action_of_other_fields_is_a_tool_with_these_arguments(server):
+    game, _ = begun(f"{server}/move")
+    assert game.tools()[0]["function"]["parameters"]["required"] == ["x"]
+    assert game.step(Action("", (ToolCall("act", {"x": 3}),))) == ('{"at": 3, "walls": [1]}', 0.25, False, {})
+    assert begun(f"{server}/move", observation="at")[0].step(Action("", (ToolCall("act", {"x": 3}),)))[0] == "3"
+    assert begun(f"{server}/move", action="why")[0].tools() == []
+    with pytest.raises(ValueError, match=r"has no field 'y'; it has x, why"):
+        OpenEnv(url=f"{server}/move", action="y")
+
+
+def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9 does not tell its schema"):
+        OpenEnv(url="http://127.0.0.1:9")

@@ -1,0 +1,275 @@
+"""Rollouts that exist (`rollout.source: file:PATH`): finding, choosing and training them."""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanodag.errors import ConfigError, SourceError, StageFailed
+from nanodag.rl.control.checks import check_source
+from nanodag.rl.control.facts import ModelFacts
+from nanodag.rl.control.one_side import SavedRollouts, best_of
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, read_rollouts, sampled_span, write_rollouts
+from nanodag.rl.rollouts.saved import GREEDY, REPLAYED, check_steps, read_saved, saved_files
+from nanodag.run.build_stage import key_of
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.viewer.export import export_rollouts
+from nanodag.viewer.shelf import Shelf
+from tests.rl.fakes import config
+from tests.rl.stages import (
+    end_group,
+    make_job,
+    metrics,
+    run,
+    same_in_the_end,
+    slow_rewards,
+    start,
+    wait_for_step,
+)
+
+
+def answer(prompt: str, index: int, text: str, reward: float | None, **more) -> Rollout:
+    ids = list(text.encode())
+    values = {"prompt_id": prompt, "group_id": f"{prompt}@0", "sample_index": index, "reward": reward}
+    spans = (prompt_span(prompt.encode()), sampled_span(ids, [-0.5] * len(ids), 3))
+    return Rollout(**{**values, "spans": spans, "finish_reason": "stop", **more})
+
+
+def unknown(rollout: Rollout) -> Rollout:
+    """The same without log-probabilities."""
+    return replace(rollout, spans=tuple(replace(s, logprobs=()) for s in rollout.spans))
+
+
+def group(prompt: str) -> list[Rollout]:
+    return [answer(prompt, 0, "good", 1.0), answer(prompt, 1, "bad", 0.0)]
+
+
+def facts(vocabulary: int) -> ModelFacts:
+    return ModelFacts(
+        num_matrix_parameters=1, num_head_parameters=1, num_bytes=1, max_positions=64, vocab_size=vocabulary
+    )
+
+
+def source(path: Path, **values) -> SavedRollouts:
+    values = {"source": f"file:{path}", "num_steps": 3, "micro_batch_tokens": 16} | values
+    return SavedRollouts(config(**values), facts(256))
+
+
+def taken(found: SavedRollouts, step: int) -> list[str]:
+    batch = asyncio.run(found.step(None, step))
+    assert [prompt.prompt_id for prompt, _ in batch.kept] == [members[0].prompt_id for _, members in batch.kept]
+    return [prompt.prompt_id for prompt, _ in batch.kept]
+
+
+def test_each_pass_over_a_file_has_every_group_once_in_an_order_of_its_own_whoever_asks(tmp_path):
+    names = "abcdef"
+    write_rollouts(tmp_path / "all.jsonl", [one for name in names for one in group(name)])
+    found = source(tmp_path / "all.jsonl", num_steps=30)
+    steps = [taken(found, step) for step in range(1, 31)]
+    passes = [[name for step in steps[start : start + 3] for name in step] for start in range(0, 30, 3)]
+    assert all(sorted(names_of_pass) == list(names) for names_of_pass in passes) and len(set(map(str, passes))) > 5
+    assert [taken(source(tmp_path / "all.jsonl", num_steps=30), step) for step in (30, 7)] == [steps[29], steps[6]]
+    groups = asyncio.run(found.step(None, 1)).kept + asyncio.run(found.step(None, 4)).kept
+    assert len({members[0].group_id for _, members in groups}) == 4  # one that comes again is another group
+
+
+def test_a_line_of_an_export_is_the_rollout_that_was_exported(tmp_path):
+    tool = Span(kind="tool", token_ids=(52,))
+    masked = replace(sampled_span([1, 2, 3], [-1.0, -2.0, 0.0], 5), mask=(0, 0, 1), versions=(5, 5, 6))
+    used = answer("p", 0, "ask", 0.5)
+    turns = replace(used, spans=(*used.spans, tool, masked))
+    kept = [turns, answer("p", 1, "x", 0.0), answer("p", 1, "y", 0.0, branch=1, role="judge"), unknown(group("q")[0])]
+    (tmp_path / "rollouts").mkdir()
+    write_rollouts(tmp_path / "rollouts" / "step-00000001.jsonl", kept)
+    save_tokenizer({bytes([value]): value for value in range(256)}, tmp_path)
+    shelf = Shelf(run="r", stage="rl", records=tmp_path, metrics=tmp_path / "m", model=tmp_path)
+    export_rollouts(shelf, tmp_path / "all.jsonl")
+    assert [saved.rollout for saved in read_saved(tmp_path / "all.jsonl")] == kept
+
+
+def test_what_is_no_example_is_left_out_by_reason_and_the_rest_is_trained(tmp_path):
+    long, alone = answer("long", 0, "x" * 20, 1.0), answer("alone", 0, "x", 1.0)
+    again = [replace(one, metadata={REPLAYED: 1}) for one in group("again")]
+    lines = [*group("kept"), long, alone, answer("none", 0, "x", None), *again]
+    write_rollouts(tmp_path / "all.jsonl", lines)
+    found = source(tmp_path / "all.jsonl")
+    assert taken(found, 1) == ["kept", "kept"]
+    assert dict(found._groups.left_out) == {"too_long": 1, "zero_spread": 1, "no_reward": 1}
+    with pytest.raises(ConfigError, match=r"no group to train on; left out: 2 reward_too_low.*Change rollout.filters"):
+        source(tmp_path / "all.jsonl", filters=[{"name": "mean_reward", "options": {"lowest": 2.0}}])
+
+
+def test_the_best_are_different_finished_answers_with_their_further_sequences():
+    members = [
+        answer("p", 0, "low", 0.2), answer("p", 1, "best", 1.0), answer("p", 1, "more", 1.0, branch=1),
+        answer("p", 1, "judged", 0.0, branch=2, role="judge"), answer("p", 2, "best", 1.0),
+        answer("p", 3, "cut", 1.0, finish_reason="length"), answer("p", 4, "good", 0.9),
+    ]  # fmt: skip
+    best = best_of(members, count=2, lowest=0.5)
+    assert [(one.sample_index, one.branch) for one in best] == [(1, 0), (1, 1), (4, 0)]
+
+
+def test_rollouts_without_log_probabilities_are_refused_by_name_unless_they_are_imitated(tmp_path):
+    for name, change, why in (
+        ("unknown", unknown, "no log-probabilities"),
+        ("greedy", lambda one: replace(one, metadata={GREEDY: True}), "greedy answers, which were not drawn"),
+    ):
+        write_rollouts(tmp_path / f"{name}.jsonl", [change(one) for one in group("p")])
+        with pytest.raises(ConfigError, match=f"{why}, and policy_loss gspo needs.*Set rollout.clone.best"):
+            source(tmp_path / f"{name}.jsonl", policy_loss="gspo")
+        found = source(tmp_path / f"{name}.jsonl", clone={"best": 1})
+        ((_, members), _) = asyncio.run(found.step(None, 1)).kept
+        assert [one.sample_index for one in members] == [0]
+
+
+def test_files_that_cannot_be_trained_are_refused_with_the_reason(tmp_path):
+    lines = tmp_path / "all.jsonl"
+    for text, why in (
+        ('{"format": 9, "spans": []}', "line 1: not a rollout: format is 9"),
+        ('{"messages": []}', "text without tokens is what an `sft` stage trains"),
+        ("{", "line 1: not a rollout"),
+    ):
+        lines.write_text(text)
+        with pytest.raises(SourceError, match=why):
+            source(lines)
+    write_rollouts(lines, group("p"))
+    with pytest.raises(SourceError, match="token id 112, and the model has 100: another tokenizer"):
+        SavedRollouts(config(source=f"file:{lines}", micro_batch_tokens=16), facts(100))
+    found = source(lines)
+    write_rollouts(lines, [*group("p"), *group("q")])
+    with pytest.raises(SourceError, match=r"all\.jsonl has changed since the stage began"):
+        taken(found, 1)
+    with pytest.raises(StageFailed, match=r"other files of rollout\.source"):
+        check_source(tmp_path, found.identity, source(lines).identity)
+    lines.unlink()
+    with pytest.raises(SourceError, match="has changed since the stage began"):
+        taken(found, 2)
+    (tmp_path / "all.parquet").touch()
+    for pattern, why in (("none*", "finds no file"), ("all.*", "all.parquet, which is no .jsonl")):
+        with pytest.raises(ConfigError, match=why):
+            saved_files(f"file:{tmp_path}/{pattern}")
+
+
+def test_a_folder_of_steps_is_trained_step_by_step_and_named_by_its_bytes(tmp_path):
+    for name, text in (("step-00000001", "a"), ("step-00000001.dropped", "b"), ("step-00000002", "a")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "step-00000001.scores-0.jsonl").touch()
+    found = saved_files(f"file:{tmp_path}")
+    assert [path.stem for path in found.files] == ["step-00000001", "step-00000002"]
+    before = found.identity()
+    assert list(before["steps"]) == ["1", "2"] and before["steps"]["1"] == before["steps"]["2"]
+    (tmp_path / "step-00000002.jsonl").write_text("c")
+    assert found.identity() != before
+    with pytest.raises(ConfigError, match="no step 3, and num_steps is 4"):
+        check_steps(found, num_steps=4)
+    pooled = saved_files(f"file:{tmp_path}/step-*.jsonl")
+    assert len(pooled.files) == 3 and not pooled.steps  # dropped ones too, for filters to judge
+    check_steps(pooled, num_steps=4)
+
+
+def test_a_key_holds_the_bytes_of_the_files_and_not_their_place(tmp_path):
+    run_of = SimpleNamespace(pipeline=SimpleNamespace(mirror="none"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "answer": ""}\n')
+    keys = []
+    for store, lines in (("one", group("p")), ("two", group("p")), ("two", group("q"))):
+        records = tmp_path / store / "records" / "rollouts"
+        records.mkdir(parents=True, exist_ok=True)
+        write_rollouts(records / "step-00000001.jsonl", lines)
+        stage = config(data=[f"file:{tmp_path}/prompts.jsonl"], source=f"file:{records}")
+        keys.append(key_of(run_of, stage, {})[0])
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"clone": {"best": 1}}, "clone.best 1 chooses from files, and source is samplers"),
+        (
+            {"source": "file:/r", "clone": {"best": 1}, "advantage": "rloo"},
+            "advantage rloo means nothing with rollout.clone",
+        ),
+        ({"source": "file:/r", "clone": {"lowest_reward": 0.5}}, "means nothing with clone.best 0"),
+        (
+            {"source": "file:/r", "replay": {"share": 0.5}, "correction": "tis"},
+            "replay.share 0.5 keeps what samplers made",
+        ),
+        ({"source": "rollouts.jsonl"}, "source"),
+        ({"source": "file:/r", "num_epochs": 2.0}, "num_epochs 2 with rollout.source file:/r"),
+        ({"replay": {"share": 0.5}}, "trains what older weights sampled, and algorithm.correction is none"),
+        ({"replay": {"share": 0.1}, "correction": "tis"}, "share 0.1 of prompts_per_step 2 is 0 groups"),
+        ({"replay": {"share": 0.5, "max_staleness": 1}, "max_staleness": 1, "correction": "tis"}, "is not above"),
+    ],
+)
+def test_settings_of_earlier_rollouts_that_do_not_fit_together_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        config(**values)
+
+
+@pytest.fixture
+def demonstrations(tmp_path):
+    """Answers of an unknown policy: letters are good, digits are not."""
+    lines = [
+        answer(f"p{n}", index, text, reward)
+        for n in range(4)
+        for index, (text, reward) in enumerate((("abcd", 1.0), ("ab1", 0.5), ("1234", 0.0)))
+    ]
+    path = tmp_path / "demonstrations.jsonl"
+    write_rollouts(path, [unknown(one) for one in lines])
+    return path
+
+
+def test_imitation_trains_the_mean_negative_log_likelihood_of_the_best_answers(demonstrations, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    values = {"prompts_per_step": 4, "num_steps": 6, "eval_prompts": 0, "checkpoint_every": 9}
+    job = make_job(tmp_path, source=f"file:{demonstrations}", clone={"best": 2, "lowest_reward": 0.5}, **values)
+    run(job)
+    model = AutoModelForCausalLM.from_pretrained(job.inputs["model"])
+    losses = []
+    for n, text in itertools.product(range(4), ("abcd", "ab1")):
+        ids = torch.tensor([[*f"p{n}".encode(), *text.encode()]])
+        logprobs = model(ids).logits[0, 1:-1].double().log_softmax(-1)
+        losses += logprobs.gather(1, ids[0, 2:, None]).neg().flatten().tolist()
+    steps = metrics(job)
+    assert steps[0]["loss"] == pytest.approx(statistics.fmean(losses), abs=1e-5)
+    assert steps[5]["loss"] < steps[0]["loss"] - 1.0
+    assert steps[0]["trained_tokens"] == 28 and steps[0]["sampled_tokens"] == 0
+    assert not [name for name in steps[0] if "mismatch" in name or "staleness" in name]
+    assert not list(job.workspace.glob("sampler-*.log"))
+    told = json.loads((job.workspace / "result.json").read_text())["metrics"]
+    assert told["version"] == 6 and not [name for name in told if "reward" in name or "spread" in name]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_and_started_again_a_stage_on_a_file_ends_on_the_same_bytes(demonstrations, tmp_path, num_ranks):
+    known = [replace(one, spans=(one.spans[0], sampled_span(one.response_token_ids, [-5.6] * one.num_sampled, 0)))
+             for one in read_rollouts(demonstrations)]  # fmt: skip
+    write_rollouts(demonstrations, known)
+    values = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3, "correction": "tis", "updates_per_step": 2}
+    values |= {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
+    jobs = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        jobs.append(make_job(tmp_path / name, source=f"file:{demonstrations}", **values))
+        slow_rewards(tmp_path / name)
+    undisturbed, job = jobs
+    run(undisturbed)
+    moment = random.Random(os.getpid())
+    process = start(job)
+    wait_for_step(job, process, moment.randint(2, 4))
+    time.sleep(moment.random() * 0.1)
+    end_group(process)
+    run(job)
+    same_in_the_end(job, undisturbed)
+    steps = metrics(job)
+    assert [line["step"] for line in metrics(job, "eval")] == [0, 3, 6]
+    assert all(line["rollouts"] == 6 and line["correction"] != 1.0 for line in steps)
