@@ -95,6 +95,13 @@ class SamplerConfig(Section):
         return bool(self.urls) or self.urls_file != "none"
 
 
+OF_POLICY_LOSSES = (
+    "advantage", "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative", "correction",
+    "correction_cap", "correction_floor", "correction_veto", "opsm_limit",
+)  # fmt: skip
+"""Settings of the algorithm section that mean nothing where answers are imitated."""
+
+
 class CloneConfig(Section):
     """Imitation of the best answers in files: the mean of their tokens' negative log-likelihood, as in SFT, takes the
     place of advantages, policy loss, correction and filters. Only this can train records without log-probabilities."""

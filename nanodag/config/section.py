@@ -1,6 +1,6 @@
 """What every part of the config shares: its base class, kinds of numbers, and fields that do not change a result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -90,3 +90,10 @@ def in_sections(stage: type[BaseModel], table: Mapping[str, Any]) -> dict[str, A
             raise ConfigError(f"{name} stands twice: by its short name, and in the section {home}. Keep one.")
         full[home] = {**section, name: value}
     return full
+
+
+def refuse_unused(section: Section, names: Collection[str], why: str) -> None:
+    """Raise ValueError for a setting, other than its default, that nothing would look at."""
+    for name in sorted(names):
+        if (value := getattr(section, name)) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} {value} means nothing with {why}; leave it out, or change the latter")

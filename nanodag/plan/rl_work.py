@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanodag.config.footprint import width_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_sections import HELD_OUT
+from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import cpu_work, processes

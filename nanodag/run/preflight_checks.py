@@ -22,7 +22,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
-from nanodag.config.rl_sections import PolicyBenchmarkConfig
+from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter

@@ -7,27 +7,14 @@ from pydantic import Field, field_validator, model_validator
 from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.rl_entries import RewardConfig
-from nanodag.config.rl_parts import CriticConfig, SamplerConfig, TeacherConfig
-from nanodag.config.rl_sections import (
-    HELD_OUT,
-    AlgorithmSection,
-    EvaluationSection,
-    OptimizerSection,
-    RolloutSection,
-    WeightsSection,
-    refuse_unused,
-)
-from nanodag.config.section import Auto, Positive, operational
+from nanodag.config.rl_evaluation import HELD_OUT, EvaluationSection
+from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, SamplerConfig, TeacherConfig
+from nanodag.config.rl_sections import AlgorithmSection, OptimizerSection, RolloutSection, WeightsSection
+from nanodag.config.section import Auto, Positive, operational, refuse_unused
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address
-
-OF_POLICY_LOSSES = (
-    "advantage", "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative", "correction",
-    "correction_cap", "correction_floor", "correction_veto", "opsm_limit",
-)  # fmt: skip
-"""Settings of the algorithm section that mean nothing where answers are imitated."""
 
 
 class RLStage(StageBase):
