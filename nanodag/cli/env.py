@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-env_app = typer.Typer(help="Packages of environments, each in a Python environment of its own.", no_args_is_help=True)
+env_app = typer.Typer(help="Packages of environments, in Pythons of their own.", no_args_is_help=True)
 
 
 @env_app.command()
