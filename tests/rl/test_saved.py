@@ -126,7 +126,7 @@ def test_rollouts_without_log_probabilities_are_refused_by_name_unless_they_are_
         write_rollouts(tmp_path / f"{name}.jsonl", [change(one) for one in group("p")])
         with pytest.raises(ConfigError, match=f"{why}, and policy_loss gspo needs.*Set rollout.clone.best"):
             source(tmp_path / f"{name}.jsonl", policy_loss="gspo")
-        found = source(tmp_path / f"{name}.jsonl", clone={"best": 1})
+        found = source(tmp_path / f"{name}.jsonl", clone={"best": 1}, filters=[])
         ((_, members), _) = asyncio.run(found.step(None, 1)).kept
         assert [one.sample_index for one in members] == [0]
 

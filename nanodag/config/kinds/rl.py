@@ -144,7 +144,7 @@ class RLStage(StageBase):
             return
         what = f"rollout.clone.best {rollout.clone.best}"
         refuse_unused(algorithm, OF_POLICY_LOSSES, what)
-        refuse_unused(rollout, ["filters"], what)
+        refuse_unused(rollout, ["filters"] if rollout.filters else [], what)
         if algorithm.kl_in == "reward" or algorithm.teacher != TeacherConfig():
             raise ValueError(f"{what} has no advantages, which kl_in: reward and a teacher change; leave them out")
 
