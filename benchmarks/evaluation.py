@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.data.config import SourceConfig
 from nanodag.worker.launch import worker_environment
 
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -39,15 +40,36 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A benchmark. bar: how many times as fast ours is to be."""
+    """A benchmark. bar: how many times as fast ours is to be. examples: where num_examples worked ones come from."""
 
     bar: float
     source: str
     form: str
+    examples: str = ""
+    num_examples: int = 0
+
+    def config(self, name: str, items: int) -> BenchmarkConfig:
+        """As an eval stage has it."""
+        fewshot = SourceConfig(url=self.examples) if self.examples else None
+        return BenchmarkConfig(
+            name=name,
+            form=self.form,
+            source=self.source,
+            limit=items,
+            fewshot=fewshot,
+            num_fewshot=self.num_examples,
+        )
 
 
 CASES = {
     "arc_easy": Case(bar=3, source="hub:allenai/ai2_arc/ARC-Easy:validation", form="arc_easy"),
+    "arc_easy_3_examples": Case(
+        bar=3,
+        source="hub:allenai/ai2_arc/ARC-Easy:validation",
+        form="arc_easy",
+        examples="hub:allenai/ai2_arc/ARC-Challenge:validation",
+        num_examples=3,
+    ),
     "piqa": Case(bar=3, source="hub:baber/piqa/default:validation", form="piqa"),
     "mmlu": Case(bar=3, source="hub:cais/mmlu/all:test", form="mmlu"),
     "winogrande": Case(bar=1.3, source="hub:allenai/winogrande/winogrande_xl:validation", form="winogrande"),
@@ -182,8 +204,7 @@ def serve_side(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             name, batch = json.loads(line)
-            case = CASES[name]
-            config = BenchmarkConfig(name=name, form=case.form, source=case.source, limit=args.items)
+            config = CASES[name].config(name, args.items)
             model.batch_size_per_gpu = batch
             tokens = getattr(model, "tokens_read", 0) + getattr(model, "tokens_written", 0)
             asked_s, began = 0.0, time.process_time()

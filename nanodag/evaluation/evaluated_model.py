@@ -366,13 +366,17 @@ class EvaluatedModel(TemplateLM):
 
     def score(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
         """Scores of every answer of every question, in order."""
-        self.tokens_read += sum(question.num_tokens for question in questions)
+
+        def count(num_done: int, num_tokens: int) -> None:
+            self.tokens_read += num_tokens
+            self.on_progress(num_done, len(questions))
+
         return score_questions(
             self.models,
             questions,
             micro_batch_tokens=self._micro_batch_tokens,
             max_positions=self.max_positions,
-            on_batch=lambda done: self.on_progress(done, len(questions)),
+            on_batch=count,
             kept=self.kept,
         )
 

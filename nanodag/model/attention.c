@@ -1,9 +1,10 @@
 /* Attention of training on CPU cores, forward and backward; cpu_attention.py calls it.
 
-Tokens lie in groups of pieces. Each token attends to the tokens of its piece up to itself; in all pieces but a group's
-first also to the whole first piece. So a packed document is a group of one piece, and a prompt with its responses one
-of several. Only pairs of tokens that are seen are computed, but for the corners of blocks. Of a piece only the last
-tokens may ask: then queries, and what belongs to them, have rows of their own.
+Tokens lie in groups of pieces, each of which may go on from another one before it. Each token attends to the tokens of
+its piece up to itself, and to all those of the pieces that this one goes on from. So a packed document is a group of one
+piece, a prompt with its responses one of several, and questions behind the same examples a deeper tree. Only pairs of
+tokens that are seen are computed, but for the corners of blocks. Of a piece only the last tokens may ask: then queries,
+and what belongs to them, have rows of their own.
 
 Everything is computed in float32, whatever the tensors hold. Of the probabilities only the logarithm of each row's sum
 is kept: to compute them again takes less time than to move them from and to memory. Every sum has one order, whatever
@@ -30,6 +31,7 @@ typedef struct {
     int64_t num_groups, num_heads, num_kv_heads, head_dim, is_bf16, longest; /* longest: keys that a token can see */
     const int64_t *groups; /* (num_groups + 1,): the first piece of each; the last is the number of pieces */
     const int64_t *pieces; /* (pieces, 2): first token, number of tokens */
+    const int64_t *before;  /* (pieces,): tokens of those that it goes on from; pieces in the order of a walk down the tree */
     const int64_t *queries; /* (pieces, 2): first row of its queries, their number: of the last tokens */
     float *logsumexp;       /* (Q, H) */
     Tokens query, key, value, output, d_output, d_query, d_key, d_value;
@@ -246,13 +248,14 @@ static void attend_back(const Attention *a, const Scratch *s, int64_t first, int
     }
 }
 
-/* One key-value head of one group. The keys of its first piece stay where they are, those of each other one follow. */
+/* One key-value head of one group. Keys lie behind those of the pieces that theirs goes on from, which stay where they
+are. Backward, a piece goes on from the first one or from none. */
 static void group(const Attention *a, const Scratch *s, int64_t number, int64_t kv_head, int backward) {
     const int64_t D = a->head_dim, heads = a->num_heads / a->num_kv_heads;
     const int64_t *first = a->pieces + 2 * a->groups[number], *end = a->pieces + 2 * a->groups[number + 1];
-    const int64_t *asks = a->queries + 2 * a->groups[number];
-    for (const int64_t *piece = first; piece < end; piece += 2, asks += 2) {
-        int64_t before = piece == first ? 0 : first[1], at = before * D;
+    const int64_t *asks = a->queries + 2 * a->groups[number], *seen = a->before + a->groups[number];
+    for (const int64_t *piece = first; piece < end; piece += 2, asks += 2, seen++) {
+        int64_t before = *seen, at = before * D;
         take(a, a->key, piece[0], piece[1], kv_head, 1, s->keys + at);
         take(a, a->value, piece[0], piece[1], kv_head, 1, s->values + at);
         transpose(piece[1], D, s->keys + at, before, s->key_panels);

@@ -28,18 +28,30 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Which tokens attend to which: to those of their piece up to themselves and, in all pieces but a group's first, to
-    the whole first piece. All tokens lie in a piece.
+    """Which tokens attend to which: to those of their piece up to themselves, and to all of the pieces that it goes on
+    from. All tokens lie in a piece.
 
     groups: (G + 1,) int64, the first piece of each group; at last the number of pieces. pieces: (P, 2) int64, first
-    token and number of tokens. longest: keys that a token can see. queries: (P, 2) int64, of each piece the first row
-    of its queries and their number: all its tokens ask, or the last ones only.
+    token and number of tokens; a group's in the order of a walk down its tree. before: (P,) int64, the tokens of the
+    pieces that each goes on from. queries: (P, 2) int64, of each piece the first row of its queries and their number:
+    all its tokens ask, or the last ones only.
     """
 
     groups: np.ndarray
     pieces: np.ndarray
-    longest: int
+    before: np.ndarray
     queries: np.ndarray
+
+    @property
+    def longest(self) -> int:
+        """Keys that a token can see."""
+        return int((self.before + self.pieces[:, 1]).max(initial=0))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all pieces of a group go on from its first, or from none: what a backward pass takes."""
+        first = np.repeat(self.pieces[self.groups[:-1], 1], np.diff(self.groups))
+        return bool(((self.before == 0) | (self.before == first)).all())
 
 
 def pieces_of_documents(document_ids: np.ndarray) -> Pieces:
@@ -49,7 +61,7 @@ def pieces_of_documents(document_ids: np.ndarray) -> Pieces:
     starts = np.flatnonzero(begins)
     lengths = np.diff(starts, append=document_ids.size)
     pieces = np.ascontiguousarray(np.stack([starts, lengths], axis=1))
-    return Pieces(np.arange(len(starts) + 1), pieces, int(lengths.max(initial=0)), pieces)
+    return Pieces(np.arange(len(starts) + 1), pieces, np.zeros(len(starts), np.int64), pieces)
 
 
 def can_attend(query: Tensor) -> bool:
@@ -75,6 +87,7 @@ class CpuAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
+        assert ctx.pieces.is_flat, "pieces that go on from others than their group's first have no gradient"
         gradients = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (query, key, value)]
         _run(
             ctx.pieces,
@@ -97,7 +110,7 @@ class _Tokens(Structure):
 class _Attention(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "num_heads", "num_kv_heads", "head_dim", "is_bf16", "longest")),
-        *((name, c_void_p) for name in ("groups", "pieces", "queries", "logsumexp")),
+        *((name, c_void_p) for name in ("groups", "pieces", "before", "queries", "logsumexp")),
         *((name, _Tokens) for name in ("query", "key", "value", "output", "d_output", "d_query", "d_key", "d_value")),
     ]
 
@@ -119,6 +132,7 @@ def _run(pieces: Pieces, logsumexp: Tensor, *, backward: bool, **tensors: Tensor
         longest=pieces.longest,
         groups=pieces.groups.ctypes.data,
         pieces=pieces.pieces.ctypes.data,
+        before=pieces.before.ctypes.data,
         queries=pieces.queries.ctypes.data,
         logsumexp=logsumexp.data_ptr(),
         **{name: _Tokens(tensor.data_ptr(), tensor.stride(0)) for name, tensor in tensors.items()},

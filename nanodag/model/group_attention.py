@@ -1,13 +1,14 @@
-"""Attention for a row in which several responses share one prompt: RL's rollouts of a group, a question's answers.
+"""Attention for a row in which sequences share what they begin with: RL's rollouts of a group, a question's answers,
+questions behind the same examples.
 
-Every prompt attends causally to itself; every response to its prompt and causally to itself. Linear layers run over the
-packed row without padding. Which way, by what the device does well; none holds a mask of queries by keys:
+Every sequence attends causally to itself, and to all of those that it goes on from. Linear layers run over the packed
+row without padding. Which way, by what the device does well; none holds a mask of queries by keys:
 - `own`: a CPU, heads of a multiple of 16: our own code takes the row as it is (nanodag.model.cpu_attention);
-- `flash`: CUDA where flash attention takes it: prompts and responses are sequences of variable length, without padding,
-  and the keys of a response are its prompt's and its own;
-- `causal`: elsewhere: each response behind its prompt, as a row of its own.
+- `flash`: CUDA where flash attention takes it: sequences of variable length, without padding, and the keys of each are
+  those of the ones that it goes on from, and its own;
+- `causal`: elsewhere: each sequence that none goes on from behind those that it goes on from, as a row of its own.
 
-Letters beyond those of packing: Q tokens that ask, H query heads, K key-value heads, D head width.
+Letters beyond those of packing: S sequences, Q tokens that ask, H query heads, K key-value heads, D head width.
 """
 
 from collections.abc import Callable
@@ -26,12 +27,15 @@ from nanodag.model.cpu_attention import CpuAttention, Pieces, can_attend
 Way = Literal["own", "flash", "causal"]
 Flat = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (T or Q, H, D), key and value (T, K, D) -> as the query."""
+Sequences = NDArray[np.int64]
+"""(S, 3) int64, by their start in the row: start, length, and the number of the one that a sequence goes on from, -1
+for none. What goes on from one follows it before any that does not."""
 Places = NDArray[np.int64] | None
 
 
 class GroupedRow(Protocol):
     """prompts: (G, 2) int64, start and length in the row. responses: (R, 3) int64, start, length, number of the prompt;
-    each lies behind its prompt, and each prompt has one, which may be empty. num_tokens: of the row."""
+    each lies behind its prompt, and may be empty."""
 
     @property
     def prompts(self) -> NDArray[np.int64]: ...
@@ -39,22 +43,33 @@ class GroupedRow(Protocol):
     @property
     def responses(self) -> NDArray[np.int64]: ...
 
-    @property
-    def num_tokens(self) -> int: ...
+
+def group_attention(row: GroupedRow) -> Attend:
+    """The Attend of prompts and responses."""
+    return tree_attention(sequences_of(row))
 
 
-def group_attention(row: GroupedRow, places: Places = None) -> Attend:
+def sequences_of(row: GroupedRow) -> Sequences:
+    """A row's prompts, each with its responses after it, as they lie in the row."""
+    responses = row.responses[row.responses[:, 1] > 0]
+    order = np.argsort(np.concatenate([row.prompts[:, 0], responses[:, 0]]))
+    found = np.concatenate([row.prompts, responses[:, :2]])[order]
+    behind = np.concatenate([np.full(len(row.prompts), -1), np.argsort(order)[responses[:, 2]]])[order]
+    return np.column_stack([found, behind])
+
+
+def tree_attention(sequences: Sequences, places: Places = None) -> Attend:
     """The Attend of one row: query (1, T, H, D), key and value (1, T, K, D) -> (1, T, H, D). What it needs to know of
     the row is laid out on the query's device when it is first called.
 
-    places: (Q,) ascending, the tokens that ask, where not all do: of each prompt and each response the last ones. Then
-    query is (1, Q, H, D), and so is what is returned.
+    places: (Q,) int64, ascending, the tokens that ask, where not all do: of each sequence the last ones. Then query is
+    (1, Q, H, D), and so is what is returned.
     """
     made: list[Flat] = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not made:
-            made.append(WAYS[way_of(query)](row, places, query.device))
+            made.append(WAYS[way_of(query)](sequences, places, query.device))
         return made[0](query[0], key[0], value[0])[None]
 
     return attend
@@ -67,29 +82,39 @@ def way_of(query: Tensor) -> Way:
     return "own" if can_attend(query) else "causal"
 
 
-def _own(row: GroupedRow, places: Places, device: torch.device) -> Flat:
-    pieces = pieces_of(row, places)
+def _own(sequences: Sequences, places: Places, device: torch.device) -> Flat:
+    pieces = pieces_of(sequences, places)
     return lambda query, key, value: CpuAttention.apply(query, key, value, pieces)
 
 
-def pieces_of(row: GroupedRow, places: Places = None) -> Pieces:
-    """The row's prompts, each with its responses after it, as they lie in the row."""
-    order = np.argsort(np.concatenate([row.prompts[:, 0], row.responses[:, 0]]), kind="stable")
-    pieces = np.concatenate([row.prompts, row.responses[:, :2]])[order]
-    groups = np.append(np.flatnonzero(order < len(row.prompts)), len(pieces))
-    seen = row.prompts[row.responses[:, 2], 1] + row.responses[:, 1]
-    longest = int(max(row.prompts[:, 1].max(), seen.max(initial=0)))
-    return Pieces(groups, pieces, longest, pieces if places is None else _asking(pieces, places))
+def pieces_of(sequences: Sequences, places: Places = None) -> Pieces:
+    """The sequences for our own code."""
+    pieces = np.ascontiguousarray(sequences[:, :2])
+    groups = np.append(np.flatnonzero(sequences[:, 2] < 0), len(sequences))
+    before = np.zeros(len(sequences), np.int64)
+    for number in np.flatnonzero(sequences[:, 2] >= 0).tolist():
+        parent = sequences[number, 2]
+        before[number] = before[parent] + sequences[parent, 1]
+    return Pieces(groups, pieces, before, pieces if places is None else _asking(pieces, places))
 
 
-def _asking(sequences: np.ndarray, places: NDArray[np.int64]) -> np.ndarray:
-    """Of each sequence, start and length (S, 2): the first row of its queries and their number, (S, 2) int64."""
-    rows = np.searchsorted(places, np.stack([sequences[:, 0], sequences.sum(1)], axis=1))
-    return np.ascontiguousarray(np.stack([rows[:, 0], rows[:, 1] - rows[:, 0]], axis=1))
+def _asking(pieces: np.ndarray, places: NDArray[np.int64]) -> np.ndarray:
+    """Of each piece, start and length (S, 2): the first row of its queries and their number, (S, 2) int64."""
+    rows = np.searchsorted(places, np.stack([pieces[:, 0], pieces.sum(1)], axis=1))
+    return np.stack([rows[:, 0], rows[:, 1] - rows[:, 0]], axis=1)
 
 
-def _flash(row: GroupedRow, places: Places, device: torch.device) -> Flat:
-    key_places, num_queries, num_keys = flash_layout(row, places)
+def _keys_of(sequences: Sequences) -> list[np.ndarray]:
+    """The places of what each sequence sees: those that it goes on from, and itself."""
+    found: list[np.ndarray] = []
+    for start, length, behind in sequences.tolist():
+        own = np.arange(start, start + length)
+        found.append(own if behind < 0 else np.concatenate([found[behind], own]))
+    return found
+
+
+def _flash(sequences: Sequences, places: Places, device: torch.device) -> Flat:
+    key_places, num_queries, num_keys = flash_layout(sequences, places)
     arrays = (key_places, *(np.cumsum([0, *lengths], dtype=np.int32) for lengths in (num_queries, num_keys)))
     keys_at, query_starts, key_starts = (on_device(array, device) for array in arrays)
     bounds = Boundaries(query_starts, key_starts, int(num_queries.max()), int(num_keys.max()))
@@ -100,32 +125,23 @@ def _flash(row: GroupedRow, places: Places, device: torch.device) -> Flat:
     return attend
 
 
-def flash_layout(row: GroupedRow, places: Places = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts and responses as sequences in the row's own order, so that its queries need not be moved: the places of
-    their keys one after the other, (U,) int64; and the number of queries and of keys of each, (S,) int64. A sequence
-    that asks nothing is left out."""
-    prompts = [(start, length, start, 0) for start, length in row.prompts.tolist()]
-    responses = [
-        (start, length, *row.prompts[prompt].tolist()) for start, length, prompt in row.responses.tolist() if length
-    ]
-    sequences = np.array(sorted(prompts + responses))
+def flash_layout(sequences: Sequences, places: Places = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The sequences in the row's own order, so that its queries need not be moved: the places of their keys one after
+    the other, (U,) int64; and the number of queries and of keys of each, (S,) int64. One that asks nothing is left out.
+    """
     num_queries = sequences[:, 1] if places is None else _asking(sequences[:, :2], places)[:, 1]
-    sequences, num_queries = sequences[num_queries > 0], num_queries[num_queries > 0]
-    keys_at = [
-        np.concatenate([np.arange(before, before + shared), np.arange(start, start + length)])
-        for start, length, before, shared in sequences
-    ]
-    return np.concatenate(keys_at), num_queries, np.array([len(own) for own in keys_at])
+    keys = [own for own, count in zip(_keys_of(sequences), num_queries.tolist(), strict=True) if count]
+    return np.concatenate(keys), num_queries[num_queries > 0], np.array([len(own) for own in keys])
 
 
-def _causal(row: GroupedRow, places: Places, device: torch.device) -> Flat:
-    in_rows, back = (on_device(array, device) for array in causal_layout(row))
+def _causal(sequences: Sequences, places: Places, device: torch.device) -> Flat:
+    in_rows, back = (on_device(array, device) for array in causal_layout(sequences))
     asking = None if places is None else on_device(places, device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
         if asking is not None:  # such a row is computed whole: the others ask with zeros, and are not answered
-            query = query.new_zeros(row.num_tokens, *query.shape[1:]).index_copy(0, asking, query)
+            query = query.new_zeros(len(back), *query.shape[1:]).index_copy(0, asking, query)
         rows = [_picked(tensor, in_rows) for tensor in (query, key, value)]
         out = scaled_dot_product_attention(
             rows[0], _repeated(rows[1], repeats), _repeated(rows[2], repeats), is_causal=True
@@ -135,22 +151,22 @@ def _causal(row: GroupedRow, places: Places, device: torch.device) -> Flat:
     return attend
 
 
-def causal_layout(row: GroupedRow) -> tuple[np.ndarray, np.ndarray]:
-    """Each response behind its prompt in a row of its own, (R, longest) int64, places in the row, padding points at
-    place 0; and (T,) int64, the place of each token in them, flattened: a prompt's before its first response."""
-    prompts, responses = row.prompts.tolist(), row.responses.tolist()
-    longest = max(prompts[prompt][1] + length for _, length, prompt in responses)
-    places = np.zeros((len(responses), longest), np.int64)
-    back = np.zeros(row.num_tokens, np.int64)
-    for number, (start, length, prompt) in reversed(list(enumerate(responses))):
-        before, shared = prompts[prompt]
-        own = np.concatenate([np.arange(before, before + shared), np.arange(start, start + length)])
-        places[number, : len(own)] = own
-        back[own] = number * longest + np.arange(len(own))
+def causal_layout(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence that none goes on from, with those that it goes on from, in a row of its own, (R, longest) int64,
+    places in the row, padding points at place 0; and (T,) int64, the place of each token in them, flattened: that of
+    what several go on from in the first of their rows."""
+    ends = sorted(set(range(len(sequences))) - set(sequences[:, 2].tolist()))
+    keys = _keys_of(sequences)
+    longest = max(len(keys[end]) for end in ends)
+    places = np.zeros((len(ends), longest), np.int64)
+    back = np.zeros(int(sequences[:, :2].sum(1).max()), np.int64)
+    for number, end in reversed(list(enumerate(ends))):
+        places[number, : len(keys[end])] = keys[end]
+        back[keys[end]] = number * longest + np.arange(len(keys[end]))
     return places, back
 
 
-WAYS: dict[Way, Callable[[GroupedRow, Places, torch.device], Flat]] = {
+WAYS: dict[Way, Callable[[Sequences, Places, torch.device], Flat]] = {
     "own": _own,
     "flash": _flash,
     "causal": _causal,

@@ -1,14 +1,15 @@
 """Log-probabilities of answers under a model, a question's context computed once for all its answers.
 
-Letters: T tokens of a batch, N scored tokens, M places that predict them, D model width, V vocabulary.
+Letters: T tokens of a batch, N scored tokens, M places that predict them, S sequences, D model width, V vocabulary.
 
-A question with the context c and the answers x and y becomes c x y: answer tokens see the context and their own answer
-only, and their positions go on from the context's. Four choices of 5 tokens behind a context of 30 cost 46 tokens
-instead of 136. One-token answers cost nothing beyond the context, and what all answers begin with is part of it. The
-questions of a batch lie one after the other in one row, without padding (nanodag.model.group_attention). The last layer
-is computed at the places that predict alone, but for its keys and values.
+Whatever questions and answers begin with is read once a batch: a context for all its answers, examples for all
+questions behind them. Their tokens make a tree, whose sequences lie one after the other in one row, without padding
+(nanodag.model.group_attention). Four choices of 5 tokens behind a context of 30 cost 46 tokens instead of 136, of one
+token nothing beyond the context. The last layer is computed at the places that predict alone, but for its keys and
+values.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,14 @@ from nanodag.model import cpu_head
 from nanodag.model.attention import on_device
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.decoder import Decoder
-from nanodag.model.group_attention import group_attention
+from nanodag.model.group_attention import tree_attention
 from nanodag.store.kept_lines import KeptLines, content_key
 
 MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers of one slice of (M, V): on a CPU 16 MB, near its caches
+WORTH_SHARING = 16
+"""Tokens that questions begin with, from which on they are read once: our attention's threads share out whole trees."""
+KEYS_A_TOKEN = 8
+"""Keys that the sequences of a batch may see, all together, for each of its tokens: on a GPU all are laid out."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,18 @@ class Question:
     answers: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def shared(self) -> int:
-        """How many tokens all answers begin with, of those that are read: an answer's last is predicted, never read."""
-        first, last = min(self.answers), max(self.answers)  # what these two begin with all do
-        room = min(map(len, self.answers)) - 1
-        return next((i for i in range(room) if first[i] != last[i]), room)
+    def num_tokens(self) -> int:
+        """Tokens that go through the model where nothing is shared with other questions: an answer's last token is
+        predicted, never read, and what all answers begin with is read once."""
+        sizes = [len(answer) - 1 for answer in self.answers]
+        shared = min(_num_common(min(self.answers), max(self.answers)), *sizes)  # what these two have in common all do
+        return len(self.context) + shared + sum(size - shared for size in sizes)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that go through the model."""
-        return len(self.context) + self.shared + sum(len(answer) - 1 - self.shared for answer in self.answers)
+    def num_seen(self) -> int:
+        """About how many keys its tokens' sequences see."""
+        longest = len(self.context) + max(map(len, self.answers)) - 1
+        return longest * (1 + sum(len(answer) > 1 for answer in self.answers))
 
     def fits(self, max_positions: int) -> bool:
         """Whether the context leaves its longest answer room."""
@@ -64,7 +71,25 @@ class AnswerScore:
     is_greedy: bool
 
 
-Numbered = list[tuple[int, Question]]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Questions with their numbers, and the row that they make.
+
+    ids, positions: (T,) int64. sequences: (S, 3) int64, as nanodag.model.group_attention has them. predict_at, targets:
+    (N,) int64, the place that predicts each scored token, question by question and answer by answer; and these tokens.
+    """
+
+    questions: list[tuple[int, Question]]
+    ids: np.ndarray
+    positions: np.ndarray
+    sequences: np.ndarray
+    predict_at: np.ndarray
+    targets: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.ids)
 
 
 def score_questions(
@@ -73,14 +98,15 @@ def score_questions(
     *,
     micro_batch_tokens: int,
     max_positions: int,
-    on_batch: Callable[[int], None] = lambda done: None,
+    on_batch: Callable[[int, int], None] = lambda done, num_tokens: None,
     kept: KeptLines | None = None,
 ) -> list[list[AnswerScore]]:
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
     micro_batch_tokens: at once; a question that is longer goes alone. max_positions: a context that
-    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done.
+    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done, and of
+    tokens that a batch has, whether it was computed now or before.
     kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
     could be rounded otherwise.
 
@@ -104,35 +130,49 @@ def score_questions(
                 )
             if kept is not None:
                 kept.add({_key(batch): [[(one.logprob, one.is_greedy) for one in row] for row in found]})
-        for (index, _), row_scores in zip(batch, found, strict=True):
+        for (index, _), row_scores in zip(batch.questions, found, strict=True):
             scores[index] = row_scores
-        num_done += len(batch)
-        on_batch(num_done)
+        num_done += len(batch.questions)
+        on_batch(num_done, batch.num_tokens)
     return scores
 
 
-def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[Numbered]:
-    """All questions with their numbers, in batches of at most micro_batch_tokens; one that is longer comes
-    alone. Contexts are cut as in `score_questions`, which says what is raised."""
+def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[Batch]:
+    """All questions, those that begin alike beside one another, in batches of at most micro_batch_tokens; one that is
+    longer comes with those alone that share most of it. The largest batch comes first: an out-of-memory at once.
+    Contexts are cut as in `score_questions`, which says what is raised."""
     fitted = [_fit(question, max_positions) for question in questions]
-    # Longest first: an out-of-memory comes at once, and questions of one batch are of about one length.
-    order = sorted(range(len(fitted)), key=lambda i: (-fitted[i].num_tokens, i))
-    batches: list[Numbered] = []
-    room = 0
-    for number in order:
-        if (size := fitted[number].num_tokens) > room:
+    batches: list[list[tuple[int, Question]]] = []
+    size = num_seen = longest = 0
+    for number in sorted(range(len(fitted)), key=lambda i: (fitted[i].context, i)):
+        question = fitted[number]
+        shared = _num_shared(batches[-1][-1][1], question) if batches else 0
+        own = question.num_tokens - shared
+        room = micro_batch_tokens if own > shared else max(micro_batch_tokens, longest + micro_batch_tokens // 2)
+        if not batches or size + own > room or num_seen + question.num_seen > KEYS_A_TOKEN * room:
             batches.append([])
-            room = micro_batch_tokens
-        batches[-1].append((number, fitted[number]))
-        room -= size
-    return batches
+            size, num_seen, longest, own = 0, 0, question.num_tokens, question.num_tokens
+        batches[-1].append((number, question))
+        size, num_seen = size + own, num_seen + question.num_seen
+    return sorted(map(batch_of, batches), key=lambda batch: -batch.num_tokens)
 
 
-def _key(batch: Numbered) -> str:
-    return content_key("scored", [[question.context, question.answers] for _, question in batch])
+def _num_shared(one: Question, other: Question) -> int:
+    """Tokens that two questions of a batch begin with, where these are worth to be read once."""
+    common = _num_common(one.context, other.context)
+    return common if common >= WORTH_SHARING else 0
 
 
-def _each_batch(models: Sequence[Decoder], batches: Sequence[Numbered]) -> Iterator[list[list[AnswerScore]]]:
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _key(batch: Batch) -> str:
+    return content_key("scored", [[question.context, question.answers] for _, question in batch.questions])
+
+
+def _each_batch(models: Sequence[Decoder], batches: Sequence[Batch]) -> Iterator[list[list[AnswerScore]]]:
     """The scores of each batch, in order. A thread a model: it waits for its device most of the time."""
     if len(models) == 1:
         yield from (_score_on(models[0], batch) for batch in batches)
@@ -141,7 +181,7 @@ def _each_batch(models: Sequence[Decoder], batches: Sequence[Numbered]) -> Itera
     for model in models:
         free.put(model)
 
-    def score(batch: Numbered) -> list[list[AnswerScore]]:
+    def score(batch: Batch) -> list[list[AnswerScore]]:
         model = free.get()
         try:
             return _score_on(model, batch)
@@ -159,9 +199,9 @@ def _fit(question: Question, max_positions: int) -> Question:
     return Question(question.context[-room:], question.answers)
 
 
-def _score_on(model: Decoder, batch: Numbered) -> list[list[AnswerScore]]:
+def _score_on(model: Decoder, batch: Batch) -> list[list[AnswerScore]]:
     weight = model.lm_head.weight
-    return score_batch(model, lambda: nullcontext(weight), weight.device, [question for _, question in batch])
+    return score_batch(model, lambda: nullcontext(weight), weight.device, batch)
 
 
 @torch.no_grad()
@@ -169,20 +209,19 @@ def score_batch(
     forward: Callable[..., Tensor],
     head: Callable[[], AbstractContextManager[Tensor]],
     device: torch.device,
-    questions: Sequence[Question],
+    batch: Batch,
 ) -> list[list[AnswerScore]]:
-    """Scores of questions in one forward pass. forward: a Decoder on the device, or an engine around it. head: gives
-    the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
-    row = _row(questions)
-    ids, positions = (torch.tensor([values], device=device) for values in (row.ids, row.positions))
-    # The first tokens of a question's answers are predicted from one place, so its logits are computed once.
-    places, rows = np.unique(row.predict_at, return_inverse=True)  # (M,) and (N,)
-    attend, attend_last = group_attention(row), group_attention(row, places)
+    """Scores of a batch's questions in one forward pass. forward: a Decoder on the device, or an engine around it.
+    head: gives the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
+    ids, positions = (on_device(values, device)[None] for values in (batch.ids, batch.positions))
+    # What is predicted from one place has its logits computed once.
+    places, rows = np.unique(batch.predict_at, return_inverse=True)  # (M,) and (N,)
+    attend, attend_last = tree_attention(batch.sequences), tree_attention(batch.sequences, places)
     at = on_device(places, device)
     hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:
-        logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.tensor(row.targets))
-    return _collect(questions, logprobs, greedy)
+        logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.from_numpy(batch.targets))
+    return _collect([question for _, question in batch.questions], logprobs, greedy)
 
 
 def _score_targets(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
@@ -207,48 +246,72 @@ def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.float().logsumexp(-1)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Questions one after the other, each a context, with what all its answers begin with, and the rest of its answers:
-    a GroupedRow (nanodag.model.group_attention). predict_at: place that predicts each scored token. targets: these
-    tokens."""
+def batch_of(questions: list[tuple[int, Question]]) -> Batch:
+    """Questions with their numbers as one row: a tree of those that begin alike, each beside the next one."""
+    asked: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
+    tree, before = 0, questions[0][1]
+    for _, question in questions:
+        tree += question is not before and not _num_shared(before, question)
+        asked += [(tree, len(question.context) - 1, (*question.context, *answer[:-1])) for answer in question.answers]
+        before = question
+    texts = sorted({(tree, read) for tree, _, read in asked})
+    parts, part_of = _parts(texts)
+    starts = np.cumsum([0, *(end - begin for _, begin, end, _ in parts)])
+    number_of = dict(zip(texts, part_of, strict=True))
+    predict_at = [
+        place for tree, first, read in asked for place in _places(parts, starts, number_of[tree, read], first)
+    ]
+    return Batch(
+        questions=questions,
+        ids=np.concatenate([np.array(texts[text][1][begin:end]) for text, begin, end, _ in parts]),
+        positions=np.concatenate([np.arange(begin, end) for _, begin, end, _ in parts]),
+        sequences=np.array(
+            [(start, part[2] - part[1], part[3]) for start, part in zip(starts[:-1], parts, strict=True)]
+        ),
+        predict_at=np.array(predict_at),
+        targets=np.array([token for _, question in questions for answer in question.answers for token in answer]),
+    )
 
-    ids: list[int]
-    positions: list[int]
-    prompts: np.ndarray
-    responses: np.ndarray
-    predict_at: list[int]
-    targets: list[int]
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
+Part = tuple[int, int, int, int]
+"""Tokens of a text that the same texts have in common: its number, from which place on, up to which; and the number of
+the part that this one goes on from, -1 for none."""
 
 
-def _row(questions: Sequence[Question]) -> _Row:
-    ids: list[int] = []
-    positions: list[int] = []
-    predict_at: list[int] = []
-    targets: list[int] = []
-    prompts: list[tuple[int, int]] = []
-    responses: list[tuple[int, int, int]] = []
-    for number, question in enumerate(questions):
-        shared = question.shared
-        before = len(question.context) + shared
-        prompts.append((len(ids), before))
-        ids += (*question.context, *question.answers[0][:shared])
-        positions += range(before)
-        end = len(ids)
-        behind: list[tuple[int, int, int]] = []
-        for answer in question.answers:
-            size = len(answer) - 1 - shared
-            behind.append((len(ids), size, number))
-            predict_at += [*range(end - 1 - shared, end), *range(len(ids), len(ids) + size)]
-            targets += answer
-            ids += answer[shared:-1]
-            positions += range(before, before + size)
-        responses += [response for response in behind if response[1]] or behind[:1]  # nothing is read
-    return _Row(ids, positions, np.array(prompts), np.array(responses), predict_at, targets)
+def _parts(texts: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[Part], list[int]]:
+    """Texts in ascending order, all different, each behind its tree's number, as the parts that those of a tree share,
+    in the order of a walk down; and the last part of each."""
+    common = [0]
+    for (tree, text), (other_tree, other) in itertools.pairwise(texts):
+        common.append(_num_common(text, other) if tree == other_tree else 0)
+    parts: list[Part] = []
+    last = [-1] * len(texts)
+    below = [(0, len(texts), 0, -1)]  # texts from one up to another; how much of them is in parts; the last of these
+    while below:
+        first, end, done, behind = below.pop()
+        size = len(texts[first][1])
+        upto = min(common[first + 1 : end], default=size)
+        if upto > done:
+            parts.append((first, done, upto, behind))
+            behind = len(parts) - 1
+        if size == upto:
+            last[first] = behind
+            first += 1
+        cuts = [first, *(i for i in range(first + 1, end) if common[i] == upto), end]
+        below += [(one, other, upto, behind) for one, other in itertools.pairwise(cuts) if one < other][::-1]
+    return parts, last
+
+
+def _places(parts: Sequence[Part], starts: np.ndarray, number: int, first: int) -> list[int]:
+    """Where the tokens of a text lie, from its token `first` on. number: its last part. starts: of each part."""
+    found: list[range] = []
+    while True:
+        _, begin, end, behind = parts[number]
+        start = int(starts[number])
+        found.append(range(start + max(first - begin, 0), start + end - begin))
+        if begin <= first:
+            return [place for places in reversed(found) for place in places]
+        number = behind
 
 
 def _collect(questions: Sequence[Question], logprobs: list[float], greedy: list[bool]) -> list[list[AnswerScore]]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from nanodag.data.core_tasks import TASKS, read_items
 from nanodag.model.core_scoring import CHUNK_ITEMS, judge_items
 from nanodag.model.decoder import Decoder
-from nanodag.model.scoring import AnswerScore, Question, in_batches, score_batch
+from nanodag.model.scoring import AnswerScore, Question, batch_of, in_batches, score_batch
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.worker.job import stop_requested
 
-EMPTY = [(-1, Question((0,), ((0,),)))]
+EMPTY = batch_of([(-1, Question((0,), ((0,),)))])
 """A batch of a rank that has no more, for under ZeRO-3 all ranks go through the model together."""
 
 
@@ -68,8 +68,8 @@ class CoreScore:
         scores: list[list[AnswerScore]] = [[] for _ in questions]
         for number in range(int(engine.highest(len(batches)))):
             batch = batches[number] if number < len(batches) else EMPTY
-            found = score_batch(engine, lambda: engine.whole(head.weight), engine.device, [asked for _, asked in batch])
-            for (index, _), row_scores in zip(batch, found, strict=True):
+            found = score_batch(engine, lambda: engine.whole(head.weight), engine.device, batch)
+            for (index, _), row_scores in zip(batch.questions, found, strict=True):
                 if index >= 0:
                     scores[index] = row_scores
         return scores

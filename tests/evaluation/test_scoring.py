@@ -1,4 +1,5 @@
 import copy
+import random
 import time
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model import group_attention, scoring
 from nanodag.model.folder import load
-from nanodag.model.scoring import Question, score_questions
+from nanodag.model.scoring import Question, batch_of, score_questions
 from tests.flash import bottom_right
 
 QUESTIONS = [
@@ -117,19 +118,69 @@ def test_batches_that_several_devices_share_are_scored_as_by_one(model):
     alone = score_questions([model], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192)
     done = []
     shared = score_questions(
-        [model, other], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192, on_batch=done.append
+        [model, other],
+        QUESTIONS * 3,
+        micro_batch_tokens=1,
+        max_positions=192,
+        on_batch=lambda num_done, num_tokens: done.append(num_done),
     )
     assert shared == alone
-    assert seen == {id(model), id(other)} and done == list(range(1, 16))
+    assert seen == {id(model), id(other)} and done == sorted(set(done)) and done[-1] == 15
 
 
 def test_a_batch_holds_as_many_tokens_as_it_may_without_padding_and_a_longer_question_goes_alone(model):
     lengths = [3] * 9 + [5] * 4 + [40]
-    questions = [Question((7,) * length, ((number + 8,),)) for number, length in enumerate(lengths)]
+    questions = [Question((number,) + (7,) * (length - 1), ((8,),)) for number, length in enumerate(lengths)]
     shapes = []
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     score_questions([model], questions, micro_batch_tokens=19, max_positions=192)
-    assert shapes == [(1, 40), (1, 15), (1, 17), (1, 15)]
+    assert shapes == [(1, 40), (1, 19), (1, 18), (1, 10)]
+
+
+def test_questions_behind_the_same_examples_read_them_once_a_batch_and_score_as_each_alone(model, oracle):
+    """24 tokens of a question alone, 20 of them examples: more than a batch, so that others that share most come
+    along, as long as they add no more than half a batch: two of 4."""
+    examples = tuple(range(40, 60))
+    questions = [Question((*examples, number, 7, 8), ((9, 10), (11,))) for number in range(100, 104)]
+    shapes = []
+    model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
+    found = score_questions([model], questions, micro_batch_tokens=16, max_positions=192)
+    assert shapes == [(1, 32), (1, 24)]
+    for question, scores in zip(questions, found, strict=True):
+        expected = [one_by_one(oracle, question.context, answer)[0] for answer in question.answers]
+        assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("worth_sharing", [1, 3])
+def test_every_beginning_is_read_once_and_each_token_predicted_behind_its_own(worth_sharing, monkeypatch):
+    """A beginning of fewer tokens than are worth sharing is read again by each question."""
+    monkeypatch.setattr(scoring, "WORTH_SHARING", worth_sharing)
+    draw = random.Random(0)
+
+    def drawn(longest):
+        return tuple(draw.choices([1, 2, 3], k=draw.randint(1, longest)))
+
+    for _ in range(100):
+        contexts = sorted(drawn(6) for _ in range(draw.randint(1, 8)))
+        questions = [Question(context, tuple({drawn(4) for _ in range(draw.randint(1, 3))})) for context in contexts]
+        batch = batch_of(list(enumerate(questions)))
+        asked = [
+            ((*question.context, *answer[:number]), token)
+            for question in questions
+            for answer in question.answers
+            for number, token in enumerate(answer)
+        ]
+        beginnings = {text[:end] for text, _ in asked for end in range(1, len(text) + 1)}
+        assert batch.num_tokens == len(beginnings) if worth_sharing == 1 else batch.num_tokens >= len(beginnings)
+        read, seen = {}, []  # what stands at and before each place; of each sequence all that it sees
+        for start, length, behind in batch.sequences.tolist():
+            before = seen[behind] if behind >= 0 else ()
+            seen.append(before + tuple(batch.ids[start : start + length].tolist()))
+            for number in range(length):
+                read[start + number] = seen[-1][: len(before) + number + 1]
+        assert [len(read[place]) - 1 for place in range(batch.num_tokens)] == batch.positions.tolist()
+        pairs = zip(batch.predict_at.tolist(), batch.targets.tolist(), strict=True)
+        assert [(read[place], token) for place, token in pairs] == asked
 
 
 def test_what_all_answers_begin_with_is_read_once_and_the_last_layer_is_computed_where_it_predicts(model):

@@ -83,7 +83,8 @@ def test_pieces_of_a_group_see_its_first_one_and_themselves():
             mask[start : start + length, first : first + size] = True
             mask[start : start + length, start : start + length] = True
     groups = torch.tensor([0, 4, 6, 9]).numpy()
-    assert_exact(Pieces(groups, pieces, 110, pieces), mask.tril(), tensors_of(227, 2, 32))
+    before = torch.tensor([0, 50, 50, 50, 0, 2, 0, 0, 0]).numpy()
+    assert_exact(Pieces(groups, pieces, before, pieces), mask.tril(), tensors_of(227, 2, 32))
 
 
 def test_the_number_of_threads_changes_no_bit():

@@ -235,7 +235,8 @@ def test_where_the_last_tokens_of_each_sequence_ask_they_are_answered_as_among_a
     sequences = [*row.prompts.tolist(), *(response[:2] for response in row.responses.tolist())]
     places = np.array(sorted({n for start, length in sequences for n in range(start + length // 2, start + length)}))
     whole = group_attention.group_attention(row)(query, key, value)
-    found = group_attention.group_attention(row, places)(query[:, places], key, value)
+    attend = group_attention.tree_attention(group_attention.sequences_of(row), places)
+    found = attend(query[:, places], key, value)
     assert 0 < len(places) < row.num_tokens
     torch.testing.assert_close(found, whole[:, places], rtol=0, atol=1e-6)
 
@@ -243,7 +244,7 @@ def test_where_the_last_tokens_of_each_sequence_ask_they_are_answered_as_among_a
 def test_sequences_of_flash_attention_written_out():
     ((row,),) = pack([RAGGED[0], RAGGED[2], RAGGED[5]], budget_tokens=100)
     # the row: the prompt 1 2 3, then 4 5 of (4, 5, 6), 9 of (9, 10), and nothing of (22,)
-    keys, queries, num_keys = group_attention.flash_layout(row)
+    keys, queries, num_keys = group_attention.flash_layout(group_attention.sequences_of(row))
     assert queries.tolist() == [3, 2, 1] and num_keys.tolist() == [3, 5, 4]
     assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
 

@@ -158,7 +158,8 @@ class EvalStage(StageBase):
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
     micro_batch_tokens: Positive | Auto = operational("auto")
-    """Tokens that are scored at once where likelihoods answer. A longer question goes alone.
+    """Tokens that are scored at once where likelihoods answer. A longer question goes alone, or with others that share
+    most of it.
     `auto`: 16384 on a GPU, 1024 on a CPU, whose caches hold no more."""
     sampler: EvalSamplerConfig = EvalSamplerConfig()
     """The samplers that write answers."""
