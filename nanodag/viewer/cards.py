@@ -31,6 +31,7 @@ OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
 MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
+UNKNOWN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class _Brush:
         """One for each token; for those that have parts of one letter, one together."""
         tokens: list[Token] = []
         hints: list[str] = []
-        letters = codecs.getincrementaldecoder("utf-8")("replace")
+        letters, known = codecs.getincrementaldecoder("utf-8")("replace"), self.encoding.size
         for place, token_id in enumerate(said.span.token_ids):
             number = said.start + place
             if number in gap:
@@ -223,7 +224,9 @@ class _Brush:
                 continue
             hints.append(_hint(read, said.span, place, number, token_id))
             is_last = place == len(said.span.token_ids) - 1
-            text = letters.decode(self.encoding.decode_bytes([token_id]), final=is_last)
+            # a model's vocabulary may be larger than the tokenizer's
+            letter = self.encoding.decode_bytes([token_id]) if token_id < known else UNKNOWN.encode()
+            text = letters.decode(letter, final=is_last)
             if token_id in self.encoding.special_ids:  # it has no bytes, so no letter goes through it
                 text += letters.decode(b"", final=True) + self.encoding.decode([token_id])
                 letters.reset()

@@ -347,6 +347,11 @@ def test_what_cannot_be_seen_is_spelled_out_and_a_letter_of_several_tokens_is_wh
     assert not set(page) & set("\x1b\u202e\u202c\r\u2066\ufffd")
 
 
+def test_a_token_that_the_tokenizer_does_not_know_is_shown_as_unknown(shelf):
+    page = asked(shelf, rollout("p", 0, 1.0, [sampled_span([A, 10**6], [-0.5, -0.5], 3)]))()
+    assert re.search('title="id 1000000 [^"]*">\ufffd</span>', page)
+
+
 def test_no_script_but_the_pages_own_may_run(get):
     first, second = get(), get()
     nonces = [
