@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -272,6 +273,9 @@ class Checks:
         # It is run by an interpreter that may have other packages.
         if entry.kind == "generate" and path != entry.name and not passes_on:
             self._module(path)
+            python = str(entry.options.get("python", "auto"))
+            if python != "auto" and shutil.which(python) is None:
+                raise ConfigError(f"the agent's python {python} is no program; give an interpreter's path, or auto")
             return
         function = self._import(path)
         loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes

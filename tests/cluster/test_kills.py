@@ -1,8 +1,10 @@
 """A trainer on two nodes, a sampler on a third, and a server of others on a fourth, with weights by broadcast: a node
-loses its power, or the first one its link, at each of three moments. The stage ends on the bytes of one node."""
+loses its power, or the first one its link, at each of three moments. So does the server, where it is the only sampler.
+The stage ends on the bytes of one node."""
 
 import dataclasses
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import write_job
 from tests.cluster.namespaces import SSH_COMMAND
 from tests.cluster.test_two_nodes import TWO, nodes
 from tests.rl import stages
+from tests.rl.models import save_tiny_model
 from tests.rl.operators import Operator
 
 __all__ = ["nodes"]  # a fixture
@@ -37,8 +41,15 @@ CONFIG = {
 def one(tmp_path_factory):
     """The stage on one node."""
     folder = tmp_path_factory.mktemp("one")
-    job = stages.make_job(folder, resources=TWO, **CONFIG)
+    job = made(folder, resources=TWO)
     stages.run(job)
+    return job
+
+
+def made(folder, **config):
+    """Its job. The model is deep enough for each moment to last some tenths of a second."""
+    job = stages.make_job(folder, **CONFIG, **config)
+    save_tokenizer(stages.BYTES, save_tiny_model(folder / "model", vocabulary=stages.VOCABULARY, num_layers=16))
     return job
 
 
@@ -94,7 +105,7 @@ class Stage:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("when", ["generation", "training", "weight sync"])
-@pytest.mark.parametrize("what", ["a sampler's node", "a trainer's node", "the link"])
+@pytest.mark.parametrize("what", ["a sampler's node", "a trainer's node", "the link", "the only server's link"])
 def test_a_stage_ends_on_the_bytes_of_one_node_whatever_it_loses_and_whenever(nodes, one, tmp_path, what, when):
     with ExitStack() as stack:
         third, fourth = (stack.enter_context(nodes.one_more(number)) for number in (3, 4))
@@ -102,22 +113,17 @@ def test_a_stage_ends_on_the_bytes_of_one_node_whatever_it_loses_and_whenever(no
         url = stack.enter_context(operator).start()
         hostfile = tmp_path / "hostfile"
         hostfile.write_text("".join(f"{node} slots=1\n" for node in (nodes.there, nodes.here, third)))
-        job = stages.make_job(
+        sampler = {"urls": operator.named(url), "context": 64, "max_batch": 16, "health_timeout_s": 5.0}
+        if what != "the only server's link":
+            sampler |= {"nodes": 1, "replicas": 1}
+        job = made(
             tmp_path,
             resources={**TWO, "nodes": 2},
-            placement="separate",
-            sampler={
-                "nodes": 1,
-                "replicas": 1,
-                "urls": operator.named(url),
-                "context": 64,
-                "max_batch": 16,
-                "health_timeout_s": 5.0,
-            },
+            placement="separate" if "nodes" in sampler else "beside",
+            sampler=sampler,
             sync="distributed",
             sync_timeout_s=8.0,
             sync_bucket_bytes=1000,
-            **CONFIG,
         )
         stages.slow_rewards(tmp_path)
         cluster = {"hostfile": str(hostfile), "ssh_command": SSH_COMMAND}
@@ -125,8 +131,9 @@ def test_a_stage_ends_on_the_bytes_of_one_node_whatever_it_loses_and_whenever(no
         stage = Stage(nodes, job)
         stack.callback(stage.process.kill)
         stage.wait_for(when)
-        if what == "the link":
-            with nodes.cut(nodes.here):
+        time.sleep(0.1 * random.Random(os.getpid()).random())
+        if "link" in what:
+            with nodes.cut(nodes.here if what == "the link" else fourth):
                 assert moment(job) == when
                 time.sleep(CUT_S)
         else:

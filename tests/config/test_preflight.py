@@ -159,6 +159,8 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
         ("rl.generate={name: 'environment:mine_pf:World', options: {max_turns: 3, round: 1}}", "rl.rollout.generate: "
          "mine_pf:World is called with (): got an unexpected keyword argument 'round'"),
+        ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}", "rl.rollout.generate: the agent's "
+         "python /nowhere is no program; give an interpreter's path, or auto"),
         ("rl.teacher={model: /nowhere}",
          "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder /nowhere."),
         ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),

@@ -10,14 +10,16 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 
-def save_tiny_model(folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False) -> Path:
-    """A Qwen3 of two layers with random weights that make its choices clear, and a tokenizer of single bytes."""
+def save_tiny_model(
+    folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False, num_layers: int = 2
+) -> Path:
+    """A Qwen3 with random weights that make its choices clear, and a tokenizer of single bytes."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

@@ -4,8 +4,12 @@ fail. Agents are real processes; the sampler is a fake that we own."""
 import asyncio
 import json
 import random
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from nanodag.errors import SamplerLost
@@ -442,3 +446,34 @@ def test_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, count
     ours = [replace(one, reward=None) for one in rollouts if int(one.prompt_id[1:]) % 4 == 0]
     assert sorted(ours, key=str) == sorted((replace(one, reward=None) for one in alone), key=str)
     assert sum(one.finish_reason == "error" for one in rollouts) >= count / 4
+
+
+def test_nothing_of_an_agent_is_left_when_the_process_that_started_it_is_killed(tmp_path):
+    """Neither the process nor what it started in a session of its own."""
+    (tmp_path / "long_agent.py").write_text(
+        "import os, subprocess, time\n\n"
+        "def solve(task):\n"
+        "    child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "    open(task.record['path'], 'w').write(f'{os.getppid()} {os.getpid()} {child.pid}')\n"
+        "    time.sleep(300)\n"
+    )
+    found = tmp_path / "pids"
+    program = (
+        "import asyncio\n"
+        "from nanodag.rl.agents.workers import Workers, interpreter\n"
+        f"workers = Workers('long_agent:solve', python=interpreter('auto'), folders=[{str(tmp_path)!r}], at_once=1,\n"
+        "                  max_bytes=0, timeout_s=300)\n"
+        f"task = {{'record': {{'path': {str(found)!r}}}, 'base_url': '', 'api_key': '', 'model': '', 'seed': 1}}\n"
+        "asyncio.run(workers.run(task))\n"
+    )
+    controller = subprocess.Popen([sys.executable, "-c", program])
+    while not (found.is_file() and len(found.read_text().split()) == 3):
+        assert controller.poll() is None
+        time.sleep(0.01)
+    pids = [int(pid) for pid in found.read_text().split()]
+    controller.kill()
+    controller.wait()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

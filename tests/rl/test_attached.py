@@ -8,8 +8,11 @@ from aiohttp import web
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.addresses import Address, parse_address, read_addresses
+from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
+from nanodag.rl.fleet import broadcast_sync
 from nanodag.rl.fleet.attached import layers_differ, misfits
+from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from tests.rl.foreign import NEEDED, Foreign, again, fleet, given, until
 
 ASKED = [Request(input_ids=[1, 2])]
@@ -192,6 +195,28 @@ def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor
                 await given(samplers, tmp_path, 1)
             assert await samplers.versions() == ["1"] and servers[1].weights == "one"
 
+    asyncio.run(work())
+
+
+def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, monkeypatch):
+    async def work():
+        asked, silent = [], Foreign()
+        silent.hangs_at = {"model_info"}
+
+        async def ask(do, **arguments):
+            asked.append(do)
+            return [{"buckets": [{"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}]}]
+
+        async with fleet(tmp_path, [silent]) as samplers:
+            sync = DistributedSync(samplers, ask, check_every=0, timeout_s=1.0)
+            for url, why in (("http://127.0.0.1:1", "was lost at /model_info"), (silent.url, "answer within 0.05 s")):
+                async with SamplerClient(url) as client:
+                    with pytest.raises(SamplerLost, match=why):
+                        await sync.give(client, tmp_path / "1", 1)
+        assert asked == ["layout"]
+
+    monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
+    monkeypatch.setattr(broadcast_sync, "GRACE_S", 0.05)
     asyncio.run(work())
 
 

@@ -7,12 +7,14 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
@@ -38,12 +40,14 @@ from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
+MARK = "NANODAG_TEST_OF_AGENTS"  # a variable that all processes of agents inherit
 LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
 def world(name: str) -> str:
-    return f"environment:{worlds.__name__}:{name}"
+    """A class of `worlds`, or one that is named in full."""
+    return f"environment:{name}" if ":" in name else f"environment:{worlds.__name__}:{name}"
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +413,8 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, monkeypatch):
+    monkeypatch.setenv(MARK, str(os.getpid()))
     draw = random.Random(7)
     names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
     wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
@@ -420,6 +425,7 @@ def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(f
         found = rollouts_of(folder, mixed, generate)
     finally:
         function._workers(f"{worlds.__name__}:agent", "auto", 10.0, 512 << 20, 16).close()
+    assert marked() == []
     unhurt = Counter()
     for way, rollout in zip(mixed, found, strict=True):
         if way == "fine":
@@ -429,6 +435,19 @@ def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(f
     assert not unhurt, unhurt
     reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
     assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
+
+
+def marked() -> list[psutil.Process]:
+    """The processes with this one's mark in their environment, after a while."""
+    deadline, found = time.monotonic() + 20, [psutil.Process()]
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
+                    found.append(process)
+    return found
 
 
 def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:
@@ -481,6 +500,19 @@ def test_the_text_game_is_laid_out_by_its_seed_and_is_won_with_the_key():
     said, reward, done, _ = game.step(Action("dance"))
     assert said.startswith("That is not possible.") and (reward, done) == (0.0, False)
     assert game.step(Action("dance"))[2] is True and game.metrics() == {"commands": 2, "wrong_commands": 2}
+
+
+def test_a_stage_names_the_shipped_environments_by_their_path_and_trusts_them(folder, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Bob lives in Oslo."}')
+    says = lambda text: "Oslo<|end|>" if "in Oslo" in text else "<|tool_call|>Bob<|tool_call_end|>"  # noqa: E731
+    names = [f"nanodag.rl.environments.examples.{name}" for name in ("search:Search", "rooms:Rooms")]
+    corpus = str(tmp_path / "corpus.jsonl")
+    (rollout, _), _ = group_of(folder, says, names[0], answer="Oslo", corpus=corpus)
+    assert rollout.reward == 1.0 and rollout.metadata["metrics"] == {"searches": 1.0, "found": 1.0}
+    (rollout, _), _ = group_of(folder, lambda text: "sing<|end|>", names[1], context=2000, max_commands=3)
+    assert rollout.reward == 0.0 and rollout.metadata["metrics"]["wrong_commands"] == 3
+    own = [registry.own_function("generate", world(name)) for name in (*names, "Echo")]
+    assert own == ["", "", f"{worlds.__name__}:Echo"]
 
 
 def won(game: Rooms, seed: int) -> list[str]:

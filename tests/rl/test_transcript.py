@@ -202,6 +202,8 @@ def test_a_conversation_that_goes_on_twice_is_two_sequences_whoever_was_first(fo
         seeds.append({n: asked.seed(5) for n, asked in parts.items()})
         samples.append(transcript.sample(base(spans=(prompt_span(final.ids),))))
         assert transcript.asked([QUESTION]).seed(5) != first.seed(5)  # it is asked once more, and drawn anew
+    earlier = transcript.sample(base(), last=0)  # an answer that was continued: the reward sees it all the same
+    assert earlier.spans[1].token_ids == (7, end) and earlier.answer == encoding.decode([7])
     assert samples[0] == samples[1] and seeds[0] == seeds[1] and len({*seeds[0].values()}) == 2
     main, (one, other) = samples[0], samples[0].branches
     assert main.last_turn == (20, end)

@@ -29,7 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_SWEEPS = 1000
 GRACE_S = 5.0
 MAX_FILE_BYTES = 1 << 30  # what it prints goes to a file, too
 MAX_ANSWER_BYTES = 1 << 20
@@ -42,8 +43,7 @@ def main() -> None:
     given = json.loads(lines.readline())
     for signum in (signal.SIGTERM, signal.SIGINT):  # they reach the whole group; the stage decides when it stops
         signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":  # what a sample leaves behind is this process's child then, and is seen
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a sample leaves behind is this process's child then, and is seen
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     sys.path[:] = [*sys.path[1:], *given["folders"]]
@@ -82,6 +82,7 @@ def run(task: dict, given: dict, found: int) -> None:
     """The fork's whole life: write what the function makes of a task to a file, and end."""
     # Whoever asks kills this process at the time limit. Should that one be gone, the kernel does.
     signal.setitimer(signal.ITIMER_REAL, given["timeout_s"] + GRACE_S)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     if given["max_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (given["max_bytes"], given["max_bytes"]))
@@ -122,8 +123,9 @@ def said(error: BaseException) -> str:
 
 
 def end_what_is_left() -> None:
-    """Kill the children of this process, and theirs, which then are its own."""
-    while True:
+    """Kill the children of this process, and theirs, which then are its own; as far as they do not make more and
+    more."""
+    for _ in range(MAX_SWEEPS):
         left = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
         if not left:
             return
@@ -138,7 +140,13 @@ def end_with(parent: int) -> None:
     """End this process, and what it started, with its parent."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    end_what_is_left()
     os.killpg(0, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ FILE = "replay.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A group that a step trained. rollouts: as JSON lines, a fifth of what objects take. oldest: the version of the
+    """A group that a step trained. rollouts: as JSON lines, a third of what objects take. oldest: the version of the
     oldest weights that sampled a trained token."""
 
     step: int

@@ -202,8 +202,14 @@ class DistributedSync:
 
     async def _undo(self, members: Sequence[Member]) -> None:
         """End what has been left begun."""
-        await asyncio.gather(*(_tried(member.client.end_weight_update()) for member in members))
-        await asyncio.gather(*(_tried(member.client.leave_weight_group(self._name)) for member in members))
+        await asyncio.gather(*(self._tried(member.client.end_weight_update()) for member in members))
+        await asyncio.gather(*(self._tried(member.client.leave_weight_group(self._name)) for member in members))
+
+    async def _tried(self, call: Awaitable[None]) -> None:
+        """A call that may fail: what it undoes may not be there, and a sampler that is lost is met by the next call."""
+        with suppress(SamplerError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await call
 
     # The group
 
@@ -235,7 +241,7 @@ class DistributedSync:
     async def _leave(self, clients: Sequence[SamplerClient]) -> None:
         """Leave the group that there is."""
         self._members = []
-        await asyncio.gather(*(_tried(client.leave_weight_group(self._name)) for client in clients))
+        await asyncio.gather(*(self._tried(client.leave_weight_group(self._name)) for client in clients))
 
     async def _receive(self, client: SamplerClient, version: int) -> None:
         """One sampler's side of a broadcast, but for its end."""
@@ -251,6 +257,7 @@ class DistributedSync:
     async def _give_one(self, client: SamplerClient, which: str, version: int) -> None:
         """A broadcast to one sampler alone."""
         await self._learn_buckets()
+        await _answers(client)  # the trainer would wait for one that is lost
         await self._leave([member.client for member in self._members])
         (joins,) = await self._opened([client])
 
@@ -271,7 +278,7 @@ class DistributedSync:
             raise SamplerLost(f"the sampler at {client.url} does not answer in a weight sync")
         if isinstance(error, Exception):
             raise error
-        await _tried(client.leave_weight_group(self._name))
+        await self._tried(client.leave_weight_group(self._name))
         log.info("weights %d: given to %s alone", version, client.url)
 
 
@@ -289,14 +296,17 @@ def address_for(clients: Sequence[SamplerClient]) -> str:
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
 
 
+async def _answers(client: SamplerClient) -> None:
+    """Raise SamplerLost for a sampler that does not answer now."""
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await client.model_info()
+    except TimeoutError as error:
+        raise SamplerLost(f"the sampler at {client.url} does not answer within {GRACE_S:g} s") from error
+
+
 async def _ended(tasks: Sequence["asyncio.Future[None]"]) -> list[BaseException | None]:
     """Give up those that have not ended; the error of each."""
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _tried(call: Awaitable[None]) -> None:
-    """A call that may fail: what it undoes may not be there, and a sampler that is lost is met by the next call."""
-    with suppress(SamplerError):
-        await call

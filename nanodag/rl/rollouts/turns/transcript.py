@@ -115,7 +115,7 @@ class Transcript:
             raise ValueError("the sampler was asked for nothing, so there is nothing to train")
         number = len(self._answered) - 1 if last is None else last
         final, chains, prompt = self._answered[number], self._chains(number), base.spans[0].token_ids
-        main = next(chain for chain in chains if chain[-1] is final)
+        main = next(chain for chain in chains if any(call is final for call in chain))
         if main[0].asked.ids != prompt:
             main = next((chain for chain in chains if chain[0].asked.ids == prompt), main)
         sample = _spans(base, main)
