@@ -431,7 +431,7 @@ def _wrong(count: int, folder):  # noqa: F811
     def says(request):
         return [65 + request.params.sampling_seed % 26]
 
-    options = {"seconds": 6.0, "at_once": 16, "max_bytes": 2 << 30}
+    options = {"seconds": 6.0 if count < 1000 else 30.0, "at_once": 16, "max_bytes": 2 << 30}
     values = {"samples_per_prompt": 1, "options": options}
     rollouts, _, _ = generated(folder, says, "hostile", count=count, **values)
     quiet = [f"p{number}" for number in range(0, count, 4)]
