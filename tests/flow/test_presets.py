@@ -4,6 +4,7 @@ import pytest
 import yaml
 from prefect.client.orchestration import get_client
 
+from flows.nightly_eval import nightly_eval
 from flows.speedrun import speedrun
 from nanodag.host.folders import PROJECT
 from nanodag.store import Store
@@ -61,6 +62,33 @@ def test_every_other_preset_runs_through_a_mirror(preset, folder, mirror):
     scored = {name for name, stage in stages if "core" in store.attempt(*stage.artifact).metrics}
     of_speedrun = {"pretrain", "eval_base", "eval_mid", "eval_sft", "eval_rl"}
     assert scored == (of_speedrun if preset in ("speedrun", "single-gpu") else set())
+
+
+@pytest.mark.slow  # RL once more
+def test_a_night_asks_a_real_rl_product_the_sets_that_rl_asks_itself_and_finds_them_the_next_night(folder):
+    """Two sets, one of them sampled, beside those of its eval stage."""
+    source = "python:nanodag.data.lists:sort?count=2&size=12&seed=3"
+    own = [
+        {"name": "greedy", "form": "problems", "source": {"url": source, "adapter": "problem"}, "max_new_tokens": 8},
+        {"name": "sampled", "form": "problems", "source": {"url": source, "adapter": "problem"}, "max_new_tokens": 8}
+        | {"num_samples": 3, "temperature": 1.0, "metrics": ["avg@3", "pass@2"]},
+    ]
+    evals = ("eval_base", "eval_mid", "eval_sft")
+    write_reduced("pocket", folder / "pipeline.yaml", without=evals)
+    path = folder / "pipeline.yaml"
+    made = yaml.safe_load(path.read_text())
+    made["presets"]["reduced"]["stages"]["rl"]["evaluation"]["benchmarks"] = own
+    path.write_text(yaml.safe_dump(made, sort_keys=False))
+    state = speedrun("main-1", return_state=True)
+    assert state.is_completed(), state.message
+    overrides = ["nightly.runs={main: main-*}"]
+    first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
+    assert first.is_completed(), first.message
+    store = Store(folder / "store")
+    assert {"greedy", "sampled"} < {one.benchmark for one in store.read_run("nightly-1").night.scores}
+    second = nightly_eval(name="nightly-2", overrides=overrides, return_state=True)
+    assert second.is_completed(), second.message
+    assert {stage.state for name, stage in store.read_run("nightly-2").stages.items() if name != "trend"} == {"found"}
 
 
 def markdown_artifacts():
