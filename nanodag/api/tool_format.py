@@ -180,8 +180,7 @@ class TemplateReader:
             self.calls.append(begun)  # in the model's own spelling, as its parts were told
             return ""
         arguments = call.get("arguments", call.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        self.calls.append(Call(call["name"], text))
+        self.calls.append(Call(call["name"], _as_json(arguments)))
         return ""
 
     def _no_call(self) -> str:
@@ -225,6 +224,17 @@ class BareReader:
             return text
         self.calls.append(Call(found["name"], json.dumps(found["parameters"], ensure_ascii=False)))
         return ""
+
+
+def _as_json(arguments: Any) -> str:
+    """Arguments as JSON; so also a text that the model wrote in their place, as templates take JSON alone."""
+    if isinstance(arguments, str):
+        try:
+            json.loads(arguments)
+            return arguments
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 _BEGIN = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')

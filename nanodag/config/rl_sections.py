@@ -89,9 +89,10 @@ class RolloutSection(StageSection):
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutSection":
-        if self.over_sampling and self.over_sampling < self.prompts_per_step:
+        if self.over_sampling and self.over_sampling < self.num_fresh:
+            less = f" less the {self.num_replayed} replayed" if self.num_replayed else ""
             raise ValueError(
-                f"over_sampling {self.over_sampling} is below prompts_per_step {self.prompts_per_step}; "
+                f"over_sampling {self.over_sampling} is below prompts_per_step {self.prompts_per_step}{less}; "
                 "raise it, or set it to 0 to generate just what is trained"
             )
         if self.curriculum_skip and self.samples_per_prompt == 1:

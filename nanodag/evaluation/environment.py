@@ -26,7 +26,7 @@ from nanodag.api.half_sent import WholeRequests
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.data.urls import parse_url
+from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
@@ -68,14 +68,14 @@ def run_environment(
     A rollout that fails counts as reward 0, with the reason in its record. Raises ConfigError for a source that is no
     taskset and for settings that mean nothing here, StageFailed when more than MOST_FAILED of the rollouts fail.
     """
-    items, module = _items(config, chat=chat, seed=seed, mirror=mirror)
+    items, source = _items(config, chat=chat, seed=seed, mirror=mirror)
     params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
     asked = [
         (item, params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
         for item in items
         for sample in range(config.num_samples)
     ]
-    outcomes = asyncio.run(_outcomes(model, module, asked))
+    outcomes = asyncio.run(_outcomes(model, source, asked))
     failed = [one["error"] for one in outcomes if "error" in one]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
@@ -93,8 +93,8 @@ def run_environment(
     )
 
 
-def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tuple[list[Item], str]:
-    """The tasks, drawn as the benchmark's limit says, and the taskset's module."""
+def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tuple[list[Item], SourceURL]:
+    """The tasks, drawn as the benchmark's limit says, and where they are from."""
     if config.source is None or parse_url(config.source.url).kind != FORM:
         raise ConfigError(f"Benchmark {config.name!r} (form verifiers) needs a source such as verifiers:my_module.")
     for name, is_set in (
@@ -105,11 +105,11 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
             raise ConfigError(f"Benchmark {config.name!r}: {name} means nothing to form verifiers; leave it out.")
     found = held_out_records(config.source, "prompt", Path(mirror) if mirror else None)
     items = select(((row, {"record": record}) for _, row, record in found), config.limit, seed)
-    return items, parse_url(config.source.url).path
+    return items, parse_url(config.source.url)
 
 
 async def _outcomes(
-    model: EvaluatedModel, module: str, asked: Sequence[tuple[Item, Mapping[str, Any]]]
+    model: EvaluatedModel, source: SourceURL, asked: Sequence[tuple[Item, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too."""
     settings, kept = model.sampler_settings, model.kept
@@ -119,7 +119,8 @@ async def _outcomes(
     flops = 2.0 * matrix_parameters(model.folder) * sum(TURNS * asked[n][1]["max_new_tokens"] for n in missing)
     replicas = replicas_for(settings, flops)
     places = asyncio.Semaphore(replicas * int(settings.config.max_batch))
-    process = VerifiersProcess(block_of(module, {}))
+    of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
+    process = VerifiersProcess(block_of(source.path, of_taskset))
     num_done = 0
 
     async def play(number: int, base_url: str, key: str) -> None:

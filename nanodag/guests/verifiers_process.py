@@ -25,6 +25,7 @@ import psutil
 from nanodag.errors import SourceError
 from nanodag.guests.verifiers_install import find_python
 from nanodag.host.patience import Patience
+from nanodag.host.ports import no_proxy_here
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
@@ -257,7 +258,7 @@ def _environment() -> dict[str, str]:
     """The variables of the process: modules are found where this process finds them."""
     found = [path for path in sys.path if path and "-packages" not in path and not path.startswith(sys.base_prefix)]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, "PYTHONPATH": os.pathsep.join(found)}
+    return {**kept, **no_proxy_here(), "PYTHONPATH": os.pathsep.join(found)}
 
 
 def _end(text: str) -> str:

@@ -4,9 +4,27 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar, cast
+from functools import cache
+from typing import Generic, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class MadeOnce(Generic[P, T]):
+    """`functools.cache` for a function that may be called from several threads at once: what it makes for the same
+    arguments is made once."""
+
+    def __init__(self, make: Callable[P, T]) -> None:
+        self._lock, self._made = threading.Lock(), cache(make)
+
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
+        with self._lock:
+            return self._made(*arguments, **named)  # type: ignore[arg-type] # they are hashable, or it raises
+
+    def forget(self) -> None:
+        """Make everything anew."""
+        self._made.cache_clear()
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -144,7 +144,7 @@ def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_po
     fitted = [_fit(question, max_positions) for question in questions]
     batches: list[list[tuple[int, Question]]] = []
     size = num_seen = longest = 0
-    for number in sorted(range(len(fitted)), key=lambda i: (fitted[i].context, i)):
+    for number in _order(fitted):
         question = fitted[number]
         shared = _num_shared(batches[-1][-1][1], question) if batches else 0
         own = question.num_tokens - shared
@@ -155,6 +155,19 @@ def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_po
         batches[-1].append((number, question))
         size, num_seen = size + own, num_seen + question.num_seen
     return sorted(map(batch_of, batches), key=lambda batch: -batch.num_tokens)
+
+
+def _order(questions: Sequence[Question]) -> Iterator[int]:
+    """Numbers of the questions: those that begin alike beside one another, else by their length, as some ways of
+    attention fill the rows of a batch up to the longest."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(questions)), key=lambda i: (questions[i].context, i)):
+        if groups and _num_shared(questions[groups[-1][-1]], questions[number]):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    groups.sort(key=lambda group: max(questions[number].num_tokens for number in group))
+    return itertools.chain.from_iterable(groups)
 
 
 def _num_shared(one: Question, other: Question) -> int:

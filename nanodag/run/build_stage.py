@@ -171,7 +171,8 @@ def _file_identity(path: str) -> dict[str, Any]:
 def _folder_identity(path: str) -> dict[str, Any]:
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path}")
-    files = sorted(file for file in Path(path).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    of_tools = {"__pycache__", ".git", ".venv"}  # what changes though the program does not
+    files = sorted(file for file in Path(path).rglob("*") if file.is_file() and of_tools.isdisjoint(file.parts))
     return {"kind": "folder", "sha256": {str(file.relative_to(path)): file_sha256(file) for file in files}}
 
 

@@ -97,7 +97,7 @@ class Shelf:
     def _scores(self, step: int) -> dict[tuple[str, int, int], dict[str, Any]]:
         paths = sorted((self.records / "rollouts").glob(f"step-{step:08d}.scores-*.jsonl"))
         lines = [line for path in paths for line in _lines(path)]
-        return {(line["group_id"], line["sample_index"], line["branch"]): line for line in lines}
+        return {(line["group_id"], line["sample_index"], line.get("branch", 0)): line for line in lines}
 
 
 def _asked(read: Read, line: Mapping[str, Any]) -> Read:

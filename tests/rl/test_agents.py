@@ -207,7 +207,7 @@ def _module(tmp_path, monkeypatch):
 
     monkeypatch.setattr(function, "Workers", Kept)
     yield
-    function._workers.cache_clear()
+    function._workers.forget()
     for pool in made:
         pool.close()
 

@@ -11,7 +11,7 @@ from nanodag.rl.control.generation import with_rewards_of_samples
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.rollout import Rollout, from_json, prompt_span, reward_spread, sampled_span, to_json
 from nanodag.rl.trainer.credit import advantages_of
-from tests.rl.test_turns import Script, batch_of, config, folder, ids, made, prompts  # noqa: F401 - fixtures
+from tests.rl.test_turns import Script, SeenPool, batch_of, config, folder, ids, made, prompts  # noqa: F401 - fixtures
 
 
 def rollout(
@@ -85,9 +85,13 @@ def test_a_rollout_keeps_branch_and_role_as_json():
 def test_a_further_sequence_gets_the_reward_of_its_sample_or_of_its_role():
     judge = rollout(0, 0.25, branch=2, role="judge", reported={"value": 0.25, "components": {}})
     given = [rollout(0, 1.0), rollout(0, None, branch=1), judge, rollout(0, None, branch=3, role="judge")]
-    assert [one.reward for one in with_rewards_of_samples(given)] == [1.0, 1.0, 0.25, 0.25]
+    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=1.0)] == [1.0, 1.0, 0.25, 0.25]
+    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=2.0)] == [1.0, 1.0, 0.5, 0.5]
+    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=0.0)] == [1.0] * 4
     failed = [rollout(0, None, reward_error="it raised"), rollout(0, None, branch=1)]
-    assert [one.metadata["reward_error"] for one in with_rewards_of_samples(failed)] == ["it raised"] * 2
+    assert [one.metadata["reward_error"] for one in with_rewards_of_samples(failed, reported_weight=1.0)] == [
+        "it raised"
+    ] * 2
 
 
 def test_the_reported_reward_is_what_was_reported():
@@ -134,6 +138,18 @@ def test_a_branch_begins_with_a_prompt_of_its_own_and_is_trained(folder, ids):  
 def test_the_sequence_of_a_role_that_is_not_trained_has_no_trained_token(folder, ids):  # noqa: F811
     group = generated(folder, ids, "an_untrained_role")
     assert [(one.role, one.num_trained) for one in group] == [("", 2), ("judge", 0), ("", 2), ("judge", 0)]
+
+
+async def a_judge(sampler, sample):
+    judge = replace(await sampler.turn(sample.beginning(sampler.encode("judge"))), role="judge", reward=0.25)
+    return replace(await sampler.turn(sample), branches=(judge,))
+
+
+def test_a_reward_never_sees_what_another_role_says(folder, ids):  # noqa: F811
+    pool = SeenPool()
+    generator = made(folder, Script(lambda request: ids("a<|end|>")), pool, generate=f"{__name__}:a_judge")
+    ((_, group),) = batch_of(generator, prompts(ids)).kept
+    assert len(pool.seen) == 2 and [one.reward for one in group] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def test_a_step_draws_its_share_from_groups_that_are_fresh_enough_by_seed_and_st
     versions, drawn = [0], []
     for step in range(1, 9):
         mixed = buffer.with_replayed(step, batch(step), versions)
-        assert [prompt.prompt_id for prompt, _ in mixed.kept[:2]] == [f"{step}-0", f"{step}-1"]
+        fresh = [prompt.prompt_id.startswith(f"{step}-") for prompt, _ in mixed.kept]
+        assert fresh == ([True, False, True, False] if step > 1 else [True, True])
         found = replay_metrics(mixed, versions)
         drawn.append(replayed(mixed))
         assert len(drawn[-1]) == len(set(drawn[-1])) == (2 if step > 1 else 0)
@@ -62,7 +63,7 @@ def test_a_step_draws_its_share_from_groups_that_are_fresh_enough_by_seed_and_st
     again.load(tmp_path)
     assert replayed(again.with_replayed(6, batch(6), [3, 4, 5])) == drawn[5]
     assert len(set(map(tuple, drawn[3:]))) > 2
-    group = again.with_replayed(6, batch(6), [3, 4, 5]).kept[2][1]
+    group = again.with_replayed(6, batch(6), [3, 4, 5]).kept[1][1]
     first = int(group[0].prompt_id[0])
     assert group == [
         replace(one, metadata={REPLAYED: first}) for one in groups_of(batch(first).trained)[group[0].group_id]

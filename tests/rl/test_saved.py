@@ -112,7 +112,7 @@ def test_the_best_are_different_finished_answers_with_their_further_sequences():
     members = [
         answer("p", 0, "low", 0.2), answer("p", 1, "best", 1.0), answer("p", 1, "more", 1.0, branch=1),
         answer("p", 1, "judged", 0.0, branch=2, role="judge"), answer("p", 2, "best", 1.0),
-        answer("p", 3, "cut", 1.0, finish_reason="length"), answer("p", 4, "good", 0.9),
+        answer("p", 3, "cut", 1.0, finish_reason="length"), answer("p", 4, "good", 0.9, finish_reason="text"),
     ]  # fmt: skip
     best = best_of(members, count=2, lowest=0.5)
     assert [(one.sample_index, one.branch) for one in best] == [(1, 0), (1, 1), (4, 0)]

@@ -31,7 +31,7 @@ def _fake(monkeypatch):
     for at_once in (64, 1):
         process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', at_once)
         asyncio.run(the_door().do(process.close()))
-    verifiers_environment._process.cache_clear()
+    verifiers_environment._process.forget()
 
 
 def generated(folder, says, tasks, **values):  # noqa: F811

@@ -342,7 +342,7 @@ class RLStage(StageBase):
                     "once; raise critic.epochs or optimizer.updates_per_step, or leave it out"
                 )
         traits = algorithm.advantage.traits
-        is_alone = rollout.samples_per_prompt == 1 and rollout.generate.is_one_turn
+        is_alone = rollout.samples_per_prompt == 1 and rollout.generate.is_one_turn and not rollout.clone.best
         if is_alone and traits is not None and traits.compares_groups:
             raise ValueError(
                 f"rollout.samples_per_prompt 1 leaves advantage {algorithm.advantage} nothing to compare; raise it, or "
@@ -401,6 +401,11 @@ class RLStage(StageBase):
                 )
 
     def _check_process_reward(self, reward: RewardConfig) -> None:
+        if self.rollout.generate.name.partition(":")[0] in ("agent", "verifiers"):
+            raise ValueError(
+                f"reward {reward.name} scores the steps of a response, and what generate {self.rollout.generate.name} "
+                "answers has no place in the tokens; name a reward of whole answers"
+            )
         if len(self.reward) > 1 or reward.weight != 1.0:
             raise ValueError(
                 f"reward {reward.name} scores steps, which cannot be added to other rewards; name it alone, without a "

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from nanodag.errors import ConfigError
-from nanodag.host.threads import in_thread
+from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
 from nanodag.rl.agents.session import CallLimits
@@ -93,7 +93,7 @@ async def command_agent(
         given_up.set()
 
 
-@cache
+@MadeOnce
 def _places(at_once: int) -> asyncio.Semaphore:
     """Those of all samples. Raises ConfigError where there are none."""
     if at_once < 1:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from nanodag.api.application import EXCEPTIONS
 from nanodag.api.half_sent import WholeRequests
 from nanodag.api.refusals import Refused
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.threads import MadeOnce
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.rl.agents.session import Session, gone
 
@@ -140,17 +141,9 @@ class Door:
         )  # fmt: skip
 
 
-_MAKING = threading.Lock()
-
-
+@MadeOnce
 def the_door() -> Door:
     """This process's door, opened at the first call."""
-    with _MAKING:
-        return _made()
-
-
-@cache
-def _made() -> Door:
     return Door()
 
 

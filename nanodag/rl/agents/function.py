@@ -10,8 +10,7 @@ are in OPENAI_BASE_URL and OPENAI_API_KEY, too; `seed`. It returns its reward, o
 reward `reported`; or its answer, a text, for a reward that judges it; or None.
 """
 
-from functools import cache
-
+from nanodag.host.threads import MadeOnce
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
 from nanodag.rl.agents.session import MODEL, CallLimits
@@ -54,7 +53,7 @@ async def function_agent(
     return await visited(sampler, sample, limits, run, place=lambda: workers.places)
 
 
-@cache
+@MadeOnce
 def _workers(named: str, python: str, seconds: float, max_bytes: int, at_once: int) -> Workers:
     """Those of a function: one pool for all samples."""
     return Workers(

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ MAX_COMPONENTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """Of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences; 0 for no bound beside
-    max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
+    """Of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before each
+    call; 0 for no bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
 
     max_calls: int
     max_tokens: int
@@ -108,13 +108,14 @@ class Session:
 
     def result(self) -> Sample:
         """The sample. What counts as its last call is the end of the conversation of most calls, then of most sampled
-        tokens: so the order in which parallel calls came changes nothing. Raises SamplerError where the sampler failed,
-        ValueError where nothing was asked."""
+        tokens: so the order in which parallel calls came changes nothing, but for the answer where the agent says none:
+        that of the call which was answered last. Raises SamplerError where the sampler failed, ValueError where nothing
+        was asked."""
         if self._broken is not None:
             raise self._broken
         found = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
-            most = max(range(len(self._calls)), key=lambda number: astuple(self._calls[number]))
+            most = max(range(len(self._calls)), key=lambda number: self._calls[number].rank)
             chats = self._transcript.sample(self._given, last=most)
             found = [chats, *chats.branches, *found]
         if not found:
@@ -170,7 +171,7 @@ class Session:
             self._transcript.answered(asked, completion, message)
             before = _NONE if asked.sequence is None else self._calls[asked.sequence]
             size = before.num_sampled + len(completion.output_ids)
-            self._calls.append(_Call(before.number + 1, size, (*asked.ids, *completion.output_ids)))
+            self._calls.append(_Call(before.number + 1, size, asked.ids, tuple(completion.output_ids)))
         self._last_said = message["content"] or ""
 
     def room(self, asked: Asked) -> int:
@@ -217,6 +218,8 @@ class Session:
         self._last_said = text
 
     async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
+        if self._is_ended:  # while its conversation was rendered
+            raise gone()
         asking = asyncio.ensure_future(
             self._sampler.answer(ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
         )
@@ -242,15 +245,21 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An answered call, and those that it continues: how many they are, what they have sampled, all ids up to its
-    end."""
+    """An answered call, and those that it continues: how many they are, what they have sampled. ids: what was asked.
+    said: the answer's."""
 
     number: int
     num_sampled: int
     ids: tuple[int, ...]
+    said: tuple[int, ...]
+
+    @property
+    def rank(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """The last call of a sample has the highest; ids are shared with the transcript, not copied."""
+        return self.number, self.num_sampled, self.ids, self.said
 
 
-_NONE = _Call(0, 0, ())
+_NONE = _Call(0, 0, (), ())
 
 
 class _Endpoints(Endpoints):

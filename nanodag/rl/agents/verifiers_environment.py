@@ -4,10 +4,11 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
 from nanodag.rl.agents.session import MODEL, CallLimits
 from nanodag.rl.agents.visit import AgentFailed, Visit, visited
@@ -77,7 +78,7 @@ def _said(sample: Sample, outcome: Outcome | None = None) -> Sample:
     return replace(sample, metadata={**sample.metadata, **said}, finish_reason=reason)
 
 
-@cache
+@MadeOnce
 def _process(block: str, at_once: int) -> tuple[VerifiersProcess, asyncio.Semaphore]:
     """That of an environment, for all samples, and its places. Both belong to the door's event loop."""
     return VerifiersProcess(json.loads(block)), asyncio.Semaphore(at_once)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from nanodag.errors import ConfigError
-from nanodag.host.ports import LOOPBACK
+from nanodag.host.ports import no_proxy_here
 from nanodag.rl.agents.visit import AgentFailed, AgentLost
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -158,8 +158,7 @@ class _Worker:
 
 def _environment() -> dict[str, str]:
     """Of a process: this one's, but that no proxy stands before the API."""
-    direct = ",".join([*filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]), LOOPBACK])
-    return {**os.environ, "PYTHONHASHSEED": "0", "NO_PROXY": direct, "no_proxy": direct}
+    return {**os.environ, **no_proxy_here(), "PYTHONHASHSEED": "0"}
 
 
 def interpreter(python: str) -> str:

@@ -77,6 +77,7 @@ class RolloutGenerator:
         self._stop_ids, self._stops = tuple(stop_ids), config.rollout.stop or None
         self._turns = turns
         self._filters = [entry.load() for entry in config.rollout.filters]
+        self._reported_weight = sum(reward.weight for reward in config.reward if reward.name == REPORTED)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step: `num_fresh` that pass the filters, or fewer.
@@ -229,7 +230,7 @@ class RolloutGenerator:
         self._choose(prompt, self._shaped(group), batch)
 
     def _shaped(self, group: Sequence[Rollout]) -> list[Rollout]:
-        return with_rewards_of_samples([shaped(rollout, self._config) for rollout in group])
+        return self._shared([shaped(rollout, self._config) for rollout in group])
 
     def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
@@ -267,10 +268,8 @@ class RolloutGenerator:
         return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts of one prompt with their rewards. Each main sequence is judged, and each of a role of which a
-        reward was reported."""
-        answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
-        whole = [rollout for rollout in answered if rollout.branch == 0 or REPORTED in rollout.metadata]
+        """The rollouts of one prompt with their rewards: each main sequence is judged."""
+        whole = [rollout for rollout in main_sequences(rollouts) if rollout.finish_reason != "error"]
         answers = [self._answer(rollout) for rollout in whole]
         reported = [rollout.metadata.get(REPORTED) for rollout in whole]
         futures = self._pool.submit_group(prompt.record, answers, reported=reported)
@@ -278,7 +277,10 @@ class RolloutGenerator:
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         scored = map(self._with_score, whole, answers, scores)
         by_id = {id(before): after for before, after in zip(whole, scored, strict=True)}
-        return with_rewards_of_samples([by_id.get(id(rollout), rollout) for rollout in rollouts])
+        return self._shared([by_id.get(id(rollout), rollout) for rollout in rollouts])
+
+    def _shared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return with_rewards_of_samples(rollouts, reported_weight=self._reported_weight)
 
     async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
         """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
@@ -289,7 +291,7 @@ class RolloutGenerator:
         scored = await self._scored(prompt, bare)
         pairs = zip(group, scored, strict=True)
         mended = [shaped(new, self._config) if has_failed_reward(old) else old for old, new in pairs]
-        return with_rewards_of_samples(mended)
+        return self._shared(mended)
 
     async def _responses(self, group: "_Group") -> list[Rollout]:
         if self._turns is not None:
@@ -367,17 +369,20 @@ class _Group:
         return answers
 
 
-def with_rewards_of_samples(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts, each further sequence with the reward of its sample: of the first with its role that has one of its
-    own, else of the main one."""
+def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: float) -> list[Rollout]:
+    """The rollouts, each further sequence with the reward of its sample; or where a reward of its role's own was
+    reported, with that. reported_weight: of the reward `reported` among the stage's; at 0 what roles report means
+    nothing."""
     mains = {(one.group_id, one.sample_index): one for one in main_sequences(rollouts)}
     found = []
     for rollout, place in zip(rollouts, places_of_samples(rollouts), strict=True):
         first = rollouts[place]
-        source = first if first.branch == 0 or REPORTED in first.metadata else mains[first.group_id, first.sample_index]
-        if source is not rollout:
-            reason = {REASON: source.metadata[REASON]} if REASON in source.metadata else {}
-            rollout = rollout.with_reward(source.reward, source.reward_components, **reason)
+        main, own = mains[first.group_id, first.sample_index], first.metadata.get(REPORTED)
+        if first.branch and own is not None and reported_weight:
+            rollout = rollout.with_reward(reported_weight * own["value"], own["components"])
+        elif main is not rollout:
+            reason = {REASON: main.metadata[REASON]} if REASON in main.metadata else {}
+            rollout = rollout.with_reward(main.reward, main.reward_components, **reason)
         found.append(rollout)
     return found
 

@@ -161,7 +161,7 @@ def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Roll
     """The finished answers of a group with the highest rewards, `lowest` at least, each answer once; of equal rewards
     the earlier ones. An answer comes with its further sequences, but not with those of other roles."""
     samples = main_sequences(group)
-    finished = [one for one in samples if one.finish_reason == "stop" and (one.reward or 0.0) >= lowest]
+    finished = [one for one in samples if one.finish_reason in ("stop", "text") and (one.reward or 0.0) >= lowest]
     different = {one.response_token_ids: one for one in reversed(finished)}
     ranked = sorted(different.values(), key=lambda one: (-(one.reward or 0.0), one.sample_index))
     chosen = {(one.sample_index, one.role) for one in ranked[:count]}

@@ -54,12 +54,15 @@ class ReplayBuffer:
         self._kept: list[_Kept] = []
 
     def with_replayed(self, step: int, batch: RolloutBatch, versions: Sequence[int]) -> RolloutBatch:
-        """A step's rollout batch with groups of earlier steps behind the fresh ones. versions: as `staleness_of` takes
-        them."""
+        """A step's rollout batch with groups of earlier steps among the fresh ones, so that each update of the step
+        has its share of them. versions: as `staleness_of` takes them."""
         fresh_enough = [kept for kept in self._kept if staleness_of(kept.oldest, versions) <= self._cap]
         drawn = sorted(fresh_enough, key=lambda kept: derived_seed(self._seed, "replay", step, kept.group_id))
         replayed = [kept.group() for kept in drawn[: self._size]]
-        return replace(batch, kept=[*batch.kept, *replayed]) if replayed else batch
+        mixed, gap = list(batch.kept), len(batch.kept) / max(1, len(replayed))
+        for number in reversed(range(len(replayed))):
+            mixed.insert(round((number + 1) * gap), replayed[number])
+        return replace(batch, kept=mixed)
 
     def keep(self, step: int, fresh: RolloutBatch, versions: Sequence[int]) -> None:
         """Remember what a step trained as fresh, and forget what the next one may not train any more. versions: those

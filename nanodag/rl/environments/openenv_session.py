@@ -136,7 +136,8 @@ def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[st
 def _schema_of(url: str) -> dict[str, Any]:
     """The JSON schema of an action. Raises ValueError where the server does not tell it."""
     try:
-        with urllib.request.urlopen(f"{url}/schema", timeout=TIMEOUT_S) as answer:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as `connect` goes
+        with direct.open(f"{url}/schema", timeout=TIMEOUT_S) as answer:
             schema: dict[str, Any] = json.load(answer)["action"]
             return schema
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,8 +256,12 @@ class Attachments:
             raise BadRequest(wrong)
         await self._in_time(client.abort())
         await self._in_time(client.resume())  # who had it before may have left it paused
-        with suppress(BadRequest):  # or in the midst of new weights; it refuses where it is not
+        try:  # or in the midst of new weights
             await self._in_time(client.end_weight_update())
+        except SamplerLost:
+            raise
+        except SamplerError as error:  # it is not, or it is an SGLang that does not know the call
+            log.debug("%s: %s", server, error)
         if self._folder is not None:
             await self._check_folder(client, self._folder)
 

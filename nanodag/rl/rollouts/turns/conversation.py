@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanodag.api.bodies import Tool
-from nanodag.api.tool_format import Call, read_whole, reader_of
+from nanodag.api.tool_format import read_whole, reader_of
 from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.transcript import Transcript
@@ -48,7 +48,7 @@ class Conversation:
         message["content"] = read_whole(reader, self._sampler.encoding, ids[:-1] if has_end else ids)
         if reader.calls:
             message["tool_calls"] = [
-                {"id": f"call_{number}", "type": "function", "function": _called(call)}
+                {"id": f"call_{number}", "type": "function", "function": asdict(call)}
                 for number, call in enumerate(reader.calls, self._num_calls)
             ]
             self._num_calls += len(reader.calls)
@@ -59,16 +59,6 @@ class Conversation:
         """What was said, to be returned by a generate function. is_cut: it ends as cut off."""
         sample = self._transcript.sample(self._given)
         return replace(sample, finish_reason="length") if is_cut else sample
-
-
-def _called(call: Call) -> dict[str, str]:
-    """As a message has it: a text that the model wrote in the place of arguments is a JSON text, as templates take JSON
-    alone."""
-    try:
-        json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return asdict(call)
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
