@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+from nanodag.host.below import descendants
+
 EVERY_S = 0.5
 SHARE_OF_TIME = 0.02
 """At most, that looking may take: of processes of a hundred gigabytes it takes a good part of a second."""
@@ -29,16 +31,6 @@ class MemoryPeak:
         self.highest = max(self.highest, sum(_size_of(pid) for pid in descendants(os.getpid())))
         took = time.monotonic() - began
         self._next = began + max(EVERY_S, took / SHARE_OF_TIME)
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all processes below one."""
-    below: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                below += [int(child) for child in children.read_text().split()]
-    return [found for child in below for found in (child, *descendants(child))]
 
 
 def _size_of(pid: int) -> int:

@@ -26,12 +26,13 @@ def child_and_grandchild():
 
 LOOKS = f"""
 import subprocess, sys
-from nanodag.worker.memory_peak import MemoryPeak, descendants
+from nanodag.worker.memory_peak import MemoryPeak
+from nanodag.host.below import descendants
 child = subprocess.Popen([sys.executable, "-c", {STARTS_ONE!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 memory = MemoryPeak()
 memory.look()
-print(len(descendants(child.pid)), memory.highest)
+print(len(list(descendants(child.pid))), memory.highest)
 child.communicate(b"\\n")
 """
 

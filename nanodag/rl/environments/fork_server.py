@@ -21,12 +21,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanodag.host.below import children_of, descendants
 from nanodag.host.parent import killed_with_parent
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
@@ -246,25 +247,6 @@ def how_ended(code: int) -> str:
         return f"ended with code {code}"
     name = signal.Signals(-code).name
     return f"was ended by {name}" + (" (its limit of CPU time)" if name == "SIGXCPU" else "")
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The processes below one, as the kernel lists them; none where it does not."""
-    waiting = [pid]
-    while waiting:
-        for child in children_of(waiting.pop()):
-            yield child
-            waiting.append(child)
-
-
-def children_of(pid: int) -> list[int]:
-    """The children of a process, of all its threads; none where the system does not list them, or it has ended."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
 
 
 def resident_bytes(pid: int) -> int:
