@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from nanodag.errors import SourceError
@@ -28,13 +29,15 @@ def file_sha256(path: Path, cache_path: Path | None = None) -> str:
     return known[key]
 
 
-def folder_sha256(folder: Path) -> str:
-    """64 hex digits over names and contents of all files below a folder, compiled Python left out."""
+def folder_sha256(folder: Path, *, without: Collection[str] = ()) -> str:
+    """64 hex digits over names and contents of all files below a folder, compiled Python left out. without: names of
+    folders in it whose files do not count."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
+        name = path.relative_to(folder)
+        if path.is_file() and path.suffix != ".pyc" and not set(without) & set(name.parts):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+            digest.update(f"{name.as_posix()}\0{content}\n".encode())
     return digest.hexdigest()
 
 

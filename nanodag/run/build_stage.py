@@ -20,7 +20,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
 from nanodag.config.trust import sources_in
-from nanodag.data.digests import file_sha256
+from nanodag.data.digests import file_sha256, folder_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_DEVICE_S = 24 * 3600.0
 SERVER_TIMEOUT_S = 20.0  # of a teacher's server, to say what it serves
+OF_TOOLS = (".git", ".venv")
+"""Folders of a program's folder whose files change though the program does not."""
 
 Inputs = Mapping[str, StageResult]
 
@@ -171,9 +173,7 @@ def _file_identity(path: str) -> dict[str, Any]:
 def _folder_identity(path: str) -> dict[str, Any]:
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path}")
-    of_tools = {"__pycache__", ".git", ".venv"}  # what changes though the program does not
-    files = sorted(file for file in Path(path).rglob("*") if file.is_file() and of_tools.isdisjoint(file.parts))
-    return {"kind": "folder", "sha256": {str(file.relative_to(path)): file_sha256(file) for file in files}}
+    return {"kind": "folder", "sha256": folder_sha256(Path(path), without=OF_TOOLS)}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

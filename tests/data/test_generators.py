@@ -94,3 +94,15 @@ def test_a_folder_digest_ignores_compiled_files(tmp_path):
     assert folder_sha256(tmp_path) == before
     (tmp_path / "b.py").write_text("")
     assert folder_sha256(tmp_path) != before
+
+
+def test_a_folder_digest_leaves_out_named_folders_inside_and_never_what_lies_above(tmp_path):
+    program = tmp_path / ".venv" / "agent"
+    (program / ".git").mkdir(parents=True)
+    (program / "agent.py").write_text("x = 1")
+    (program / ".git" / "HEAD").write_text("a")
+    before = folder_sha256(program, without=(".git", ".venv"))
+    (program / ".git" / "HEAD").write_text("b")
+    assert folder_sha256(program, without=(".git", ".venv")) == before
+    (program / "agent.py").write_text("x = 2")
+    assert folder_sha256(program, without=(".git", ".venv")) != before
