@@ -1,16 +1,16 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nanodag.cli import parameters, said
+from nanodag.cli import said
 from nanodag.cli import store as store_commands
 from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.rollouts import rollouts
 from nanodag.cli.sampler import sampler_app
 from nanodag.cli.server import server_app
 from nanodag.errors import ConfigError, NanodagError
@@ -373,51 +373,7 @@ def report(run: RunName = "", file: File = "") -> None:
     show_report(run, file=file)
 
 
-@app.command()
-def rollouts(
-    run: RunName = "",
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
-    ] = "",
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="On 127.0.0.1; 0 for any that is free.")
-    ] = 0,
-    samples: parameters.NumPrinted = 0,
-    step: parameters.PrintedStep = -1,
-    role: parameters.PrintedRole = "",
-    failed: parameters.OnlyFailed = False,
-    export: Annotated[
-        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
-    ] = "",
-    best: Annotated[
-        int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
-    ] = 0,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
-    ] = False,
-    lowest: Annotated[
-        float,
-        typer.Option("--lowest", metavar="REWARD", help="With --best or --pairs: a good answer's least reward."),
-    ] = 1.0,
-    file: File = "",
-) -> None:
-    """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
-
-    \b
-    nanodag rollouts RUN --port 8080
-    nanodag rollouts RUN --print 4 --failed
-    nanodag rollouts RUN --export rollouts.parquet
-    nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
-    nanodag rollouts RUN --export pairs.jsonl --pairs
-    """
-    from nanodag.cli.use import print_rollouts, save_rollouts, show_rollouts
-
-    if export:
-        save_rollouts(run, stage, Path(export), best=best, pairs=pairs, lowest=lowest, file=file)
-    elif samples:
-        print_rollouts(run, stage, most=samples, step=step, role=role, failed=failed, file=file)
-    else:
-        show_rollouts(run, stage, port=port, file=file)
+app.command()(rollouts)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

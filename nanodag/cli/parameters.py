@@ -54,11 +54,3 @@ On = Annotated[
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun; it goes on without the terminal.")]
-NumPrinted = Annotated[
-    int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
-]
-PrintedStep = Annotated[
-    int, typer.Option("--step", metavar="STEP", min=-1, help="With --print: of this step. -1 for the newest.")
-]
-PrintedRole = Annotated[str, typer.Option("--role", metavar="ROLE", help="With --print: what this role said.")]
-OnlyFailed = Annotated[bool, typer.Option("--failed", help="With --print: samples that failed, with the reason.")]

@@ -1,4 +1,4 @@
-"""`nanodag chat`, `report`, `rollouts`, `test` and `server`."""
+"""`nanodag chat`, `report`, `test` and `server`."""
 
 import os
 import subprocess
@@ -16,8 +16,7 @@ from nanodag.cli.show import find_run, print_stale
 from nanodag.config import resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
-from nanodag.errors import ArtifactNotFound, ConfigError, MissingTool
-from nanodag.errors.words import counted
+from nanodag.errors import ArtifactNotFound, MissingTool
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
@@ -55,68 +54,6 @@ def show_report(name: str, *, file: str) -> None:
     print_stale(console, record, reports[-1])
     for path in sorted(folder.glob("report.*")):
         console.print(str(path), soft_wrap=True, highlight=False)
-
-
-def show_rollouts(name: str, stage: str, *, port: int, file: str) -> None:
-    """Serve the page of a run's rollouts until Ctrl-C."""
-    from nanodag.viewer.app import serve
-    from nanodag.viewer.shelf import shelf_of
-
-    store = store_of(resolve(pipeline_file(file)).pipeline)
-    record = find_run(store, name)
-    shelf = shelf_of(store, record, stage)
-    print_stale(make_console(), record, shelf.stage)
-    serve(shelf, port=port)
-
-
-def print_rollouts(name: str, stage: str, *, most: int, step: int, role: str, failed: bool, file: str) -> None:
-    """Print samples of a step, the newest where step is -1: the first `most` of those that are asked for."""
-    from nanodag.viewer.cards import Painter
-    from nanodag.viewer.printed import lines_of
-    from nanodag.viewer.shelf import shelf_of
-    from nanodag.viewer.view import FAILED, Wanted, first_samples
-
-    store = store_of(resolve(pipeline_file(file)).pipeline)
-    record = find_run(store, name)
-    shelf = shelf_of(store, record, stage)
-    console = make_console()
-    print_stale(console, record, shelf.stage)
-    steps = shelf.steps_with_rollouts()
-    if not steps:
-        raise ArtifactNotFound(f"Stage {shelf.stage} of run {record.run} has no rollouts yet; ask again in a while.")
-    shown = steps[-1] if step < 0 else step
-    reads = shelf.read(shown)
-    wanted = Wanted(role=role, fate=FAILED if failed else "")
-    chosen = first_samples([read for read in reads if wanted.is_met_by(read)], most)
-    console.print(f"step {shown}: {len(chosen)} of {counted(len(reads), 'rollout')}", style="bold")
-    for line in lines_of(Painter(shelf.model), chosen):
-        console.print(line, soft_wrap=True)
-
-
-def save_rollouts(name: str, stage: str, path: Path, *, best: int, pairs: bool, lowest: float, file: str) -> None:
-    """Write a run's rollouts, or the conversations (`best`) or pairs made of them, and say how many."""
-    from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
-    from nanodag.viewer.shelf import shelf_of
-
-    if best and pairs:
-        raise ConfigError(f"--best {best} writes conversations and --pairs preferences; leave one of them out.")
-    store = store_of(resolve(pipeline_file(file)).pipeline)
-    record = find_run(store, name)
-    shelf = shelf_of(store, record, stage)
-    console = make_console()
-    print_stale(console, record, shelf.stage)
-    try:
-        if best:
-            exported, what = export_chats(shelf, path, best=best, lowest=lowest), "conversation"
-        elif pairs:
-            exported, what = export_pairs(shelf, path, lowest=lowest), "pair"
-        else:
-            exported, what = export_rollouts(shelf, path), "rollout"
-    except OSError as error:
-        raise ConfigError(f"The export into {path} failed: {error}.") from error
-    console.print(f"{counted(exported.rows, what)} in {path}", soft_wrap=True)
-    for reason, count in exported.left_out.items():
-        console.print(f"  left out: {count:,} {reason}")
 
 
 def _made(record: RunRecord, product: str) -> list[str]:

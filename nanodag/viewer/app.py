@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
@@ -69,8 +70,9 @@ def make_app(shelf: Shelf) -> FastAPI:
     return app
 
 
-def serve(shelf: Shelf, *, port: int) -> None:
-    """Serve until Ctrl-C. Raises ConfigError when the port is taken; port 0 takes a free one."""
+def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
+    """Serve until Ctrl-C, and print the page's address with the query that says what is shown first. Raises ConfigError
+    when the port is taken; port 0 takes a free one."""
     import uvicorn
 
     with socket.socket() as listener:
@@ -81,7 +83,8 @@ def serve(shelf: Shelf, *, port: int) -> None:
             raise ConfigError(
                 f"Port {port} of {HOST} cannot be had ({error.strerror}); choose another with --port."
             ) from error
-        print(f"Rollouts of {shelf.run}, stage {shelf.stage}: http://{HOST}:{listener.getsockname()[1]}", flush=True)
+        address = f"http://{HOST}:{listener.getsockname()[1]}" + (f"/?{urlencode(query)}" if query else "")
+        print(f"Rollouts of {shelf.run}, stage {shelf.stage}: {address}", flush=True)
         print("Ctrl-C ends it.", flush=True)
         config = uvicorn.Config(make_app(shelf), log_level="warning")
         uvicorn.Server(config).run(sockets=[listener])

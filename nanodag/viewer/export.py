@@ -20,8 +20,10 @@ from nanodag.rl.rollouts.rollout import Rollout, flatten_response
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.shelf import Read, Shelf
+from nanodag.viewer.view import Wanted
 
 SUFFIXES = (".jsonl", ".parquet")
+ANY = Wanted()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,9 @@ class Exported:
     left_out: Mapping[str, int]
 
 
-def export_rollouts(shelf: Shelf, path: Path) -> Exported:
+def export_rollouts(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None) -> Exported:
     """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
-    was replayed stands where it was trained first.
+    was replayed stands where it was trained first. wanted, step: what is left of them, here and in the other exports.
 
     A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
     answer (the right one), response, turns (kind and text of each span), reward, reward_components, finish_reason,
@@ -42,11 +44,13 @@ def export_rollouts(shelf: Shelf, path: Path) -> Exported:
     nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
     """
     encoding = Encoding(shelf.model)
-    count = _write(path, (_row(step, read, encoding) for step, read in _reads(shelf)))
+    count = _write(path, (_row(number, read, encoding) for number, read in _reads(shelf, wanted, step)))
     return Exported(rows=count, left_out={})
 
 
-def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Exported:
+def export_chats(
+    shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, best: int, lowest: float
+) -> Exported:
     """Conversations that an `sft` stage reads with `file:PATH`: of each prompt the `best` answers with a reward of
     `lowest` or more, as rejection sampling trains on.
 
@@ -57,7 +61,7 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
     encoding = Encoding(shelf.model)
     left_out: dict[str, int] = defaultdict(int)
     by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
-    for step, read in _reads(shelf):
+    for number, read in _reads(shelf, wanted, step):
         if reason := _why_not(read, lowest):
             left_out[reason] += 1
             continue
@@ -67,7 +71,7 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
             "messages": [*map(dict, read.messages), answer],
             "reward": read.rollout.reward,
             "prompt_id": read.rollout.prompt_id,
-            "step": step,
+            "step": number,
         }
         known = by_prompt.setdefault(read.rollout.prompt_id, {})
         if text in known:
@@ -82,7 +86,7 @@ def export_chats(shelf: Shelf, path: Path, *, best: int, lowest: float) -> Expor
     return Exported(rows=_write(path, chosen), left_out={reason: n for reason, n in left_out.items() if n})
 
 
-def export_pairs(shelf: Shelf, path: Path, *, lowest: float) -> Exported:
+def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, lowest: float) -> Exported:
     """Preference pairs, as DPO trainers take them: of each group the answer with the highest reward, `lowest` at least,
     and the one with the least. A group whose rewards are equal has no pair.
 
@@ -93,13 +97,13 @@ def export_pairs(shelf: Shelf, path: Path, *, lowest: float) -> Exported:
     encoding = Encoding(shelf.model)
     left_out: dict[str, int] = defaultdict(int)
     groups: dict[tuple[int, str], list[Read]] = {}
-    for step, read in _reads(shelf):
+    for number, read in _reads(shelf, wanted, step):
         if reason := _why_not(read, -math.inf):
             left_out[reason] += 1
         else:
-            groups.setdefault((step, read.rollout.group_id), []).append(read)
+            groups.setdefault((number, read.rollout.group_id), []).append(read)
     rows = []
-    for (step, _), reads in groups.items():
+    for (number, _), reads in groups.items():
         ranked = sorted(reads, key=_reward, reverse=True)  # of equal rewards the earlier one first
         best, worst = ranked[0], ranked[-1]
         if _reward(best) < lowest or _reward(best) == _reward(worst):
@@ -114,7 +118,7 @@ def export_pairs(shelf: Shelf, path: Path, *, lowest: float) -> Exported:
                 "score_chosen": _reward(best),
                 "score_rejected": _reward(worst),
                 "prompt_id": best.rollout.prompt_id,
-                "step": step,
+                "step": number,
             }
         )
     return Exported(rows=_write(path, rows), left_out={reason: n for reason, n in left_out.items() if n})
@@ -146,11 +150,12 @@ def _why_not(read: Read, lowest: float) -> str:
     return "" if read.messages else "messages not kept"
 
 
-def _reads(shelf: Shelf) -> Iterator[tuple[int, Read]]:
-    for step in shelf.steps_with_rollouts():
-        for read in shelf.read(step):
-            if read.fate != REPLAYED:
-                yield step, read
+def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int, Read]]:
+    """With the step of each. Raises ArtifactNotFound for a step that there is not."""
+    for number in shelf.steps_with_rollouts() if step is None else (step,):
+        for read in shelf.read(number):
+            if read.fate != REPLAYED and wanted.is_met_by(read):
+                yield number, read
 
 
 def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:

@@ -18,12 +18,15 @@ from nanodag.errors import ConfigError, SourceError, StageFailed
 from nanodag.rl.control.checks import check_source
 from nanodag.rl.control.facts import ModelFacts
 from nanodag.rl.control.one_side import SavedRollouts, best_of
+from nanodag.rl.control.step_records import Records
+from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, read_rollouts, sampled_span, write_rollouts
 from nanodag.rl.rollouts.saved import GREEDY, REPLAYED, check_steps, read_saved, saved_files
 from nanodag.run.build_stage import key_of
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.export import export_rollouts
 from nanodag.viewer.shelf import Shelf
+from nanodag.worker.job import Job
 from tests.rl.fakes import config
 from tests.rl.stages import (
     end_group,
@@ -80,6 +83,23 @@ def test_each_pass_over_a_file_has_every_group_once_in_an_order_of_its_own_whoev
     assert [taken(source(tmp_path / "all.jsonl", num_steps=30), step) for step in (30, 7)] == [steps[29], steps[6]]
     groups = asyncio.run(found.step(None, 1)).kept + asyncio.run(found.step(None, 4)).kept
     assert len({members[0].group_id for _, members in groups}) == 4  # one that comes again is another group
+
+
+def test_answers_of_files_that_share_prompt_ids_stay_with_their_rollouts(tmp_path):
+    for name in ("one", "two"):
+        row = {"prompt_id": "p", "group_id": "p@0", "prompt_ids": [1], "answer": name, "messages": []}
+        rows = [{**row, "sample_index": i, "response_ids": [*name.encode()], "reward": float(i)} for i in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    batch = asyncio.run(source(tmp_path / "*.jsonl", clone={"best": 1}, filters=[]).step(None, 1))
+    job = Job(name="rl", run="r", config=config(), inputs={}, workspace=tmp_path)
+    records = Records(job, resume_step=-1)
+    records.rollouts(1, batch)
+    records.ledger(1, batch)
+    records.close()
+    shelf = Shelf(run="r", stage="rl", records=job.records, metrics=job.metrics_path, model=tmp_path)
+    found = [(read.rollout.prompt_id, bytes(read.rollout.response_token_ids), read.answer) for read in shelf.read(1)]
+    assert sorted(found) == [("0:p", b"one", "one"), ("1:p", b"two", "two")]
+    assert sorted(line["prompt_id"] for line in read_ledger(job.records / "ledger.jsonl")) == ["0:p", "1:p"]
 
 
 def test_a_line_of_an_export_is_the_rollout_that_was_exported(tmp_path):

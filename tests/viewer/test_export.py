@@ -2,19 +2,21 @@
 
 import json
 from dataclasses import replace
-from unittest.mock import MagicMock
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from nanodag.cli import use
+from nanodag.cli import app
+from nanodag.cli.rollouts import save_rollouts
 from nanodag.data.canonical import check_record
-from nanodag.errors import ConfigError
+from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
 from nanodag.viewer.shelf import Shelf
+from nanodag.viewer.view import Wanted
 
 STOP = 0
 
@@ -143,12 +145,43 @@ def test_another_suffix_is_refused_and_a_failed_export_leaves_the_old_file(shelf
     assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
 
 
-def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tmp_path, monkeypatch):
-    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
-        monkeypatch.setattr(use, name, MagicMock())
-    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
+def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     for path in (tmp_path / "folder.jsonl", tmp_path / "missing" / "all.jsonl"):
         with pytest.raises(ConfigError, match=f"The export into {path} failed"):
-            use.save_rollouts("run", "rl", path, best=0, pairs=False, lowest=0.0, file="")
+            save_rollouts(shelf, path, Wanted(), step=None, best=0, pairs=False, lowest=0.0)
     assert not list(tmp_path.glob(".folder*"))
+
+
+def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(shelf, tmp_path):
+    out = tmp_path / "some.jsonl"
+    critic = [replace(rollout("r", index, text, 1.0), role="critic") for index, text in enumerate(("first", "other"))]
+    write_rollouts(shelf.records / "rollouts" / "step-00000003.jsonl", [*critic, rollout("r", 2, "its own", 1.0)])
+    said = {"step": 3, "role": ""}, {"step": None, "role": "critic"}
+    for asked, responses in zip(said, (["first", "other", "its own"], ["first", "other"]), strict=True):
+        export_rollouts(shelf, out, Wanted(role=asked["role"]), step=asked["step"])
+        assert [row["response"] for row in lines(out)] == responses
+    export_rollouts(shelf, out, Wanted(fate="failed"))  # and what the ledger gives no reason for
+    assert [row["response"] for row in lines(out)] == ["kept", "x"]
+    assert export_chats(shelf, out, step=1, best=9, lowest=0.9).rows == 2
+    assert export_chats(shelf, out, step=2, best=9, lowest=0.9).left_out == {"messages not kept": 1}
+    assert export_pairs(shelf, out, Wanted(role="critic"), lowest=0.9).left_out == {"messages not kept": 2}
+    with pytest.raises(ArtifactNotFound, match="step-00000009"):
+        export_rollouts(shelf, out, step=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--print 4 --export all.jsonl", "--print does not go with --export"),
+        ("--export all.jsonl --best 1 --pairs", "--best does not go with --pairs"),
+        ("--export all.jsonl --best 1 --failed", "--failed does not go with --best"),
+        ("--print 4 --port 0", "--port does not go with --print"),
+        ("--best 1", "--best does nothing without --export"),
+        ("--pairs --print 2", "--pairs does nothing without --export"),
+        ("--export all.jsonl --lowest 1", "--lowest does nothing without --best or --pairs"),
+    ],
+)
+def test_options_of_rollouts_that_would_do_nothing_are_refused_by_name(options, why):
+    refused = CliRunner().invoke(app, ["rollouts", *options.split()]).exception
+    assert isinstance(refused, ConfigError) and str(refused).startswith(why)

@@ -3,21 +3,20 @@
 import json
 import re
 from dataclasses import replace
-from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
 
-from nanodag.cli import use
+from nanodag.cli.rollouts import print_rollouts
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.viewer.app import make_app
+from nanodag.viewer.app import make_app, serve
 from nanodag.viewer.cards import LAST_LINES, Painter
 from nanodag.viewer.printed import lines_of
 from nanodag.viewer.shelf import Read, Shelf, shelf_of
-from nanodag.viewer.view import first_samples, timeline_svg, together
+from nanodag.viewer.view import Wanted, first_samples, timeline_svg, together
 from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
@@ -376,14 +375,20 @@ def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
     ]  # fmt: skip
 
 
-def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, monkeypatch, capsys):
-    for name in ("store_of", "resolve", "find_run", "print_stale", "pipeline_file"):
-        monkeypatch.setattr(use, name, MagicMock())
-    monkeypatch.setattr("nanodag.viewer.shelf.shelf_of", lambda *unused: shelf)
-    use.print_rollouts("r", "rl", most=5, step=-1, role="", failed=True, file="")
+def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, capsys):
+    print_rollouts(shelf, Wanted(fate="failed"), most=5, step=None)
     shown = capsys.readouterr().out
     assert "step 2: 1 of 4 rollouts" in shown and "no reward: it raised <b>" in shown and "prompt right" not in shown
-    use.print_rollouts("r", "rl", most=5, step=2, role="judge", failed=False, file="")
+    print_rollouts(shelf, Wanted(role="judge"), most=5, step=2)
     assert capsys.readouterr().out == "step 2: 0 of 4 rollouts\n"
     with pytest.raises(ArtifactNotFound, match="step-00000007"):
-        use.print_rollouts("r", "rl", most=5, step=7, role="", failed=False, file="")
+        print_rollouts(shelf, Wanted(), most=5, step=7)
+
+
+def test_the_page_opens_with_the_step_role_and_failures_that_were_asked_for(shelf, monkeypatch, capsys):
+    monkeypatch.setattr("uvicorn.Server.run", lambda *unused, **also: None)
+    serve(shelf, port=0, query={"step": "2", "role": "a judge", "fate": "failed"})
+    address = capsys.readouterr().out.split()[5]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?step=2&role=a\+judge&fate=failed", address)
+    page = TestClient(make_app(shelf), base_url="http://127.0.0.1").get(address)
+    assert page.status_code == 200 and "0 of 4 rollouts" in page.text

@@ -7,7 +7,7 @@ Groups lie in the files and are read when their step comes; only where they begi
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -129,7 +129,7 @@ class SavedGroups:
     """
 
     def __init__(self, files: Sequence[Path], choose: Choose) -> None:
-        self._choose = choose
+        self._files, self._choose = files, choose
         self._places: list[_Place] = []
         self.left_out = Counter[str]()
         for path in files:
@@ -139,8 +139,13 @@ class SavedGroups:
         return len(self._places)
 
     def read(self, number: int) -> list[Saved]:
-        """A group, whole."""
-        return _group_at(self._places[number])
+        """A group, whole. Of several files, whose prompts may share ids, `prompt_id` begins with the file's number."""
+        place = self._places[number]
+        group = _group_at(place)
+        if len(self._files) == 1:
+            return group
+        name = f"{self._files.index(place.path)}:{group[0].rollout.prompt_id}"
+        return [replace(saved, rollout=replace(saved.rollout, prompt_id=name)) for saved in group]
 
     def _index(self, path: Path) -> None:
         groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}

@@ -1,0 +1,156 @@
+"""`nanodag rollouts`: what RL sampled, as a page, in the terminal, or as a file. Light: it imports when it runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanodag.cli.parameters import File, RunName
+from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.errors.words import counted
+
+if TYPE_CHECKING:
+    from nanodag.viewer.shelf import Shelf
+    from nanodag.viewer.view import Wanted
+
+CLASHES = (
+    ("--print", "--export", "one prints samples, the other writes a file"),
+    ("--best", "--pairs", "one writes conversations, the other preferences"),
+    ("--failed", "--best", "a sample that failed is no good answer"),
+    ("--failed", "--pairs", "a sample that failed has no reward to compare"),
+    ("--port", "--print", "the port is that of the page, which --print does without"),
+    ("--port", "--export", "the port is that of the page, which --export does without"),
+)
+NEEDS = (("--best", ("--export",)), ("--pairs", ("--export",)), ("--lowest", ("--best", "--pairs")))
+LEAST_GOOD = 1.0
+
+
+def rollouts(
+    run: RunName = "",
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
+    ] = "",
+    port: Annotated[
+        int | None,
+        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
+    ] = None,
+    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="What this role said.")] = "",
+    failed: Annotated[bool, typer.Option("--failed", help="Samples that failed, with the reason.")] = False,
+    samples: Annotated[
+        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
+    ] = 0,
+    export: Annotated[
+        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
+    ] = "",
+    best: Annotated[
+        int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
+    ] = 0,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
+    ] = False,
+    lowest: Annotated[
+        float | None,
+        typer.Option(
+            "--lowest", metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."
+        ),
+    ] = None,
+    file: File = "",
+) -> None:
+    """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
+
+    \b
+    nanodag rollouts RUN --port 8080
+    nanodag rollouts RUN --print 4 --failed
+    nanodag rollouts RUN --export rollouts.parquet --step 20
+    nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
+    nanodag rollouts RUN --export pairs.jsonl --pairs
+    """
+    _refuse_void(
+        {
+            "--port": port is not None,
+            "--print": samples > 0,
+            "--failed": failed,
+            "--export": export != "",
+            "--best": best > 0,
+            "--pairs": pairs,
+            "--lowest": lowest is not None,
+        }
+    )
+    from nanodag.cli.live_table import make_console
+    from nanodag.cli.show import find_run, print_stale
+    from nanodag.config import resolve
+    from nanodag.run.record import pipeline_file, store_of
+    from nanodag.viewer.shelf import shelf_of
+    from nanodag.viewer.view import FAILED, Wanted
+
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    record = find_run(store, run)
+    shelf = shelf_of(store, record, stage)
+    print_stale(make_console(), record, shelf.stage)
+    wanted = Wanted(role=role, fate=FAILED if failed else "")
+    if export:
+        least = LEAST_GOOD if lowest is None else lowest
+        save_rollouts(shelf, Path(export), wanted, step=step, best=best, pairs=pairs, lowest=least)
+    elif samples:
+        print_rollouts(shelf, wanted, most=samples, step=step)
+    else:
+        from nanodag.viewer.app import serve
+
+        asked = {"step": "" if step is None else str(step), "role": role, "fate": wanted.fate}
+        serve(shelf, port=port or 0, query={name: value for name, value in asked.items() if value})
+
+
+def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:
+    """Print samples of a step, the newest where step is None: the first `most` of those that are wanted."""
+    from nanodag.cli.live_table import make_console
+    from nanodag.viewer.cards import Painter
+    from nanodag.viewer.printed import lines_of
+    from nanodag.viewer.view import first_samples
+
+    steps = shelf.steps_with_rollouts()
+    if not steps:
+        raise ArtifactNotFound(f"Stage {shelf.stage} of run {shelf.run} has no rollouts yet; ask again in a while.")
+    console, shown = make_console(), steps[-1] if step is None else step
+    reads = shelf.read(shown)
+    chosen = first_samples([read for read in reads if wanted.is_met_by(read)], most)
+    console.print(f"step {shown}: {len(chosen)} of {counted(len(reads), 'rollout')}", style="bold")
+    for line in lines_of(Painter(shelf.model), chosen):
+        console.print(line, soft_wrap=True)
+
+
+def save_rollouts(
+    shelf: "Shelf", path: Path, wanted: "Wanted", *, step: int | None, best: int, pairs: bool, lowest: float
+) -> None:
+    """Write what is wanted of the rollouts, or the conversations (`best`) or pairs made of them, and say how many.
+    step: that one alone; None for all."""
+    from nanodag.cli.live_table import make_console
+    from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
+
+    console = make_console()
+    try:
+        if best:
+            exported, what = export_chats(shelf, path, wanted, step=step, best=best, lowest=lowest), "conversation"
+        elif pairs:
+            exported, what = export_pairs(shelf, path, wanted, step=step, lowest=lowest), "pair"
+        else:
+            exported, what = export_rollouts(shelf, path, wanted, step=step), "rollout"
+    except OSError as error:
+        raise ConfigError(f"The export into {path} failed: {error}.") from error
+    console.print(f"{counted(exported.rows, what)} in {path}", soft_wrap=True)
+    for reason, count in exported.left_out.items():
+        console.print(f"  left out: {count:,} {reason}")
+
+
+def _refuse_void(given: Mapping[str, bool]) -> None:
+    """Raise ConfigError where an option would do nothing. given: whether each of them is there."""
+    for one, other, why in CLASHES:
+        if given[one] and given[other]:
+            raise ConfigError(f"{one} does not go with {other}: {why}. Leave one of them out.")
+    for option, needed in NEEDS:
+        if given[option] and not any(given[name] for name in needed):
+            raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")
