@@ -27,7 +27,7 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.urls import SourceURL, parse_url
-from nanodag.errors import ConfigError, StageFailed
+from nanodag.errors import ConfigError, MissingTool, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.items import held_out_records, select
@@ -66,7 +66,8 @@ def run_environment(
     """Evaluate one benchmark. Rollouts that `model.kept` has are not run again.
 
     A rollout that fails counts as reward 0, with the reason in its record. Raises ConfigError for a source that is no
-    taskset and for settings that mean nothing here, StageFailed when more than MOST_FAILED of the rollouts fail.
+    taskset, for settings that mean nothing here and for an environment that cannot start, StageFailed when more than
+    MOST_FAILED of the rollouts fail.
     """
     items, source = _items(config, chat=chat, seed=seed, mirror=mirror)
     params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
@@ -148,9 +149,12 @@ async def _outcomes(
         model.close()  # samplers of an earlier benchmark
         try:
             async with _served(settings, replicas) as (base_url, key):
-                async with asyncio.TaskGroup() as group:
-                    for number in missing:
-                        group.create_task(play(number, base_url, key))
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for number in missing:
+                            group.create_task(play(number, base_url, key))
+                except* (ConfigError, MissingTool) as errors:
+                    raise errors.exceptions[0] from None  # of all rollouts the same: the environment cannot be used
         finally:
             await process.close()
     return [outcome for outcome in outcomes if outcome is not None]

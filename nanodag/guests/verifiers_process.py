@@ -1,7 +1,8 @@
 """Starts verifiers_server.py in verifiers' environment, and talks to it by HTTP on a Unix socket. No torch here.
 
 A process serves many rollouts at once. One that ends is started again by the next rollout, and one that does not answer
-/health any more is ended. Those that were under way in it are lost, with the end of its log as the reason.
+/health any more is ended. Those that were under way in it are lost, with the end of its log as the reason. One that
+does not come up is not tried again: its environment cannot be used.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 from nanodag.guests.verifiers_install import find_python
 from nanodag.host.patience import Patience
 from nanodag.host.ports import no_proxy_here
@@ -115,6 +117,7 @@ class VerifiersProcess:
         self._block = dict(block)
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
+        self._failure: ConfigError | None = None
 
     async def rollout(
         self,
@@ -126,7 +129,8 @@ class VerifiersProcess:
         sampling: Mapping[str, Any] = NO_SAMPLING,
     ) -> Outcome:
         """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
-        for, by OpenAI's names. Raises RolloutFailed, and RolloutLost where the process ended."""
+        for, by OpenAI's names. Raises RolloutFailed, RolloutLost where the process ended, ConfigError where it does not
+        come up."""
         running = await self._process()
         asked = {
             "task": dict(task),
@@ -164,9 +168,15 @@ class VerifiersProcess:
     async def _process(self) -> "_Running":
         async with self._starting:
             if self._running is None or not self._running.is_alive:
+                if self._failure is not None:
+                    raise self._failure
                 if self._running is not None:
                     await self._running.close()
-                self._running = await _started(self._block)
+                try:
+                    self._running = await _started(self._block)
+                except ConfigError as error:
+                    self._failure = error
+                    raise
             return self._running
 
 
@@ -225,7 +235,8 @@ class _Running:
 
 
 async def _started(block: Mapping[str, Any]) -> _Running:
-    """A process that answers. Raises MissingTool without verifiers, RolloutFailed where it does not get so far."""
+    """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
+    RolloutLost where somebody killed it before."""
     folder = Path(tempfile.mkdtemp(prefix="nanodag-verifiers-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     socket, log_path = folder / "http", folder / "log"
@@ -244,14 +255,26 @@ async def _started(block: Mapping[str, Any]) -> _Running:
     try:
         while not socket.exists():
             if not running.is_alive or patience.is_over():
-                raise RolloutFailed(f"the environment's process does not start: {running.end()}")
+                raise _not_up(block, running)
             await asyncio.sleep(POLL_S)
-        await client.get("/health", timeout=START_TIMEOUT_S)
+        try:
+            await client.get("/health", timeout=START_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise _not_up(block, running) from error
     except BaseException:
         await running.close()
         raise
     running.watching = asyncio.create_task(running.watch())
     return running
+
+
+def _not_up(block: Mapping[str, Any], running: _Running) -> ConfigError | RolloutLost:
+    if running.process.poll() == -signal.SIGKILL:  # as the system does when memory is short
+        return RolloutLost(f"the environment's process was killed before it was up: {running.end()}")
+    module = block["taskset"]["id"]
+    return ConfigError(
+        f"The verifiers environment {module!r} cannot be used, its process does not start: {running.end()}"
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Benchmarks of form `verifiers`, with a fake of verifiers' process and a tiny model behind the API."""
 
+import contextlib
 import sys
 
 import pytest
@@ -54,3 +55,10 @@ def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_mean
         run(model, benchmark(source="python:nanodag.data.lists:sort"))
     with pytest.raises(ConfigError, match="system means nothing to form verifiers"):
         run(model, benchmark(system="Be brief."))
+
+
+def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model_folder, monkeypatch):
+    monkeypatch.setattr(environment, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
+        run(model, benchmark(source="verifiers:m?colour=1"))

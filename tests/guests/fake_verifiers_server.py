@@ -55,11 +55,12 @@ async def main(socket):
     await asyncio.Event().wait()
 
 
-assert json.loads(sys.argv[1]) == {"taskset": {"id": "m"}}
+block = json.loads(sys.argv[1])
 if sys.argv[2] == "--tasks":
     for text in ("the cat", "the dog", "the mat", "fail"):
         task = {"do": "fail"} if text == "fail" else {"do": "answer", "say": text}
         print(json.dumps({"task": task, "messages": [{"role": "user", "content": text}]}))
 else:
+    assert block == {"taskset": {"id": "m"}}, block
     assert int(sys.argv[3]) == os.getppid()
     asyncio.run(main(sys.argv[2]))

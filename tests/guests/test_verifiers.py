@@ -11,7 +11,7 @@ from benchmarks.boxes.box_numbers import EMPTY, answer, content, question, tasks
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.sources import open_source
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.guests.verifiers_process import RolloutFailed, VerifiersProcess, block_of, module_file
@@ -135,9 +135,9 @@ def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):
     assert model.tokens_written > 0
 
 
-def test_options_that_the_environment_does_not_know_fail_its_rollouts_with_the_reason(boxes):
+def test_options_that_the_environment_does_not_know_are_an_error_of_the_config(boxes):
     async def work(process, base_url):
-        with pytest.raises(RolloutFailed, match=r"(?s)does not start: it ended with code 1.*colour"):
+        with pytest.raises(ConfigError, match=r"(?s)does not start: it ended with code 1.*colour"):
             await process.rollout({}, base_url=base_url, api_key="k", model="policy")
 
     asyncio.run(with_policy(work, {"agent.colour": 1}))

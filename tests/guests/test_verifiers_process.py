@@ -1,12 +1,13 @@
 """The process that runs environments of verifiers, with a fake of it; the real one is in test_verifiers.py."""
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanodag.errors import MissingTool
+from nanodag.errors import ConfigError, MissingTool
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS, find_python
 from nanodag.guests.verifiers_process import RolloutFailed, RolloutLost, VerifiersProcess, block_of
@@ -60,6 +61,19 @@ def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(
 
     before, beside, after = asyncio.run(run())
     assert before == beside != after
+
+
+def test_an_environment_that_cannot_start_is_an_error_of_the_config_and_is_not_tried_again(fake):
+    async def run():
+        process = VerifiersProcess(block_of("m", {"colour": 1}))
+        try:
+            return await asyncio.gather(do(process, "answer"), do(process, "answer"), return_exceptions=True)
+        finally:
+            await process.close()
+
+    first, second = asyncio.run(run())
+    assert isinstance(first, ConfigError) and second is first
+    assert re.search(r"(?s)environment 'm' cannot be used.*ended with code 1.*colour", str(first))
 
 
 def test_options_go_into_the_block_by_their_dotted_names():
