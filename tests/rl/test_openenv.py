@@ -3,21 +3,31 @@
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import WSMsgType, web
 
+from nanodag.rl.environments import openenv, openenv_session
 from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.openenv_session import OpenEnv
 
 RECORD = {"messages": [{"role": "user", "content": "Play."}], "metadata": {"reset": {"level": 2}}}
+TRIED = web.AppKey("tried", list)
 TEXT = {"type": "string"}
 SCHEMAS = {  # as pydantic writes those of OpenEnv's own actions
     "guess": {"title": "GuessAction", "properties": {"metadata": {}, "guess": TEXT}, "required": ["guess"]},
-    "move": {"title": "MoveAction", "properties": {"metadata": {}, "x": {"type": "integer"}, "why": TEXT},
-             "required": ["x"]},
+    "move": {"title": "MoveAction", "properties": {"metadata": {}, "x": {"$ref": "#/$defs/Column"}, "why": TEXT},
+             "$defs": {"Column": {"type": "integer"}}, "required": ["x"]},
     "tools": {"title": "CallToolAction", "properties": {"type": {}, "tool_name": TEXT}, "required": ["tool_name"]},
+    "full": {"title": "GuessAction", "properties": {"guess": TEXT}, "required": ["guess"]},
 }  # fmt: skip
+NO_PLACE = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
+
+
+class Refused(Exception):
+    pass
 
 
 class Game:
@@ -43,6 +53,9 @@ class Game:
         elif self.kind == "move":
             observation = {"at": data["x"], "hint": "", "walls": [1]}
         else:
+            if "guess" not in data:
+                errors = [{"loc": ["guess"], "msg": "Field required"}, {"loc": ["word"], "msg": "not permitted"}]
+                raise Refused({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})
             if data["guess"] == "crash":
                 raise ValueError("boom")
             observation = {"text": f"not {data['guess']}", "hint": ""}
@@ -50,13 +63,21 @@ class Game:
 
 
 async def session(request):
-    socket, game = web.WebSocketResponse(), Game(request.match_info["kind"])
+    kind = request.match_info["kind"]
+    socket, game = web.WebSocketResponse(), Game(kind)
     await socket.prepare(request)
+    if kind == "full":
+        request.app[TRIED].append(kind)
+        if len(request.app[TRIED]) % 3:  # two of three find no place
+            await socket.send_str(json.dumps({"type": "error", "data": NO_PLACE}))
+            await socket.close()
     async for message in socket:
         if message.type != WSMsgType.TEXT:
             break
         try:
             answer = {"type": "observation", "data": game.answer(json.loads(message.data))}
+        except Refused as refused:
+            answer = {"type": "error", "data": refused.args[0]}
         except ValueError as error:
             answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
         await socket.send_str(json.dumps(answer))
@@ -75,6 +96,7 @@ def server():
 
     async def serve():
         app = web.Application()
+        app[TRIED] = []
         app.add_routes([web.get("/{kind}/schema", schema), web.get("/{kind}/ws", session)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -123,12 +145,45 @@ def test_the_tools_of_an_mcp_environment_are_called_each_in_a_step_and_speech_en
 
 def test_an_action_of_other_fields_is_a_tool_with_these_arguments(server):
     game, _ = begun(f"{server}/move")
-    assert game.tools()[0]["function"]["parameters"]["required"] == ["x"]
+    parameters = game.tools()[0]["function"]["parameters"]
+    assert parameters["required"] == ["x"] and parameters["$defs"] == {"Column": {"type": "integer"}}
     assert game.step(Action("", (ToolCall("act", {"x": 3}),))) == ('{"at": 3, "walls": [1]}', 0.25, False, {})
     assert begun(f"{server}/move", observation="at")[0].step(Action("", (ToolCall("act", {"x": 3}),)))[0] == "3"
     assert begun(f"{server}/move", action="why")[0].tools() == []
     with pytest.raises(ValueError, match=r"has no field 'y'; it has x, why"):
         OpenEnv(url=f"{server}/move", action="y")
+
+
+def test_an_action_that_does_not_fit_is_answered_with_what_is_wrong_and_the_game_goes_on(server):
+    game, _ = begun(f"{server}/guess", action="act")
+    calls = (ToolCall("act", {"word": "7"}), ToolCall("act", {"guess": "7"}))
+    heard = ["error: guess: Field required; word: not permitted", "not 7"]
+    assert game.step(Action("", calls)) == (heard, 0.25, False, {})
+
+
+def test_a_session_waits_for_the_end_of_another_and_says_for_how_many_there_is_room(server, monkeypatch):
+    assert begun(f"{server}/full")[0].step(Action("7"))[0] == "not 7"
+    monkeypatch.setattr(openenv_session, "FREE_TIMEOUT_S", 0.0)
+    with pytest.raises(ValueError, match=r"allows 1 sessions at once .*: set generate\.options\.at_once to at most 1"):
+        begun(f"{server}/full")
+
+
+def test_no_more_sessions_are_open_than_the_server_allows(monkeypatch):
+    numbers, is_open = [], set()
+
+    async def episode(sampler, sample, **options):
+        is_open.add(sample)
+        numbers.append(len(is_open))
+        await asyncio.sleep(0.01)
+        is_open.remove(sample)
+
+    async def all_of_them():
+        sampler = SimpleNamespace(held=nullcontext)
+        await asyncio.gather(*(openenv.openenv(sampler, n, named="http://x", at_once=2) for n in range(4)))
+
+    monkeypatch.setattr(openenv, "environment", episode)
+    asyncio.run(all_of_them())
+    assert max(numbers) == 2 and len(numbers) == 4
 
 
 def test_a_server_that_is_not_there_is_named():

@@ -1,8 +1,17 @@
 """`generate: openenv:URL`: an OpenEnv server as the environment of a sample."""
 
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from nanodag.errors import ConfigError
+from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
 from nanodag.rl.environments.loop import environment
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+
+LOOK_EVERY_S = 0.05
 
 
 @entry("generate", "openenv", argument="url")
@@ -13,21 +22,44 @@ async def openenv(
     named: str,
     max_turns: int = 16,
     step_s: float = 30.0,
+    at_once: int = 64,
     action: str = "auto",
     observation: str = "auto",
 ) -> Sample:
     """An environment that an OpenEnv server runs, which you start yourself.
 
-    max_turns: of an episode. step_s: seconds that the server may take for an answer. action, observation: fields, as
+    max_turns: of an episode. step_s: seconds that the server may take for an answer. at_once: sessions, as many as the
+    server allows (its `max_concurrent_envs`). action, observation: fields, as
     nanodag.rl.environments.openenv_session has them.
     """
-    return await environment(
-        sampler,
-        sample,
-        named="nanodag.rl.environments.openenv_session:OpenEnv",
-        max_turns=max_turns,
-        step_s=step_s,
-        url=named,
-        action=action,
-        observation=observation,
-    )
+    async with _place(sampler, _places(named, at_once)):
+        return await environment(
+            sampler,
+            sample,
+            named="nanodag.rl.environments.openenv_session:OpenEnv",
+            max_turns=max_turns,
+            step_s=step_s,
+            url=named,
+            action=action,
+            observation=observation,
+        )
+
+
+@asynccontextmanager
+async def _place(sampler: TurnSampler, places: threading.Semaphore) -> AsyncIterator[None]:
+    """One of these places. To wait for it counts as no time of the sample's."""
+    with sampler.held():
+        while not places.acquire(blocking=False):  # each sample has an event loop of its own
+            await asyncio.sleep(LOOK_EVERY_S)
+    try:
+        yield
+    finally:
+        places.release()
+
+
+@MadeOnce
+def _places(url: str, at_once: int) -> threading.Semaphore:
+    """Those of all samples. Raises ConfigError where there are none."""
+    if at_once < 1:
+        raise ConfigError(f"openenv:{url}: at_once {at_once} must be above 0.")
+    return threading.Semaphore(at_once)

@@ -6,38 +6,50 @@ policy acts follows from the action's JSON schema, which the server tells at `/s
 
 - An MCP environment: its tools are the policy's, each call is a step, and speech without a call ends the episode.
 - One required field, a text: what the policy says goes there.
-- Other fields: the policy has one tool, `act`, whose arguments they are; speech without a call ends the episode.
+- Other fields, or the option `action: act`: the policy has one tool, `act`, whose arguments they are; speech without a
+  call ends the episode.
+
+An action that does not fit the schema is the policy's mistake: it hears what is wrong with it. An environment that
+raises fails the episode.
 """
 
 import json
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from nanodag.rl.environments.environment import Action
 
 TIMEOUT_S = 30.0
+FREE_TIMEOUT_S = 10.0  # a server ends the session of a connection that is gone in its own time
+LOOK_EVERY_S = 0.1
 MAX_BYTES = 4 << 20
 SEEDS = 1 << 31  # servers hand the seed to libraries that take 32 bits
 GENERIC = {"Action", "ListToolsAction", "CallToolAction"}  # of OpenEnv itself: an MCP environment
 LEFT_OUT = {"metadata", "type"}
+ACT = "act"  # the tool of a server that lists none
 
 
 class OpenEnv:
-    """url: of the server. action: the field that takes what the policy says; `auto` by the schema. observation: the
-    field that the policy hears; `auto` for the one text of an observation, else all of it as JSON."""
+    """url: of the server. action: the field that takes what the policy says, or `act`; `auto` by the schema.
+    observation: the field that the policy hears; `auto` for the text of an observation that has nothing else, else all
+    of it as JSON."""
 
     def __init__(self, *, url: str, action: str = "auto", observation: str = "auto") -> None:
         self._url, self._heard = url.rstrip("/"), observation
         schema = _schema_of(self._url)
+        self._definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}  # what `properties` refer to
         self._properties = {name: part for name, part in schema.get("properties", {}).items() if name not in LEFT_OUT}
         self._required = [name for name in schema.get("required", ()) if name in self._properties]
         self._is_mcp = action == "auto" and schema.get("title") in GENERIC
-        self._field = action if action != "auto" else "" if self._is_mcp else self._one_text()
-        if action != "auto" and action not in self._properties:
+        named = "" if action in ("auto", ACT) else action
+        self._field = named or (self._one_text() if action == "auto" and not self._is_mcp else "")
+        if named and named not in self._properties:
             raise ValueError(f"an action of {url} has no field {action!r}; it has {', '.join(self._properties)}")
         self._connection: ClientConnection | None = None
         self._tools: list[dict[str, Any]] = []
@@ -48,19 +60,20 @@ class OpenEnv:
 
     def reset(self, *, seed: int, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Begin a session. record: `metadata.reset` of it goes to the server's reset beside the seed."""
-        address = "ws" + self._url.removeprefix("http") + "/ws"
-        try:
-            self._connection = connect(address, open_timeout=TIMEOUT_S, max_size=MAX_BYTES, proxy=None)
-        except (OSError, WebSocketException) as error:
-            raise ValueError(f"{self._url} cannot be reached: {error}") from error
         given = (record.get("metadata") or {}).get("reset") or {}
-        told = self._asked("reset", {"seed": seed % SEEDS, **given})
+        told = self._begun({"seed": seed % SEEDS, **given})
         if self._is_mcp:
-            listed = self._asked("step", {"type": "list_tools"})["observation"]["tools"]
+            answer = self._asked("step", {"type": "list_tools"})
+            listed = self._observed("step", answer)["observation"]["tools"]
             self._tools = [_tool(one["name"], one.get("description", ""), one["input_schema"]) for one in listed]
         elif not self._field:
-            parameters = {"type": "object", "properties": self._properties, "required": self._required}
-            self._tools = [_tool("act", "Acts in the environment.", parameters)]
+            parameters = {
+                "type": "object",
+                "properties": self._properties,
+                "required": self._required,
+                **self._definitions,
+            }
+            self._tools = [_tool(ACT, "Acts in the environment.", parameters)]
         *before, last = record["messages"]
         text = self._text(told["observation"])
         return [*before, {**last, "content": f"{last['content']}\n\n{text}" if text else last["content"]}]
@@ -85,23 +98,58 @@ class OpenEnv:
             if done:
                 texts.append("not done: the episode has ended")
                 continue
-            told = self._asked("step", one)
+            answer = self._asked("step", one)
+            if mistakes := _mistakes(answer):
+                texts.append(f"error: {mistakes}")
+                continue
+            told = self._observed("step", answer)
             texts.append(self._text(told["observation"]))
             reward += float(told.get("reward") or 0.0)
             done = bool(told.get("done", False))
         return texts[0] if len(texts) == 1 else texts, reward, done, {}
 
-    def _asked(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._connection is not None  # reset has made it
+    def _begun(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the server says at the begin of a session, which may wait for the end of another."""
+        deadline = time.monotonic() + FREE_TIMEOUT_S
+        while True:
+            self._connection = self._connected()
+            answer = self._asked("reset", given)
+            if _code(answer) != "CAPACITY_REACHED":
+                return self._observed("reset", answer)
+            if time.monotonic() > deadline:
+                most = answer["data"].get("max_sessions")
+                raise ValueError(
+                    f"{self._url} allows {most} sessions at once (max_concurrent_envs): set generate.options.at_once "
+                    f"to at most {most}, or start it with more"
+                )
+            self._connection.close()
+            time.sleep(LOOK_EVERY_S)
+
+    def _connected(self) -> ClientConnection:
+        address = "ws" + self._url.removeprefix("http") + "/ws"
         try:
-            self._connection.send(json.dumps({"type": what, "data": dict(data)}))
-            answer = json.loads(self._connection.recv())
-        except (OSError, WebSocketException, ValueError) as error:
-            raise ValueError(f"{self._url} did not answer {what}: {error}") from error
+            return connect(address, open_timeout=TIMEOUT_S, max_size=MAX_BYTES, proxy=None)
+        except (OSError, WebSocketException) as error:
+            raise ValueError(f"{self._url} cannot be reached: {error}") from error
+
+    def _observed(self, what: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What an answer observes. Raises ValueError for one that refuses."""
         if answer.get("type") != "observation":
             raise ValueError(f"{self._url} refuses {what}: {json.dumps(answer.get('data'))[:300]}")
         told: dict[str, Any] = answer["data"]
         return told
+
+    def _asked(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._connection is not None  # reset has made it
+        try:
+            with suppress(ConnectionClosed):  # a server that has no place for it says so before it hangs up
+                self._connection.send(json.dumps({"type": what, "data": dict(data)}))
+            answer = json.loads(self._connection.recv())
+        except (OSError, WebSocketException, ValueError) as error:
+            raise ValueError(f"{self._url} did not answer {what}: {error}") from error
+        if not isinstance(answer, dict):
+            raise ValueError(f"{self._url} answers {what} with what is no object: {answer!r:.100}")
+        return answer
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._is_mcp and "tool_name" in observation:
@@ -114,9 +162,23 @@ class OpenEnv:
             return found if isinstance(found, str) else json.dumps(found)
         told = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
         texts = [value for value in told.values() if isinstance(value, str)]
-        if len(texts) == 1:
+        if len(told) == len(texts) == 1:
             return texts[0]
         return json.dumps(told) if told else ""
+
+
+def _code(answer: Mapping[str, Any]) -> str:
+    """Of an error; empty for another answer."""
+    data = answer.get("data")
+    return str(data.get("code", "")) if answer.get("type") == "error" and isinstance(data, Mapping) else ""
+
+
+def _mistakes(answer: Mapping[str, Any]) -> str:
+    """What is wrong with an action that does not fit its schema; empty for another answer."""
+    if _code(answer) != "VALIDATION_ERROR":
+        return ""
+    found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors", ())]
+    return "; ".join(found) or str(answer["data"].get("message", "invalid action"))
 
 
 def _plain(result: Any) -> Any:
