@@ -1,9 +1,23 @@
 """What benchmarks read of the library: records of runs, and pipelines that still resolve."""
 
+import shutil
+import sys
+
 import pytest
 import yaml
 
-from benchmarks import gpu, gpu_checks, gpu_parts, orchestration, pocket, retry
+from benchmarks import (
+    agent_learns,
+    gains,
+    gpu,
+    gpu_checks,
+    gpu_parts,
+    orchestration,
+    pocket,
+    replay_learns,
+    retry,
+    verifiers_learns,
+)
 from benchmarks import plan as plan_benchmark
 from benchmarks import store as store_benchmark
 from nanodag.config import resolve
@@ -11,6 +25,7 @@ from nanodag.config.resolve import leaves
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
 from nanodag.store import Store
 from nanodag.worker.job import read_job
 from tests.run_records import run_record, stage_record
@@ -65,6 +80,37 @@ def test_pipelines_of_benchmarks_resolve(tmp_path):
     assert len(resolve(tmp_path / "chain.yaml", "chain").pipeline.stages) == 4
     overrides = ["control.horizon_tokens=8192", "seed=1", "server.port=4310"]
     assert "eval_control" in resolve(pocket.with_control(tmp_path), "control", overrides).pipeline.stages
+
+
+def test_the_rl_stages_of_learning_benchmarks_resolve(tmp_path):
+    cases = (
+        (agent_learns, agent_learns.rl_stage(sys.executable, steps=3)),
+        (verifiers_learns, verifiers_learns.rl_stage(steps=3)),
+    )
+    for benchmark, rl in cases:
+        shutil.copytree(benchmark.FILES, tmp_path, dirs_exist_ok=True)
+        file = gains.write_pipeline(tmp_path, "p", gains.stages_of("file:/calls.jsonl", rl), 4330)
+        assert resolve(file, "p", ["seed=1"]).pipeline.stages["rl"].num_steps == 3
+    document = yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]["pocket"]["stages"]
+    stages = replay_learns.variants(document["rl"], "/a", "/b")
+    file = gains.write_pipeline(tmp_path, "p", {"sft": {"kind": "import", "model": "file:/m"}, **stages}, 4330)
+    found = resolve(file, "p").pipeline.stages
+    answers = {name: found[name].num_steps * found[name].rollout.num_fresh for name in replay_learns.VARIANTS[3:]}
+    assert set(answers.values()) == {90 * 64}, "as many sampled answers each"
+
+
+def test_what_rl_learned_is_its_last_evaluation_over_its_first_and_a_failed_sample_counts_as_wrong(store, tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model").write_text("")
+    (tmp_path / "rollouts").mkdir()
+    for step, rewards in {0: (1.0, 0.0, None, 0.0), 40: (0.0, 0.0, 0.0, 0.0), 90: (1.0, 1.0, 1.0, None)}.items():
+        spans = {"spans": (prompt_span([1]),), "sample_index": 0, "finish_reason": "stop"}
+        found = [Rollout(group_id=f"{n}@0", prompt_id=str(n), reward=one, **spans) for n, one in enumerate(rewards)]
+        write_rollouts(tmp_path / "rollouts" / f"eval-{step:08d}.jsonl", found)
+    folders = {"files": tmp_path / "files", "records": tmp_path}
+    facts = {"config": {}, "lineage": {}, "sources": [], "metrics": {}, "cost": {"cpu_seconds": 2.0}, "environment": {}}
+    learned = gains.learned(store, store.publish("a" * 40, kind="rl", stage="rl", **folders, **facts))
+    assert (learned["sft"], learned["rl"], learned["gain"], learned["items"]) == (0.25, 0.75, 0.5, 4)
 
 
 GPU_PARTS = ["check", "stages", "pretrain-12", "pretrain-20", "sampler", "rl", "sync"]

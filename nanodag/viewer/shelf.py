@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.store import Store
+from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
@@ -126,7 +127,7 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
             stage=name,
             records=records,
             metrics=records / "metrics.jsonl",
-            model=store.materialize(artifact),
+            model=store.materialize(_model_of(store, artifact)),
         )
     workspace = Path(entry.workspace)
     job = json.loads((workspace / "job.json").read_text(encoding="utf-8"))
@@ -137,6 +138,14 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
         metrics=workspace / "metrics.jsonl",
         model=Path(job["inputs"]["model"]),
     )
+
+
+def _model_of(store: Store, artifact: Artifact) -> Artifact:
+    """Whose tokenizer the rollouts have: the stage's own product, or, where that is no model, its input."""
+    if recorded_kind(artifact.kind).makes == MODEL:
+        return artifact
+    source = artifact.lineage["model"]
+    return store.attempt(str(source["key"]), str(source["attempt"]))
 
 
 def _has_begun(entry: StageRecord) -> bool:

@@ -9,9 +9,12 @@ from nanodag.config.pipeline import Pipeline
 from nanodag.data.canonical import check_record
 from nanodag.report.contamination_table import training_urls
 from nanodag.rl.rollouts.rollout import read_rollouts
+from nanodag.store import Store
+from nanodag.viewer.shelf import shelf_of
 from nanodag.worker.job import ROWS, Job, read_job, write_job
 from tests.config.stages import STAGES
 from tests.rl.stages import make_job, metrics, run
+from tests.run_records import built, run_record
 
 SELECT = {"kind": "select", "inputs": {"model": "base"}, "data": ["file:/p.jsonl"]}
 SFT = {"kind": "sft", "inputs": {"model": "base", "conversations": "best"}, "data": ["input:conversations"]}
@@ -66,6 +69,18 @@ def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_
 def test_what_makes_no_sense_is_refused_before_work_begins(stages, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(preset="p", stages={**STAGES, **stages})
+
+
+def test_what_a_finished_stage_sampled_is_read_with_the_tokenizer_of_its_input(tmp_path):
+    store, facts = Store(tmp_path / "store"), {"config": {}, "sources": [], "metrics": {}, "cost": {}}
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("x")
+    folders = {"files": tmp_path / "made", "records": tmp_path / "made", "environment": {}, **facts}
+    base = store.publish("a" * 40, kind="sft", stage="base", lineage={}, **folders)
+    lineage = {"model": {"key": base.key, "attempt": base.attempt}}
+    best = store.publish("b" * 40, kind="select", stage="best", lineage=lineage, **folders)
+    found = shelf_of(store, run_record("r", stages={"base": built(base), "best": built(best)}))
+    assert (found.stage, found.model) == ("best", store.materialize(base))
 
 
 def test_a_reports_training_sources_hold_the_prompts_that_answers_were_selected_for():
