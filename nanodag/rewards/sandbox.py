@@ -259,6 +259,7 @@ def _start(
     if isinstance(stdin, str):
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         stdin = stack.enter_context((folder / "stdin").open("rb")).fileno()
+        (folder / "stdin").unlink()  # an agent's has its key, and another one may be shown the folders of this machine
     out, error = (stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
     command, files = [], list(shown)
     path = str(folder / "program.py")
