@@ -9,11 +9,9 @@ import asyncio
 import atexit
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from nanodag.guests.verifiers_install import find_python
 from nanodag.host.keeper import KILL
 from nanodag.host.patience import Patience
 from nanodag.host.ports import no_proxy_here
+from nanodag.host.scratch import Scratch
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
@@ -230,9 +229,9 @@ class _Running:
 async def _started(block: Mapping[str, Any]) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
     RolloutLost where somebody killed it before."""
-    folder = Path(tempfile.mkdtemp(prefix="nanodag-verifiers-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    socket, log_path = folder / "http", folder / "log"
+    scratch = Scratch("verifiers")
+    atexit.register(scratch.cleanup)
+    socket, log_path = scratch.path / "http", scratch.path / "log"
     with log_path.open("wb") as log:
         process = _spawned(str(socket), stdout=log, stderr=subprocess.STDOUT)
     assert process.stdin is not None

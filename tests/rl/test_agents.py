@@ -443,7 +443,7 @@ for key in found - {mine}:
 
 def test_a_program_that_looks_everywhere_finds_its_own_key_alone(folder, tmp_path):  # noqa: F811
     def says(request):
-        files = [path for path in Path(tempfile.gettempdir()).glob("nanodag-sandbox-*/*") if path.is_file()]
+        files = [path for path in Path(tempfile.gettempdir()).glob("nanodag-scratch-sandbox-*/*") if path.is_file()]
         keys = [key.encode() for key in the_door()._sessions]
         lying.extend(path.name for path in files if any(key in path.read_bytes() for key in keys))
         return [72, 73]
