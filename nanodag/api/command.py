@@ -7,11 +7,9 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
+from nanodag.host.scratch import Scratch
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.keys import read_keys
 from nanodag.store import Store
@@ -90,7 +89,8 @@ def main(
 async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable[[str], None] | None) -> None:
     keys, folders = _keys(args), _folders(args.model)
     listener = _listener(args.host, args.port)  # before anything that takes long
-    scratch = Path(tempfile.mkdtemp(prefix="nanodag-serve-"))
+    own = Scratch("serve")
+    scratch = own.path
     followed, weights = None, None
     engines: list[Engines] = []
     following: list[asyncio.Task[None]] = []
@@ -146,7 +146,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         await asyncio.gather(*following, return_exceptions=True)
         await asyncio.gather(*(each.close() for each in engines))
         listener.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        own.cleanup()
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,6 @@ import contextlib
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from nanodag.api.token_text import TokenText
 from nanodag.chat.history import typed_lines
 from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
 from nanodag.errors import BadRequest, SamplerError, SourceError
+from nanodag.host.scratch import Scratch
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 
 HELP = """\
@@ -248,7 +248,7 @@ def chat(
     """
     console = Console(highlight=False)
     is_terminal = message is None and sys.stdin.isatty()
-    with tempfile.TemporaryDirectory(prefix="nanodag-chat-") as folder, asyncio.Runner() as runner:
+    with Scratch("chat") as folder, asyncio.Runner() as runner:
         args = parse_arguments([f"--model=model={model_folder}", "--max-batch=1", f"--device={device}"])
         name = model_folder.name
         model = served_model(args, name, model_folder, name, Path(folder), first=0, num_models=1)

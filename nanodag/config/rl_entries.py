@@ -64,6 +64,11 @@ class EntryConfig(Section):
         return ""
 
     @property
+    def own_library(self) -> str:
+        """The folder of a Python environment whose packages it runs with; empty where there is none."""
+        return ""
+
+    @property
     def own_module(self) -> str:
         """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
         return "" if self.name == self.special else registry.own_module(self.kind, self.name)
@@ -156,6 +161,11 @@ class GenerateConfig(EntryConfig):
     def own_folder(self) -> str:
         """The user's folder that an agent's program runs in; empty where there is none."""
         return str(self.options.get("folder", "")) if self.name == "agent" else ""
+
+    @property
+    def own_library(self) -> str:
+        """The Python environment of an agent's program; empty where there is none."""
+        return str(self.options.get("library", "")) if self.name == "agent" else ""
 
     @property
     def is_one_turn(self) -> bool:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -36,6 +35,7 @@ from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas
 from nanodag.evaluation.written import Answer
 from nanodag.guests.verifiers_process import Outcome, RolloutFailed, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.scratch import Scratch
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_process import start_engine
 from nanodag.inference.sampler_process import ServerProcess
@@ -203,7 +203,7 @@ async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tup
     architecture = read_checkpoint(folder).architecture
     context = min(architecture.max_positions, SGLANG_CONTEXT)
     engine = settings.engine(context, replicas, token)
-    with tempfile.TemporaryDirectory(prefix="nanodag-environment-") as logs:
+    with Scratch("environment") as logs:
 
         def launch(number: int, weights: Path, version: str) -> ServerProcess:
             log_path = Path(logs) / f"sampler-{number}.log"

@@ -7,7 +7,6 @@ are, nor on what is written beside it.
 
 import asyncio
 import secrets
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 from nanodag.config.derive_sampler import SGLANG_STATIC, SHARE_OF_HOST
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.host.machine import visible_gpus
+from nanodag.host.scratch import Scratch
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_process import EngineSettings, start_engine
@@ -185,7 +185,7 @@ class Replicas:
         self.context, self.num_replicas = context, count
         self._max_batch, self._token = int(settings.config.max_batch), secrets.token_hex(16)
         self._vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
-        self._logs = tempfile.TemporaryDirectory(prefix="nanodag-evaluation-")
+        self._logs = Scratch("evaluation")
         self._servers: list[ServerProcess] = []
         engine = settings.engine(context, count, self._token)
         with ThreadPoolExecutor(count) as pool:

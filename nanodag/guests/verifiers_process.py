@@ -9,11 +9,9 @@ import asyncio
 import atexit
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,18 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from nanodag.errors import ConfigError, SourceError
 from nanodag.guests.verifiers_install import find_python
+from nanodag.host.keeper import KILL
 from nanodag.host.patience import Patience
 from nanodag.host.ports import no_proxy_here
+from nanodag.host.scratch import Scratch
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 30.0
 LOOK_EVERY_S = 2.0
 STOP_TIMEOUT_S = 3.0
+KILL_TIMEOUT_S = 10.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
@@ -79,16 +79,17 @@ def tasks_of(module: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each.
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
-    command = [str(find_python()), str(SERVER), json.dumps(block_of(module, options)), "--tasks"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=_environment(), timeout=TASKS_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.") from error
-    if done.returncode != 0:
-        raise SourceError(f"verifiers cannot load the tasks of {module}:\n{_end(done.stderr)}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    block = json.dumps(block_of(module, options)).encode()
+    with _spawned("--tasks", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            out, said = process.communicate(block, timeout=TASKS_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.") from error
+        finally:
+            _kill(process)
+    if process.returncode != 0:
+        raise SourceError(f"verifiers cannot load the tasks of {module}:\n{_end(said.decode(errors='replace'))}")
+    return [json.loads(line) for line in out.splitlines()]
 
 
 @cache
@@ -221,30 +222,21 @@ class _Running:
         self.kill()
 
     def kill(self) -> None:
-        """End it with all that it started: tool servers are processes of their own, which end with it at the latest."""
-        if not self.is_alive:  # its id may be another's by now
-            return
-        others = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        for other in others:
-            try:
-                other.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait()
+        """End it with all that it started."""
+        _kill(self.process)
 
 
 async def _started(block: Mapping[str, Any]) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
     RolloutLost where somebody killed it before."""
-    folder = Path(tempfile.mkdtemp(prefix="nanodag-verifiers-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    socket, log_path = folder / "http", folder / "log"
+    scratch = Scratch("verifiers")
+    atexit.register(scratch.cleanup)
+    socket, log_path = scratch.path / "http", scratch.path / "log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [str(find_python()), str(SERVER), json.dumps(block), str(socket), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(),
-        )  # fmt: skip
+        process = _spawned(str(socket), stdout=log, stderr=subprocess.STDOUT)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as given:  # it may have ended at once, and its log says why
+        given.write(json.dumps(block).encode())
     transport = httpx.AsyncHTTPTransport(
         uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
     )
@@ -253,19 +245,42 @@ async def _started(block: Mapping[str, Any]) -> _Running:
     atexit.register(running.stop)
     patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
     try:
-        while not socket.exists():
+        while not await _answers(client):
             if not running.is_alive or patience.is_over():
                 raise _not_up(block, running)
             await asyncio.sleep(POLL_S)
-        try:
-            await client.get("/health", timeout=START_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise _not_up(block, running) from error
     except BaseException:
         await running.close()
         raise
     running.watching = asyncio.create_task(running.watch())
     return running
+
+
+async def _answers(client: httpx.AsyncClient) -> bool:
+    try:
+        await client.get("/health", timeout=HEALTH_TIMEOUT_S)
+    except httpx.HTTPError:  # its socket may be there before it listens
+        return False
+    return True
+
+
+def _spawned(where: str, *, stdout: Any, stderr: int) -> "subprocess.Popen[bytes]":
+    """The server's process, which waits for its block on standard input. It is the keeper of all that it starts."""
+    return subprocess.Popen(
+        [str(find_python()), str(SERVER), str(os.getpid()), where],
+        stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=_environment(), start_new_session=True,
+    )  # fmt: skip
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """End it now with all that it started, and wait for that."""
+    if process.poll() is None:
+        process.send_signal(KILL)
+        try:
+            process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _not_up(block: Mapping[str, Any], running: _Running) -> ConfigError | RolloutLost:

@@ -1,9 +1,11 @@
 """Runs environments of the `verifiers` package in that package's own environment: `<its python> verifiers_server.py`.
 
-    verifiers_server.py ENVIRONMENT SOCKET PARENT    serves HTTP on a Unix socket until a signal, or its parent's end
-    verifiers_server.py ENVIRONMENT --tasks          writes the taskset's tasks to standard output, one JSON a line
+    verifiers_server.py PARENT SOCKET     serves HTTP on a Unix socket until a signal
+    verifiers_server.py PARENT --tasks    writes the taskset's tasks to standard output, one JSON a line
 
-ENVIRONMENT is the `[env]` block of verifiers as JSON: `{"taskset": {"id": "my_module"}, "agent": {"max_turns": 4}}`.
+Standard input has the `[env]` block of verifiers as JSON, `{"taskset": {"id": "mine"}, "agent": {"max_turns": 4}}`: on
+a command line anybody on the machine could read the secret of an option. The server ends with PARENT, a process id, and
+whatever it has started ends with it.
 
     GET  /health     {"environment": "my_module", "seat": "agent"}
     POST /rollouts   {"task": {...}, "base_url": "http://127.0.0.1:1/v1", "api_key": "...", "model": "policy",
@@ -39,9 +41,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in verifiers' environment
-from nanodag.host.parent import end_with_parent
+from nanodag.host.keeper import keep
 
 sys.path.pop()
+if __name__ == "__main__":
+    keep(int(sys.argv[1]))  # before there are threads
 
 import httpx
 import verifiers.v1 as vf
@@ -263,9 +267,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     eval_client.EvalClient = KeyedClient
     os.environ.pop("PRIME_API_KEY", None)  # nothing here is to be billed to anybody
-    block, where, *parent = json.loads(sys.argv[1]), *sys.argv[2:]
-    if parent:
-        end_with_parent(int(parent[0]))
+    block, where = json.load(sys.stdin), sys.argv[2]
     out, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is no task
     environment, seat = environment_of(block)
     if where == "--tasks":

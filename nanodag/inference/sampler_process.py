@@ -21,6 +21,7 @@ import httpx
 from nanodag.errors import SamplerLost
 from nanodag.host.patience import Patience
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.scratch import Scratch
 from nanodag.inference.server_environment import server_environment
 
 POLL_S = 0.02
@@ -149,8 +150,8 @@ class SamplerProcess(ServerProcess):
         the last lines of the log, if it ends or does not answer in time.
         """
         log_path = Path(log_path)
-        place = None if elsewhere is None else elsewhere.folder
-        with tempfile.TemporaryDirectory(prefix="nanodag-sampler-", dir=place) as folder:
+        made = Scratch("sampler") if elsewhere is None else tempfile.TemporaryDirectory(dir=elsewhere.folder)
+        with made as folder:
             ready_file = Path(folder) / "ready.json"
             options: dict[str, object] = {
                 "model-path": model_path, "dtype": dtype, "device": device, "max-running-requests": max_batch,

@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -31,6 +30,7 @@ import psutil
 
 from nanodag.errors import MissingTool
 from nanodag.host.parent import has_ended
+from nanodag.host.scratch import Scratch
 from nanodag.rewards import cgroup, seccomp
 
 log = logging.getLogger(__name__)
@@ -254,11 +254,12 @@ def _start(
     further: Further = NOTHING,
 ) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanodag-sandbox-")))
+    folder = Path(stack.enter_context(Scratch("sandbox")))
     (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
     if isinstance(stdin, str):
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         stdin = stack.enter_context((folder / "stdin").open("rb")).fileno()
+        (folder / "stdin").unlink()  # an agent's has its key, and another one may be shown the folders of this machine
     out, error = (stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
     command, files = [], list(shown)
     path = str(folder / "program.py")

@@ -152,7 +152,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:
-    """What names each function and file of the user's own in a key, by the entry's name, as `process:module:function`.
+    """What names each function, file and folder of the user's own in a key, by what stands in the config: the entry's
+    name, as `process:module:function`, or the folder's path.
 
     Raises ConfigError for one that is not there."""
     entries = [entry for _, entry in entries_in(stage)]
@@ -160,8 +161,9 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
         entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries if entry.own_function
     }
     files = {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
-    folders = {entry.name: _folder_identity(entry.own_folder) for entry in entries if entry.own_folder}
-    return functions | files | folders
+    folders = {entry.own_folder: _folder_identity(entry.own_folder) for entry in entries if entry.own_folder}
+    libraries = {entry.own_library: _library_identity(entry.own_library) for entry in entries if entry.own_library}
+    return functions | files | libraries | folders
 
 
 def _file_identity(path: str) -> dict[str, Any]:
@@ -171,9 +173,20 @@ def _file_identity(path: str) -> dict[str, Any]:
 
 
 def _folder_identity(path: str) -> dict[str, Any]:
+    _require_folder(path)
+    return {"kind": "folder", "sha256": folder_sha256(Path(path), without=OF_TOOLS)}
+
+
+def _library_identity(path: str) -> dict[str, Any]:
+    """The versions of its packages: a program's own code belongs into its folder."""
+    _require_folder(path)
+    packages = {found.stem for found in Path(path).glob("lib/python*/site-packages/*.dist-info")}
+    return {"kind": "library", "packages": sorted(packages)}
+
+
+def _require_folder(path: str) -> None:
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path}")
-    return {"kind": "folder", "sha256": folder_sha256(Path(path), without=OF_TOOLS)}
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Stands for nanodag/guests/verifiers_server.py: does what a rollout's task says. It ends when its input does."""
+"""Stands for nanodag/guests/verifiers_server.py: does what a rollout's task says. As that, it ends
+with its parent."""
 
 import asyncio
 import json
@@ -8,6 +9,8 @@ import time
 import urllib.request
 
 from aiohttp import web
+
+from nanodag.host.keeper import keep
 
 
 async def health(request):
@@ -55,12 +58,12 @@ async def main(socket):
     await asyncio.Event().wait()
 
 
-block = json.loads(sys.argv[1])
+keep(int(sys.argv[1]))
+block = json.load(sys.stdin)
 if sys.argv[2] == "--tasks":
     for text in ("the cat", "the dog", "the mat", "fail"):
         task = {"do": "fail"} if text == "fail" else {"do": "answer", "say": text}
         print(json.dumps({"task": task, "messages": [{"role": "user", "content": text}]}))
 else:
     assert block == {"taskset": {"id": "m"}}, block
-    assert int(sys.argv[3]) == os.getppid()
     asyncio.run(main(sys.argv[2]))

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanodag.errors import ConfigError, MissingTool
@@ -53,6 +54,8 @@ def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(do(process, "wait"), 0.1)
             second = await do(process, "answer")
+            command_line = " ".join(psutil.Process(second.components["pid"]).cmdline())
+            assert FAKE.name in command_line and "taskset" not in command_line, "anybody may read it"
             with pytest.raises(RolloutLost, match="it ended with code -9"):
                 await do(process, "block")
             return [one.components["pid"] for one in (first, second, await do(process, "answer"))]

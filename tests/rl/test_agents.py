@@ -6,8 +6,10 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from nanodag.errors import SamplerLost
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.agents import function
+from nanodag.rl.agents.door import the_door
 from nanodag.rl.agents.workers import Workers
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.turns.runner import Turns
@@ -389,10 +392,10 @@ open("found.txt", "w").close() if number == 4 else open("/tmp/work/found.txt", "
 """
 
 
-def program(tmp_path) -> str:
+def program(tmp_path, text=PROGRAM) -> str:
     where = tmp_path / "agent"
     where.mkdir()  # the sandbox's user may read it, but not what is above it
-    (where / "agent.py").write_text(PROGRAM)
+    (where / "agent.py").write_text(text)
     return str(where)
 
 
@@ -407,6 +410,49 @@ def test_a_program_in_the_sandbox_has_the_api_and_no_network_and_a_hostile_one_f
     assert "BlockingIOError" in reasons[1] or "it took longer than 4 s" in reasons[1]
     assert "it took longer than 4 s" in reasons[2]
     assert "code 1; its last words: no luck" in reasons[3] and "Read-only file system" in reasons[4]
+
+
+THIEF = """
+import json, os, pathlib, re, time, urllib.request
+
+def post(key):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+
+def read(path):
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(1 << 20) if path.is_file() else b""
+    except (OSError, ValueError):
+        return b""
+
+mine = os.environ["OPENAI_API_KEY"]
+post(mine)
+time.sleep(1)
+paths = [path for top in ("tmp", "inside", "dev/shm", "run", "var", "home", "root", "etc")
+         for path in pathlib.Path("/", top).rglob("*")]
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    paths += [process / "environ", process / "cmdline", *process.glob("fd/*"), *process.glob("root/tmp/*")]
+found = {key.decode() for path in paths for key in re.findall(rb"nanodag-[\\w-]{43}", read(path))}
+print(len(found), found <= {mine}, len(list(pathlib.Path("/proc").glob("[0-9]*"))) < 9)
+for key in found - {mine}:
+    post(key)
+"""
+
+
+def test_a_program_that_looks_everywhere_finds_its_own_key_alone(folder, tmp_path):  # noqa: F811
+    def says(request):
+        files = [path for path in Path(tempfile.gettempdir()).glob("nanodag-scratch-sandbox-*/*") if path.is_file()]
+        keys = [key.encode() for key in the_door()._sessions]
+        lying.extend(path.name for path in files if any(key in path.read_bytes() for key in keys))
+        return [72, 73]
+
+    lying = []
+    options = {"command": ("python", "agent.py"), "folder": program(tmp_path, THIEF), "max_processes": 24}
+    rollouts, _, answers = generated(folder, says, options, name="agent", count=3, samples_per_prompt=1)
+    assert answers == ["1 True True"] * 3 and [one.metadata["calls"] for one in rollouts] == [1] * 3
+    assert lying == [], "a folder that the user shows may hold them"
 
 
 def test_the_file_that_a_program_leaves_is_what_the_reward_judges(folder, tmp_path):  # noqa: F811

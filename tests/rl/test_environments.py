@@ -127,6 +127,8 @@ def test_a_process_that_is_killed_is_started_again():
 
 def test_each_episode_begins_with_the_environment_as_it_was_made_and_with_the_same_random_numbers():
     process = EnvironmentProcess(f"{worlds.__name__}:Echo", {"rounds": 5}, LIMITS)
+    process.episode().close()
+    assert "rounds" not in " ".join(psutil.Process(process._process.pid).cmdline()), "anybody may read it"
     one, other = (asyncio.run(played(process, "")) for _ in range(2))
     process.close()
     assert one == other and one[1]["info"]["components"]["noise"] != one[2]["info"]["components"]["noise"]

@@ -521,3 +521,17 @@ def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path
     assert "remote:http://h/" in before and before.count('"sha256"') == 3
     (tmp_path / "mine_reward.py").write_text("def f(): return 2\n")
     assert keyed() != before
+
+
+def test_a_programs_folder_is_known_by_its_files_and_its_library_by_its_packages_wherever_they_lie(tmp_path):
+    def made(name, text="print()", version="1"):
+        (tmp_path / name / "code").mkdir(parents=True)
+        (tmp_path / name / "code" / "agent.py").write_text(text)
+        (tmp_path / name / "env/lib/python3.11/site-packages" / f"openai-{version}.dist-info").mkdir(parents=True)
+        paths = {"folder": str(tmp_path / name / "code"), "library": str(tmp_path / name / "env")}
+        stage = config(generate={"name": "agent", "options": {"command": ("python", "agent.py"), **paths}})
+        return with_identities(result_config(stage), own_entries(stage))
+
+    one = made("one")
+    assert made("elsewhere") == one and str(tmp_path) not in json.dumps(one)
+    assert made("other code", text="print(1)") != one != made("other package", version="2")

@@ -12,9 +12,7 @@ Beside OpenAI's endpoints there are two:
 import asyncio
 import atexit
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -33,6 +31,7 @@ from nanodag.api.application import EXCEPTIONS
 from nanodag.api.half_sent import WholeRequests
 from nanodag.api.refusals import Refused
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.scratch import Scratch
 from nanodag.host.threads import MadeOnce
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.rl.agents.session import Session, gone
@@ -81,8 +80,9 @@ class Door:
     def socket_path(self) -> Path:
         """The Unix socket on which it listens, too, once this was asked for. Anybody on the machine may connect to it,
         as to the port: the key counts."""
-        folder = Path(tempfile.mkdtemp(prefix="nanodag-agents-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        scratch = Scratch("agents")
+        atexit.register(scratch.cleanup)
+        folder = scratch.path
         folder.chmod(0o755)  # programs in the sandbox are another user's, where this process is root's
         path = folder / "api"
         listener = socket.socket(socket.AF_UNIX)

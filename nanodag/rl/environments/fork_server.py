@@ -1,6 +1,6 @@
 """The process of an environment. It makes the object once and forks an episode for each sample.
 
-`python -m nanodag.rl.environments.fork_server CONTROL JOB`. CONTROL: a Unix stream socket. JOB: JSON with `path`
+`python -m nanodag.rl.environments.fork_server CONTROL`. CONTROL: a Unix stream socket. Standard input has JSON: `path`
 (`module:Class`), `options`, `cpu_s`, `max_bytes` and `max_processes`. It answers one line, `{"roles"}` or `{"error"}`.
 Each byte on CONTROL then brings a socket, over which an episode is spoken to (nanodag.rl.environments.episode). When
 the other end of that is closed, the episode ends; when CONTROL is closed, all do, and this process.
@@ -45,7 +45,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     """Serve until CONTROL is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    job = json.loads(sys.argv[2])
+    job = json.load(sys.stdin)  # anybody on the machine may read a command line
     pid = os.getpid()
     _adopt_orphans()
     signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # the kernel ends an import that hangs when nobody waits

@@ -89,13 +89,16 @@ class EnvironmentProcess:
         fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         with control:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nanodag.rl.environments.fork_server", str(control.fileno()), self._job],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "nanodag.rl.environments.fork_server", str(control.fileno())],
+                stdin=subprocess.PIPE,
                 stdout=sys.stderr,
                 env={**os.environ, **fixed, "PYTHONUNBUFFERED": "1"},
                 pass_fds=(control.fileno(),),
                 start_new_session=True,  # who kills the stage's group leaves it the time to end what episodes started
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as given:  # where it has ended, its first answer says so
+            given.write(self._job.encode())
         try:
             self.roles = roles_of(self._first_answer(self._process)["roles"])
         except (ValueError, OSError) as error:

@@ -1,0 +1,33 @@
+"""What a killed process leaves among the temporary files goes with the next one; what another one holds stays."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+MAKE = "import time; from nanodag.host.scratch import Scratch; made = Scratch('logs'); print(made.name, flush=True)"
+
+
+@pytest.mark.parametrize("age_s", [60, 0])
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
+    ended, tmp_path, age_s
+):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def start():
+        command = [sys.executable, "-c", f"{MAKE}; time.sleep(600)"]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        ended.append(process)
+        return process, process.stdout.readline().strip()
+
+    (killed, left), (living, held) = start(), start()
+    killed.kill()
+    killed.wait()
+    for folder in (left, held):
+        age = os.stat(folder).st_mtime - age_s
+        os.utime(folder, (age, age))
+    own = subprocess.run([sys.executable, "-c", MAKE], env=environment, capture_output=True, text=True, check=True)
+    assert os.path.isdir(held) and living.poll() is None
+    assert os.path.isdir(left) == (age_s == 0), "one that is new may not be locked yet"
+    assert own.stdout.startswith(str(tmp_path)) and not os.path.exists(own.stdout.strip())
