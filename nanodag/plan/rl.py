@@ -139,8 +139,8 @@ def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str
     rollout = stage.rollout
     spread = f"{step.groups:.0f} of {rollout.prompts_per_step} groups a spread"
     notes = [f"responses are taken to have {step.answer:.0f} of {rollout.max_new_tokens} tokens, and {spread}"]
-    if stage.has_samplers and stage.sampler.has_others:
-        notes.append("its time is not known, as servers of others sample: sampler.urls or urls_file")
+    if stage.has_samplers and not int(stage.sampler.replicas):
+        notes.append("its time is not known, as servers of others alone sample: sampler.urls or urls_file")
     if programs:
         taken = ", ".join(f"{process.count} x {size(process.on_host)} of {process.name}" for process in programs)
         notes.append(f"{rollout.generate.name} is taken to hold {taken}; what your own code loads comes on top")
