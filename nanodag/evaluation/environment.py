@@ -1,6 +1,6 @@
 """Benchmarks of form `verifiers`: each item is a rollout in an environment of the `verifiers` package.
 
-    - {name: boxes, form: verifiers, source: "verifiers:boxes?size=200&seed=9"}
+    - {name: boxes, form: verifiers, source: "verifiers:boxes?size=200&seed=9", options: {agent.max_turns: 4}}
 
 The stage's samplers stand behind the API of nanodag.api, on loopback and with a key of their own. The environment asks
 it as it asks any other model. The main metric is the reward; the rubric's parts and the metrics stand beside it.
@@ -76,7 +76,8 @@ def run_environment(
         for item in items
         for sample in range(config.num_samples)
     ]
-    outcomes = asyncio.run(_outcomes(model, source, asked))
+    of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
+    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), asked))
     failed = [one["error"] for one in outcomes if "error" in one]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
@@ -110,18 +111,18 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
 
 
 async def _outcomes(
-    model: EvaluatedModel, source: SourceURL, asked: Sequence[tuple[Item, Mapping[str, Any]]]
+    model: EvaluatedModel, block: Mapping[str, Any], asked: Sequence[tuple[Item, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too."""
+    """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
     settings, kept = model.sampler_settings, model.kept
-    keys = [content_key("environment", item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
+    tasks = [(item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
+    keys = [content_key("environment", block, *task) for task in tasks]
     outcomes = [None if kept is None else kept.get(key) for key in keys]
     missing = [number for number, outcome in enumerate(outcomes) if outcome is None]
     flops = 2.0 * matrix_parameters(model.folder) * sum(TURNS * asked[n][1]["max_new_tokens"] for n in missing)
     replicas = replicas_for(settings, flops)
     places = asyncio.Semaphore(replicas * int(settings.config.max_batch))
-    of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
-    process = VerifiersProcess(block_of(source.path, of_taskset))
+    process = VerifiersProcess(block)
     num_done = 0
 
     async def play(number: int, base_url: str, key: str) -> None:

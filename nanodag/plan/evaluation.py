@@ -16,6 +16,7 @@ from nanodag.plan.core_sizes import core_items, core_tokens
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
+from nanodag.plan.programs import verifiers_processes
 from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     bytes_per_token,
@@ -256,6 +257,13 @@ def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
 
 
 def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
+    """Those of the stage, and verifiers' own where a benchmark asks it."""
+    asks_verifiers = any(b.source is not None and b.source.url.startswith("verifiers:") for b in stage.benchmarks)
+    beside = verifiers_processes(int(stage.sampler.max_batch)) if asks_verifiers else ()
+    return (*_own_processes(stage, model, samplers), *beside)
+
+
+def _own_processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
     """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
     device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
     wide, scored = width_of(precision), int(stage.micro_batch_tokens)

@@ -29,7 +29,7 @@ PARSED = 3.0
 PARQUET = 45 * MB
 """Of the library that reads parquet."""
 WINDOWED = 1.7
-"""Bytes in memory for each byte of a parquet file that is shuffled at once, tokenised texts among them."""
+"""Bytes in memory for each byte that is shuffled at once, tokenised texts among them: measured with parquet."""
 HOST_SHARE = 0.95
 """Of a machine's memory, that processes can fill."""
 

@@ -1,7 +1,7 @@
 """Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,13 @@ from nanodag.plan import processes
 from nanodag.plan.cpu_work import core_of
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.models import Habit
-from nanodag.plan.rl_work import mean_prompt_of, prompts_a_step, seconds_of, step_of
+from nanodag.plan.programs import programs_of
+from nanodag.plan.rl_work import Step, asked_at_once, mean_prompt_of, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
 from nanodag.plan.sizes import (
     downloaded,
     held_out_share,
-    in_memory,
+    held_to_read,
     longest_prompt,
     size_of,
 )
@@ -105,8 +106,10 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
     )
     seconds, cpu_seconds = seconds_of(stage, model, machine, samplers, step)
     trainer, sampler = _by_placement(stage, _trainer(stage, model), samplers.process)
-    beside = [Process(name="controller", host={"process": processes.CONTROLLER})]
+    controller = {"process": processes.CONTROLLER, "data": held_to_read(stage.data)}
+    beside = [Process(name="controller", host=controller)]
     beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
+    programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
     read = int(stage.num_steps * prompts_a_step(stage) * step.prompt * 4)
     core = core_of(machine, str(stage.optimizer.precision))
     return StagePlan(
@@ -119,20 +122,29 @@ def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine
         flops=flops,
         read_bytes=read,
         download_bytes=downloaded(stage.data, read),
-        processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + tuple(beside)),
+        processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
         num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
-        disk_bytes=_disk(stage, model) + _rollouts(stage, step.sampled),
-        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, step.sampled),
+        disk_bytes=_disk(stage, model) + _rollouts(stage, step.kept),
+        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, step.kept),
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         share=GPU_SHARES[str(stage.sampler.engine)].trainer if device == "cuda" else core.share(flops, cpu_seconds),
-        notes=(
-            f"responses are taken to have {step.answer:.0f} of {rollout.max_new_tokens} tokens, and "
-            f"{step.groups:.0f} of {rollout.prompts_per_step} groups a spread",
-        ),
+        notes=_notes(stage, step, programs),
     )
+
+
+def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str, ...]:
+    rollout = stage.rollout
+    spread = f"{step.groups:.0f} of {rollout.prompts_per_step} groups a spread"
+    notes = [f"responses are taken to have {step.answer:.0f} of {rollout.max_new_tokens} tokens, and {spread}"]
+    if stage.has_samplers and not int(stage.sampler.replicas):
+        notes.append("its time is not known, as servers of others alone sample: sampler.urls or urls_file")
+    if programs:
+        taken = ", ".join(f"{process.count} x {size(process.on_host)} of {process.name}" for process in programs)
+        notes.append(f"{rollout.generate.name} is taken to hold {taken}; what your own code loads comes on top")
+    return tuple(notes)
 
 
 def faults_of_rl(plan: StagePlan, stage: RLStage, model: ModelSize | None, machine: Machine) -> list[Fault]:
@@ -216,7 +228,7 @@ def _trainer(stage: RLStage, model: ModelSize) -> Process:
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
     compiler = processes.compiler(model, compiled=optimizer.compile, device=device)
-    base = {"process": processes.TRAINER + compiler.num_bytes, "data": int(processes.PARSED * in_memory(stage.data))}
+    base = {"process": processes.TRAINER + compiler.num_bytes}
     count = ranks // resources.num_nodes
     if device == "cuda":
         host = {"process": processes.CUDA, "model": 4 * model.total, "offloaded": state.host}
@@ -257,9 +269,9 @@ def _disk(stage: RLStage, model: ModelSize) -> int:
     return (stage.keep_checkpoints + 1) * 12 * model.total + weights
 
 
-def _rollouts(stage: RLStage, sampled: float) -> int:
-    """The files of rollouts. sampled: tokens a step."""
-    return int(stage.num_steps * sampled * TOKEN_BYTES_ON_DISK)
+def _rollouts(stage: RLStage, kept: float) -> int:
+    """The files of rollouts. kept: tokens a step."""
+    return int(stage.num_steps * kept * TOKEN_BYTES_ON_DISK)
 
 
 def _candidates(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:

@@ -26,13 +26,14 @@ SAMPLE_S = 1.5e-4
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
-    trained: that pass the trainer, a group's prompt once."""
+    kept: of the answers in its files of rollouts. trained: that pass the trainer, a group's prompt once."""
 
     prompt: float
     answer: float
     groups: float
     samples: int
     sampled: float
+    kept: float
     trained: float
 
     @property
@@ -52,8 +53,16 @@ def step_of(stage: RLStage, model: ModelSize, habit: Habit) -> Step:
         chances = [pass_chance(source.url, model.total) for source in stage.data]
         groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
     samples = prompts_a_step(stage) * rollout.samples_per_prompt
-    trained = groups * (prompt + rollout.samples_per_prompt * answer)
-    return Step(prompt=prompt, answer=answer, groups=groups, samples=samples, sampled=samples * answer, trained=trained)
+    again = rollout.num_replayed if rollout.is_sampled else rollout.prompts_per_step  # groups that exist
+    return Step(
+        prompt=prompt,
+        answer=answer,
+        groups=groups,
+        samples=samples,
+        sampled=samples * answer,
+        kept=(samples + again * rollout.samples_per_prompt) * answer,
+        trained=groups * (prompt + rollout.samples_per_prompt * answer),
+    )
 
 
 def mean_prompt_of(stage: RLStage, model: ModelSize) -> float:
@@ -71,6 +80,13 @@ def prompts_a_step(stage: RLStage) -> int:
     return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
 
 
+def asked_at_once(stage: RLStage) -> int:
+    """Held-out samples that one evaluation asks for."""
+    evaluation = stage.evaluation
+    has_held_out = evaluation.validation or any(source.held_out for source in stage.data)
+    return evaluation.eval_prompts * evaluation.eval_samples if has_held_out else 0
+
+
 @dataclass(frozen=True)
 class _Evaluated:
     """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
@@ -86,9 +102,8 @@ def _evaluated(stage: RLStage, model: ModelSize, step: Step) -> _Evaluated:
     def times(name: str) -> int:
         return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
 
-    asked = times(HELD_OUT) * evaluation.eval_prompts if evaluation.validation else 0
-    answers = float(asked * evaluation.eval_samples)
-    read, sampled = asked * step.prompt, answers * step.answer
+    answers = float(times(HELD_OUT) * asked_at_once(stage))
+    read, sampled = answers / evaluation.eval_samples * step.prompt, answers * step.answer
     for benchmark in evaluation.benchmarks:
         questions = times(benchmark.name) * items_of(benchmark)
         most, longest = benchmark.max_new_tokens, stage.rollout.max_new_tokens
@@ -103,8 +118,9 @@ def _evaluated(stage: RLStage, model: ModelSize, step: Step) -> _Evaluated:
 def seconds_of(
     stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: Step
 ) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores."""
-    if not samplers.process.count:  # nobody knows the machines of others
+    """By the clock, and of a CPU's cores. None where servers of others sample: nobody knows how fast they are."""
+    count = samplers.process.count if stage.has_samplers else 0
+    if stage.has_samplers and not count:
         return None, None
     rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
     sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
@@ -127,13 +143,13 @@ def seconds_of(
     handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
     parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
-    start = ranks * (processes.TRAINER_S + compiler.seconds + parsed)
-    start += samplers.process.count * processes.SAMPLER_S + processes.CONTROLLER_S
+    start = ranks * (processes.TRAINER_S + compiler.seconds) * stage.has_trainer
+    start += count * processes.SAMPLER_S + processes.CONTROLLER_S + parsed
     start += rollout.reward_processes * processes.REWARDS_S
     total = training.total + decoding.total + handling
     cores = machine.cores
     training_s = training.on(threads) / min(ranks, cores)
-    decoding_s = decoding.total / min(samplers.process.count, cores) + handling
+    decoding_s = decoding.total / max(1, min(count, cores)) + handling
     one_after_another = max(training_s, decoding_s) if rollout.max_staleness else training_s + decoding_s
     seconds = start / min(cores, 1 + ranks) + max(one_after_another, total / (cpu_work.OVERLAP * cores))
     return seconds, start + total
@@ -150,7 +166,7 @@ def _gpu_seconds(
     sampled: float,
 ) -> float | None:
     """Sampling and training one after the other: where they run at the same time they share the device."""
-    precision, engine = str(stage.optimizer.precision), str(stage.sampler.engine)
+    precision, engine, count = str(stage.optimizer.precision), str(stage.sampler.engine), max(1, samplers.process.count)
     peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
     cached = str(stage.sampler.precision)
     if engine == "embedded":
@@ -158,12 +174,12 @@ def _gpu_seconds(
     decoding = decoding_seconds(
         machine=machine,
         engine=engine,
-        samplers=samplers.process.count,
+        samplers=count,
         tokens=sampled,
         weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
         cache_bytes=length * model.token_bytes(width_of(cached)),
         flops_per_token=model.forward_flops(length),
-        at_once=max(1, samplers.at_once // samplers.process.count),
+        at_once=max(1, samplers.at_once // count),
     )
     if not peak or decoding is None:
         return None

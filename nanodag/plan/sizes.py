@@ -5,7 +5,7 @@ the sets on the hub that presets name by a table, or by the footers of a mirror'
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
 from nanodag.data.urls import SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
+from nanodag.plan import processes
 from nanodag.plan.models import Habit
 
 CHAT_TOKENS = 7
@@ -28,12 +29,14 @@ MIRRORED_FOOTERS = 16
 @dataclass(frozen=True)
 class SourceSize:
     """rows: all of them, None for a stream whose end nobody reaches. row_bytes: text of a row, on average. packed:
-    bytes as they lie on the hub, of all rows; 0 for what is on this machine. in_memory: bytes that reading it takes."""
+    bytes as they lie on the hub, of all rows; 0 for what is on this machine. in_memory: bytes of files that are read as
+    a whole; in_blocks: of those that are read and shuffled block by block. Both are of files of this machine."""
 
     rows: int | None
     row_bytes: float
     packed: int = 0
     in_memory: int = 0
+    in_blocks: int = 0
 
 
 # name, config and split on the hub: rows, bytes of text a row, bytes of parquet. From the pages of the data sets.
@@ -65,6 +68,7 @@ GENERATED = {
 }
 # Rows of known files: name of the file -> rows and text of a row.
 FILES = {"hotpotqa.json": (66_635, 519)}
+BLOCK_FORMATS = (".parquet", ".jsonl", ".ndjson", ".txt")
 
 
 def size_of(url: str, mirror: Path | None = None) -> SourceSize | None:
@@ -79,7 +83,7 @@ def size_of(url: str, mirror: Path | None = None) -> SourceSize | None:
         return found
     rows = max(0, end - parsed.start)
     packed = int(found.packed * min(1.0, rows / found.rows)) if found.rows else 0
-    return SourceSize(rows, found.row_bytes, packed, found.in_memory)
+    return replace(found, rows=rows, packed=packed)
 
 
 def _whole(url: SourceURL, mirror: Path | None) -> SourceSize | None:
@@ -121,17 +125,19 @@ def _mirrored(files: tuple[Path, ...]) -> SourceSize | None:
 
 
 def _files(url: SourceURL) -> SourceSize | None:
-    """Of files on this machine: text in memory as a whole where it is one JSON file."""
+    """Of files on this machine: a JSON file is read as a whole, compressed text from the front."""
     try:
         paths = _paths(url)
         num_bytes = sum(path.stat().st_size for path in paths)
     except (OSError, SourceError, MissingTool):
         return None
-    whole = num_bytes if paths and paths[0].suffix == ".json" else 0
-    if paths and paths[0].name in FILES:
-        rows, row_bytes = FILES[paths[0].name]
-        return SourceSize(rows, row_bytes, 0, whole)
-    return SourceSize(None, STREAM_ROW_BYTES, 0, whole)
+    name, suffix = paths[0].name, paths[0].suffix
+    if suffix == ".parquet" and (found := _mirrored(tuple(paths))) and found.rows:
+        return replace(found, in_blocks=int(found.rows * found.row_bytes))
+    whole = num_bytes if suffix == ".json" else 0
+    blocks = num_bytes if suffix in BLOCK_FORMATS else 0
+    rows, row_bytes = FILES.get(name, (None, STREAM_ROW_BYTES))
+    return SourceSize(rows, row_bytes, 0, whole, blocks)
 
 
 def _paths(url: SourceURL) -> list[Path]:
@@ -223,11 +229,25 @@ def in_memory(sources: Sequence[SourceConfig]) -> int:
 
 
 def in_windows(sources: Sequence[SourceConfig], mirror: Path | None = None) -> int:
-    """Bytes of parquet from the hub that a process shuffles at once: a window of each source, or all of a small one."""
-    hub = [source.url for source in sources if source.url.startswith("hub:")]
-    sizes = [size_of(url, mirror) for url in hub]
-    known = [None if size is None or size.rows is None else int(size.rows * size.row_bytes) for size in sizes]
-    return sum(WINDOW_BYTES if whole is None else min(WINDOW_BYTES, whole) for whole in known)
+    """Bytes that a process shuffles at once: of each source with blocks a window, or all of a small one."""
+    return sum(_window(source.url, mirror) for source in sources)
+
+
+def _window(url: str, mirror: Path | None) -> int:
+    size = size_of(url, mirror)
+    if not url.startswith("hub:"):
+        return min(WINDOW_BYTES, size.in_blocks) if size is not None else 0
+    if size is None or size.rows is None:
+        return WINDOW_BYTES
+    return min(WINDOW_BYTES, int(size.rows * size.row_bytes))
+
+
+def held_to_read(sources: Sequence[SourceConfig], mirror: Path | None = None) -> int:
+    """Bytes of host memory that a process takes to read a mixture: files that it parses as a whole, windows that it
+    shuffles, and the library that reads parquet."""
+    is_parquet = any(url.startswith("hub:") or ".parquet" in url for url in (source.url for source in sources))
+    windows = int(processes.WINDOWED * in_windows(sources, mirror))
+    return int(processes.PARSED * in_memory(sources)) + windows + processes.PARQUET * is_parquet
 
 
 PACKED = 0.45

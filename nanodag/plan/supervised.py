@@ -29,8 +29,8 @@ from nanodag.plan.sizes import (
     downloaded,
     held_out_share,
     held_out_tokens,
+    held_to_read,
     in_memory,
-    in_windows,
     tokens_of_pass,
 )
 from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
@@ -178,10 +178,8 @@ def _processes(stage: SupervisedStage, model: ModelSize, mirror: Path | None) ->
 
 
 def _data(stage: SupervisedStage, mirror: Path | None) -> int:
-    """Of files that are read as a whole, of windows of parquet files, and of the packer's buffer."""
-    windows = in_windows(stage.data, mirror)
-    parquet = processes.PARQUET + int(processes.WINDOWED * windows) if windows else 0
-    return int(processes.PARSED * in_memory(stage.data)) + parquet + 20 * processes.MB
+    """Of what is read, and of the packer's buffer."""
+    return held_to_read(stage.data, mirror) + 20 * processes.MB
 
 
 def _disk(stage: SupervisedStage, model: ModelSize) -> int:

@@ -234,7 +234,8 @@ class Checks:
             self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
 
     def _rl(self, name: str, stage: RLStage) -> None:
-        self._sampler(name, stage)
+        if stage.has_samplers:
+            self._sampler(name, stage)
         algorithm = stage.algorithm
         models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
         models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]

@@ -25,7 +25,7 @@ ERRORS = {"generate_error": "no response", "reward_error": "no reward"}  # of me
 ANSWER = "answer"  # of metadata: what the reward saw
 ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
 LAST_LINES, LINE_LENGTH = 20, 300
-WORDS = "; its last words: "
+LAST_WORDS = "last_words"  # of metadata: the last lines that what failed has written
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
 MOST_NUMBERS = 50  # of one sequence
@@ -191,7 +191,7 @@ class _Brush:
             turns=[turn for number, one in enumerate(said, 1) if (turn := self._turn(read, number, one, gap)).tokens],
             facts=_facts(read, len(said)),
             numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
-            failures=[_failure(what, str(rollout.metadata[k])) for k, what in ERRORS.items() if k in rollout.metadata],
+            failures=[_failure(what, name, rollout) for name, what in ERRORS.items() if name in rollout.metadata],
             metadata=_metadata(rollout),
             left_out=left_out,
         )
@@ -264,17 +264,16 @@ def _facts(read: Read, num_turns: int) -> list[tuple[str, str]]:
     return facts
 
 
-def _failure(what: str, said: str) -> Failure:
-    reason, _, rest = said.strip().partition("\n")
-    if not rest and WORDS in reason:  # what a process wrote stands behind the reason in one line
-        reason, _, rest = reason.partition(WORDS)
-        rest = rest.replace(" | ", "\n")
+def _failure(what: str, name: str, rollout: Rollout) -> Failure:
+    """name: of the metadata that say why."""
+    reason, _, rest = str(rollout.metadata[name]).strip().partition("\n")
+    rest = str(rollout.metadata.get(LAST_WORDS, "")) or rest
     last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
     return Failure(what=what, reason=shortened(reason, REASON_LENGTH), last_lines="\n".join(last))
 
 
 def _metadata(rollout: Rollout) -> str:
-    rest = {name: value for name, value in rollout.metadata.items() if name not in (*ERRORS, ANSWER)}
+    rest = {name: value for name, value in rollout.metadata.items() if name not in (*ERRORS, LAST_WORDS, ANSWER)}
     return shortened(json.dumps(rest, indent=1, ensure_ascii=False), METADATA_LENGTH) if rest else ""
 
 

@@ -3,6 +3,7 @@
 `.jsonl` holds a JSON object a line, `.parquet` the same as columns; a mapping of reward components is JSON text there.
 """
 
+import glob
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -184,10 +186,14 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows whole or not at all; returns how many."""
+    """Write rows whole or not at all; returns how many. What exports that were killed have left of the same file is
+    removed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}, which says how it is written.")
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if other.suffix[1:].isdigit() and not psutil.pid_exists(int(other.suffix[1:])):
+            other.unlink(missing_ok=True)
     try:
         count = _write_lines(partial, rows) if path.suffix == ".jsonl" else _write_columns(partial, rows)
         partial.replace(path)

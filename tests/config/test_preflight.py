@@ -14,7 +14,9 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.inference.sglang_install import PYTHON_VARIABLE
 from nanodag.rewards import sandbox
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
@@ -284,6 +286,16 @@ def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monke
     assert faults(folder, asked) == ["eval.benchmarks.0: there is none"]
     monkeypatch.setattr(sandbox, "walls", lambda: None)
     assert faults(folder, asked) == []
+
+
+def test_a_stage_without_samplers_asks_for_no_engine(folder, monkeypatch):
+    failed = Rollout(group_id="p", prompt_id="p", sample_index=0, spans=(prompt_span([1]),), finish_reason="error")
+    write_rollouts(folder / "saved.jsonl", [failed])
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
+    assert faults(folder, "rl.sampler.engine=sglang", "rl.source=file:saved.jsonl") == []
+    (fault,) = faults(folder, "rl.sampler.engine=sglang")
+    assert fault.startswith("rl.sampler.python: ")
 
 
 @pytest.mark.parametrize("preset", list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,6 +13,7 @@ from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS
+from nanodag.guests.verifiers_process import RolloutFailed
 from nanodag.store.kept_lines import KeptLines
 from tests.guests.test_verifiers_process import FAKE
 
@@ -62,3 +64,30 @@ def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(mod
     model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
     with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
         run(model, benchmark(source="verifiers:m?colour=1"))
+
+
+def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_one(model_folder, monkeypatch):
+    seen = []
+
+    class Process:
+        def __init__(self, block):
+            seen.append(block)
+
+        async def rollout(self, task, **unused):
+            raise RolloutFailed("no")
+
+        async def close(self):
+            pass
+
+    @asynccontextmanager
+    async def served(*unused):
+        yield "", ""
+
+    monkeypatch.setattr(environment, "VerifiersProcess", Process)
+    monkeypatch.setattr(environment, "_served", served)
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    with pytest.raises(StageFailed, match="1 of 1 rollouts failed: no"):
+        run(model, benchmark(source="verifiers:m[0:1]", options={"agent.max_turns": 4, "agent.harness.id": "bash"}))
+    assert seen == [{"taskset": {"id": "m"}, "agent": {"max_turns": 4, "harness": {"id": "bash"}}}]
+    with pytest.raises(ValueError, match=r"options agent.max_turns are those of an environment, and its form is mmlu"):
+        benchmark(form="mmlu", options={"agent.max_turns": 4})

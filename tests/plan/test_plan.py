@@ -4,23 +4,28 @@ import json
 import time
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
 from nanodag.config.derive import model_of as derived_model
+from nanodag.config.rl_entries import GenerateConfig
+from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation import writing
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.model import scoring
-from nanodag.plan import evaluation
+from nanodag.plan import evaluation, programs, sizes
 from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.processes import compiler
 from nanodag.plan.sizes import bytes_per_token, size_of
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
+from nanodag.rl.rollouts.turns import runner
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -187,7 +192,61 @@ def test_servers_of_others_take_nothing_of_this_machine_and_nobody_knows_how_lon
     stages = {**pipeline.stages, "rl": rl.model_copy(update={"sampler": sampler})}
     plan = stage_of(plan_of(pipeline.model_copy(update={"stages": stages}), machine_of(CPU)), "rl")
     assert [process.count for process in plan.processes if process.name == "sampler"] == [0] and plan.seconds is None
+    assert any("servers of others" in note for note in plan.notes)
     assert stage_of(plan_of(pipeline, machine_of(CPU)), "rl").seconds > 0
+
+
+def test_rollouts_of_files_take_the_disk_that_sampled_ones_take_and_no_time_to_sample():
+    sampled, of_files = (
+        stage_of(planned("pocket", CPU, *more), "rl")
+        for more in ((), ("rl.source=file:/x.jsonl", "rl.eval_prompts=0", "rl.evaluation.benchmarks=[]"))
+    )
+    assert of_files.kept_bytes == sampled.kept_bytes and 0 < of_files.seconds < sampled.seconds
+    assert "sampler" not in {process.name for process in of_files.processes}
+
+
+@pytest.mark.parametrize(
+    ("generate", "counts"),
+    [
+        ({"name": "environment:nanodag.rl.environments.examples.rooms:Rooms"}, {"environment": 1, "episode": 128}),
+        ({"name": "agent:json:loads"}, {"agent": 16}),
+        ({"name": "agent", "options": {"command": ("python",), "at_once": 3}}, {"agent": 3}),
+        ({"name": "verifiers:boxes"}, {"verifiers": 1, "verifiers' tools": 1}),
+        ({"name": "calculator"}, {}),
+    ],
+)
+def test_what_answers_the_policy_is_counted_as_often_as_it_runs_at_once(generate, counts):
+    pipeline = resolved("pocket", CPU, "rl.sampler.max_batch=64", "rl.prompts_per_step=64", "rl.samples_per_prompt=8")
+    plain, rl = stage_of(plan_of(pipeline, machine_of(CPU)), "rl"), pipeline.stages["rl"]
+    changed = rl.model_copy(update={"rollout": rl.rollout.model_copy(update={"generate": GenerateConfig(**generate)})})
+    plan = plan_of(pipeline.model_copy(update={"stages": {**pipeline.stages, "rl": changed}}), machine_of(CPU))
+    plan = stage_of(plan, "rl")
+    more = plan.processes[len(plain.processes) :]
+    assert {process.name: process.count for process in more} == counts
+    assert plan.host_bytes - plain.host_bytes == sum(process.count * process.on_host for process in more)
+    assert len(plan.notes) == 1 + bool(counts) and programs.MAX_CALLS == runner.MAX_AT_ONCE
+
+
+def test_a_stage_of_few_samples_counts_no_more_episodes_than_these():
+    rooms = "rl.generate={name: 'environment:nanodag.rl.environments.examples.rooms:Rooms'}"
+    few = ("rl.prompts_per_step=2", "rl.samples_per_prompt=4", "rl.order=prompt", "rl.eval_prompts=5")
+    plan = stage_of(planned("pocket", CPU, rooms, "rl.reward=reported", *few), "rl")
+    assert [process.count for process in plan.processes if process.name == "episode"] == [8]
+
+
+def test_files_that_are_shuffled_by_blocks_take_a_window_of_memory_and_others_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "WINDOW_BYTES", 4000)
+    table = pa.table({"text": [f"{number:08}" for number in range(100)]})
+    pq.write_table(table, tmp_path / "small.parquet")
+    pq.write_table(pa.concat_tables([table] * 50).combine_chunks(), tmp_path / "large.parquet", use_dictionary=False)
+    texts = {"a.jsonl": "{}\n" * 100, "b.txt": "x\n" * 9000, "c.json": "[]" * 9000, "d.jsonl.gz": "x"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    names = ("small.parquet", "large.parquet", "a.jsonl", "b.txt", "c.json", "d.jsonl.gz")
+    small, *others = (sizes.in_windows([SourceConfig(url=f"file:{tmp_path / name}")]) for name in names)
+    assert 800 < small < 4000 and others == [4000, 300, 4000, 0, 0]
+    found = size_of(f"file:{tmp_path}/large.parquet")
+    assert found is not None and found.rows == 5000
 
 
 def test_a_stage_of_a_work_pool_is_not_held_against_this_machine():

@@ -312,8 +312,8 @@ def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa:
         "ValueError: the agent asked for no answer, so there is nothing to train",
     }
     assert all(one.reward == 1.0 for one in reasons[""])
-    died = [str(one.metadata["generate_error"]) for one in rollouts if "code 3" in str(one.metadata)]
-    assert died and all(reason.endswith("its last words: a last word") for reason in died)
+    died = [one.metadata["last_words"] for one in rollouts if "code 3" in str(one.metadata)]
+    assert died and set(died) == {"a last word"}
 
 
 def test_a_key_is_of_no_use_once_its_sample_has_ended_and_one_that_nobody_gave_never(folder):  # noqa: F811
@@ -404,12 +404,13 @@ def test_a_program_in_the_sandbox_has_the_api_and_no_network_and_a_hostile_one_f
     says = lambda request: [72, 73]  # noqa: E731
     rollouts, _, answers = generated(folder, says, options, name="agent", count=5, samples_per_prompt=1)
     (good, *failed), reasons = rollouts, [str(one.metadata.get("generate_error")) for one in rollouts]
+    words = [str(one.metadata.get("last_words")) for one in rollouts]
     assert good.reward == 0.25 and good.reward_components == {"format": 1.0} and good.metadata["calls"] == 1
     assert answers == ["HI Network is unreachable False"]
     assert len(failed) == 4 and all(one.finish_reason == "error" for one in failed)
-    assert "BlockingIOError" in reasons[1] or "it took longer than 4 s" in reasons[1]
+    assert "BlockingIOError" in words[1] or "it took longer than 4 s" in reasons[1]
     assert "it took longer than 4 s" in reasons[2]
-    assert "code 1; its last words: no luck" in reasons[3] and "Read-only file system" in reasons[4]
+    assert reasons[3].endswith("code 1") and words[3] == "no luck" and "Read-only file system" in words[4]
 
 
 THIEF = """

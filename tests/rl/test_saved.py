@@ -276,6 +276,7 @@ def test_killed_and_started_again_a_stage_on_a_file_ends_on_the_same_bytes(demon
     write_rollouts(demonstrations, known)
     values = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3, "correction": "tis", "updates_per_step": 2}
     values |= {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
+    values |= {"placement": "shared", "max_staleness": 1}  # which bounds nothing of what exists
     jobs = []
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()

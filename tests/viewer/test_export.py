@@ -1,7 +1,11 @@
 """Rollouts as a file for other tools, and the best answers as conversations."""
 
 import json
+import os
+import resource
+import signal
 from dataclasses import replace
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
@@ -151,6 +155,26 @@ def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tm
         with pytest.raises(ConfigError, match=f"The export into {path} failed"):
             save_rollouts(shelf, path, Wanted(), step=None, best=0, pairs=False, lowest=0.0)
     assert not list(tmp_path.glob(".folder*"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_export_without_room_or_killed_leaves_the_old_file_and_nothing_beside_it(shelf, tmp_path, suffix):
+    out = tmp_path / f"all.{suffix}"
+    out.write_text("old")
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # bytes: a write fails as on a full disk
+    try:
+        with pytest.raises(ConfigError, match=r"The export into .* failed: .*File too large"):
+            save_rollouts(shelf, out, Wanted(), step=None, best=0, pairs=False, lowest=0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
+    if (child := os.fork()) == 0:
+        with patch("pathlib.Path.replace", lambda *unused: os.kill(os.getpid(), signal.SIGKILL)):
+            export_rollouts(shelf, out)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert out.read_text() == "old" and [path.name for path in tmp_path.glob(".all*")] == [f".all.{suffix}.{child}"]
+    assert export_rollouts(shelf, out).rows == 9 and not list(tmp_path.glob(".all*"))
 
 
 def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(shelf, tmp_path):

@@ -315,13 +315,13 @@ def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
     failed = Rollout(
         group_id="f@0", prompt_id="f", sample_index=0, spans=(prompt_span([A]),), finish_reason="error", metadata=broken
     )
-    words = {"generate_error": "AgentFailed: it ended with code 1; its last words: one | two"}
+    words = {"generate_error": "AgentFailed: it ended with code 1; its last words: none", "last_words": "one\ntwo | 2"}
     dead = replace(failed, prompt_id="d", group_id="d@0", metadata=words)
     unrewarded = rollout("g", 0, None, [said("a")], metadata={"reward_error": "reported none"})
     get = asked(shelf, rollout("p", 0, 1.0, [said("a")]), dropped=[failed, dead, unrewarded])
     page = get("?fate=failed")
     assert "3 of 4 rollouts" in page and "any failure (3)" in page
-    assert "</b> AgentFailed: it ended with code 1\n<pre>one\ntwo</pre>" in page
+    assert "</b> AgentFailed: it ended with code 1; its last words: none\n<pre>one\ntwo | 2</pre>" in page
     assert (
         "<b>no response</b> RuntimeError: the agent ended with 1" in page and "<b>no reward</b> reported none" in page
     )

@@ -67,6 +67,17 @@ class BenchmarkConfig(Section):
     """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
     thinking: ThinkingConfig | None = None
     """Thinking text between these tags is left out of the answer that is scored."""
+    options: dict[str, bool | int | float | str] = {}
+    """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
+
+    @model_validator(mode="after")
+    def _has_an_environment(self) -> "BenchmarkConfig":
+        if self.options and "verifiers" not in (self.form, self.name if self.form == "auto" else ""):
+            raise ValueError(
+                f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
+                f"is {self.form}; leave them out, or set form: verifiers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_worked_examples(self) -> "BenchmarkConfig":

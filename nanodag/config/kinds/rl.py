@@ -38,8 +38,8 @@ class RLStage(StageBase):
     num_steps: int = Field(100, ge=1)
     """Rounds of rollouts (slime's num_rollout)."""
     num_epochs: float = Field(0.0, ge=0)
-    """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill with prompts_per_step
-    each. 0 for num_steps."""
+    """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill. A step asks
+    prompts_per_step of them, less those of the groups that rollout.replay trains again. 0 for num_steps."""
     only: Literal["both", "rollouts"] = "both"
     """`rollouts`: responses are generated and scored, and nothing is trained; the stage leaves the model that it began
     with. To train without generating, name files as rollout.source."""
@@ -221,7 +221,7 @@ class RLStage(StageBase):
 
     def _check_placement(self) -> None:
         sampler, placement = self.sampler, self.placement
-        if placement == "shared" and self.rollout.max_staleness:
+        if placement == "shared" and self.rollout.is_sampled and self.rollout.max_staleness:
             raise ValueError(
                 f"placement: shared with rollout.max_staleness {self.rollout.max_staleness}: samplers that generate "
                 "ahead of the trainer need memory while it works; use beside or separate, or set max_staleness to 0"

@@ -80,9 +80,9 @@ async def command_agent(
             )
         )
         if finished.timed_out:
-            raise AgentFailed(f"it took longer than {seconds:g} s{_last_words(finished.stderr)}")
+            raise AgentFailed(f"it took longer than {seconds:g} s", _last_words(finished.stderr))
         if finished.returncode:
-            raise AgentFailed(f"it ended with code {finished.returncode}{_last_words(finished.stderr)}")
+            raise AgentFailed(f"it ended with code {finished.returncode}", _last_words(finished.stderr))
         if visit.session.answer is None and finished.stdout.strip():
             visit.session.answer = finished.stdout.strip()
 
@@ -107,5 +107,4 @@ def _inside() -> str:
 
 
 def _last_words(stderr: str) -> str:
-    lines = stderr.strip().splitlines()[-LINES_SHOWN:]
-    return f"; its last words: {' | '.join(lines)}" if lines else ""
+    return "\n".join(stderr.strip().splitlines()[-LINES_SHOWN:])

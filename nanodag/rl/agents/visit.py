@@ -17,7 +17,15 @@ MAX_STARTS = 3
 
 
 class AgentFailed(Exception):
-    """An agent that raised, hung or died; the message is its sample's reason."""
+    """An agent that raised, hung or died; the message is its sample's reason. last_words: the last lines that it wrote,
+    empty where there are none."""
+
+    def __init__(self, reason: str, last_words: str = "") -> None:
+        super().__init__(reason, last_words)
+        self.last_words = last_words
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class AgentLost(AgentFailed):

@@ -57,13 +57,13 @@ class Workers:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await worker.ask(task)
             except TimeoutError:
-                raise AgentFailed(f"it took longer than {self._timeout_s:g} s{worker.last_words()}") from None
+                raise AgentFailed(f"it took longer than {self._timeout_s:g} s", worker.last_words()) from None
             is_good = True
             if (code := answer.get("code", 0)) != 0:
                 kind = AgentLost if code == -signal.SIGKILL else AgentFailed
-                raise kind(f"its process ended with code {code}{worker.last_words()}")
+                raise kind(f"its process ended with code {code}", worker.last_words())
             if "error" in answer:
-                raise AgentFailed(f"{answer['error']}{worker.last_words()}")
+                raise AgentFailed(str(answer["error"]), worker.last_words())
             return answer.get("returned")
         finally:
             if is_good:
@@ -123,11 +123,10 @@ class _Worker:
         return answer
 
     def last_words(self) -> str:
-        """The last lines of what it wrote, for a message; empty where there are none."""
+        """The last lines of what it wrote; empty where there are none."""
         words = self._words.fileno()
         tail = os.pread(words, TAIL_BYTES, max(0, os.fstat(words).st_size - TAIL_BYTES))
-        lines = tail.decode(errors="replace").splitlines()[-LINES_SHOWN:]
-        return f"; its last words: {' | '.join(lines)}" if lines else ""
+        return "\n".join(tail.decode(errors="replace").splitlines()[-LINES_SHOWN:])
 
     def forget_words(self) -> None:
         """Begin anew for the next sample."""
@@ -151,9 +150,9 @@ class _Worker:
         try:
             code = self._process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return AgentFailed(f"its process answers no more{self.last_words()}")
+            return AgentFailed("its process answers no more", self.last_words())
         kind = AgentLost if code == -signal.SIGKILL else AgentFailed
-        return kind(f"its process ended with code {code}{self.last_words()}")
+        return kind(f"its process ended with code {code}", self.last_words())
 
 
 def _environment() -> dict[str, str]:

@@ -97,7 +97,7 @@ class Controller:
         encoding = self._encoding = Encoding(job.inputs["model"])
         turns = None
         generate = self._config.rollout.generate
-        if generate.traits is not None and generate.traits.needs_sandbox:
+        if self._config.has_samplers and generate.traits is not None and generate.traits.needs_sandbox:
             sandbox.walls()  # MissingTool now, not an error in each sample
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
@@ -128,14 +128,15 @@ class Controller:
         self._records = Records(
             self._job, resume_step=-1 if position is None else position.step, evaluated=self._evaluations.scores
         )
-        is_stale = bool(self._config.rollout.max_staleness) or not self._config.rollout.is_sampled
-        if is_stale and self._config.algorithm.correction.name == "none" and not self._config.rollout.clone.best:
+        rollout = self._config.rollout
+        is_stale = bool(rollout.max_staleness) or not rollout.is_sampled
+        if is_stale and self._config.algorithm.correction.name == "none" and not rollout.clone.best:
             log.warning("Rollouts of other weights and correction none: they are trained as if they were on policy.")
         schedule = Schedule(
             self,
             num_steps=self._config.num_steps,
             # a token of a partial rollout is a step older than what is generated beside it
-            lag=self._config.rollout.max_staleness - (self._config.rollout.partial_rollouts == "correct"),
+            lag=rollout.max_staleness - (rollout.partial_rollouts == "correct") if rollout.is_sampled else 0,
             is_exact=bool(self._config.sampler.deterministic),
             position=position or Position(),
             timed=self._stopwatch.timed,

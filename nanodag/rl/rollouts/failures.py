@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, main_sequences
-from nanodag.rl.rollouts.turns.runner import FAILED
+from nanodag.rl.rollouts.turns.runner import FAILED, LAST_WORDS
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]
     if broken:
-        message = _said("function that generates", broken, rollouts, of=of, reason=str(broken[0].metadata[FAILED]))
+        reason, words = str(broken[0].metadata[FAILED]), str(broken[0].metadata.get(LAST_WORDS, ""))
+        reason += f"; its last words: {' | '.join(words.splitlines())}" if words else ""
+        message = _said("function that generates", broken, rollouts, of=of, reason=reason)
         share = len(broken) / len(rollouts)
         if share > max_failed_rewards or not answered:
             raise StageFailed(

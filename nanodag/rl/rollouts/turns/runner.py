@@ -32,6 +32,7 @@ from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
 FAILED = "generate_error"  # the metadata that says why there is no response
+LAST_WORDS = "last_words"  # and the last lines that what failed has written, where there are any
 ANSWER = "answer"  # and what the reward sees, where the function says it
 LONGEST_REASON = 1000  # letters
 THREAD_NAME = "generate"
@@ -77,7 +78,7 @@ class Turns:
         rollouts: list[Rollout] = []
         num_samples = 0
         for outcome in answered:
-            if isinstance(outcome, str):
+            if isinstance(outcome, Exception):
                 rollouts.append(_failed(prompt, num_samples, outcome))
                 num_samples += 1
             else:
@@ -95,7 +96,7 @@ class Turns:
             max_tokens=self._context,
         )
 
-    async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> list[Sample] | str:
+    async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> list[Sample] | Exception:
         """The samples of one call, or why there are none."""
         async with self._places:
             line = _Line(ask, rid)
@@ -116,7 +117,7 @@ class Turns:
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
-                return _reason(error)
+                return error
             finally:
                 call.end()
 
@@ -181,10 +182,16 @@ class Turns:
             Reward(float(sample.reward), {name: float(value) for name, value in sample.components.items()})
 
 
-def _reason(error: Exception) -> str:
-    """Why a sample failed. Of a long text the end is kept too: there stand the last words of what failed."""
-    said, half = f"{type(error).__name__}: {error}", LONGEST_REASON // 2
-    return said if len(said) <= LONGEST_REASON else f"{said[:half]} … {said[-half:]}"
+def _why(error: Exception) -> dict[str, str]:
+    """Metadata that say why a sample failed."""
+    said = {FAILED: f"{type(error).__name__}: {error}", LAST_WORDS: str(getattr(error, "last_words", ""))}
+    return {name: _shortened(text) for name, text in said.items() if text}
+
+
+def _shortened(text: str) -> str:
+    """Of a long text begin and end: there stands what came last."""
+    half = LONGEST_REASON // 2
+    return text if len(text) <= LONGEST_REASON else f"{text[:half]} … {text[-half:]}"
 
 
 class _Line:
@@ -319,12 +326,12 @@ def _untrained(span: Span) -> Span:
     return replace(span, mask=(0,) * len(span.mask))
 
 
-def _failed(prompt: Prompt, index: int, reason: str) -> Rollout:
+def _failed(prompt: Prompt, index: int, error: Exception) -> Rollout:
     return Rollout(
         group_id=prompt.group_id,
         prompt_id=prompt.prompt_id,
         sample_index=index,
         spans=(prompt_span(prompt.token_ids),),
         finish_reason="error",
-        metadata={FAILED: reason},
+        metadata=_why(error),
     )
