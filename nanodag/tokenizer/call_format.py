@@ -201,15 +201,13 @@ class _Probe:
         opening = _common_end(before, between)
         ending = between[: len(between) - len(opening)]
         end = last + len(_FIRST[1]) + len(ending)
-        if not opening.strip() or not ending.strip() or self.one[end - len(ending) : end] != ending.replace(*_KEYS):
+        if not opening.strip() or not ending.strip() or self.one[end - len(ending) : end] != ending:
             return None
         within = {self._between(), *self._between_others()}
-        if any(_KEYS[0] in one for one in within):
-            return None
         begin = _pattern(opening.lstrip())
         pair = (
             rf"{begin}(?P<key>[^<>\"\s]+){_either(map(_before_value, within))}"
-            rf"(?P<value>(?:(?!{begin}).)*?){_after_value(ending).replace(_KEYS[0], '(?P=key)')}"
+            rf"(?P<value>(?:(?!{begin}).)*?){_after_value(ending)}"
         )
         middle = before[: len(before) - len(opening)]
         return self._after_name(
