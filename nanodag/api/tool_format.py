@@ -153,7 +153,8 @@ class TemplateReader:
     def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         try:
             return self._events(parse())
-        except (ValueError, KeyError, TypeError):  # the model wrote what its own template does not allow
+        # The model wrote what its own template does not allow.
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._is_lost = True
             return self._no_call(None)
 

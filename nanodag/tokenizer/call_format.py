@@ -12,6 +12,7 @@ where calls that the template wrote are read as what they were.
 """
 
 import ast
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,7 +255,7 @@ class _Probe:
             text = self._render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
             begin = text.rindex(_KEYS[0], 0, text.rindex("7") if value is not True else None) + len(_KEYS[0])
             found = _IS_VALUE.search(text, begin)
-            if found is not None and len(found[0]) and found.start() - begin < 80:
+            if found is not None and found.start() - begin < 80:
                 yield text[begin : found.start()]
 
     def _first_mark(self, tail: str) -> str:
@@ -349,7 +350,13 @@ def _python(text: str) -> list[Read]:
 def _python_call(call: ast.expr) -> Read:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError("a call has a name and named arguments")
-    return call.func.id, {str(one.arg): ast.literal_eval(_JsonNames().visit(one.value)) for one in call.keywords}
+    if any(one.arg is None for one in call.keywords):
+        raise ValueError("an argument has a name")
+    try:
+        given = {str(one.arg): ast.literal_eval(_JsonNames().visit(one.value)) for one in call.keywords}
+        return call.func.id, json.loads(json.dumps(given, allow_nan=False))
+    except TypeError as error:
+        raise ValueError(f"what JSON has no place for: {error}") from error
 
 
 class _JsonNames(ast.NodeTransformer):

@@ -7,6 +7,7 @@ and TRL (chat templates). NANODAG_TOKENIZERS names the folder that they lie in:
 import base64
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def chat_template(name: str) -> str:
     return (packages() / "trl" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+@cache
 def qwen() -> Tokenizer:
     """Qwen3's: 151,669 tokens."""
     made = _Ranks(str(packages() / "dashscope" / "resources" / "qwen.tiktoken"), pattern=_QWEN_WORDS).converted()
@@ -60,6 +62,7 @@ def qwen() -> Tokenizer:
     return made
 
 
+@cache
 def llama() -> Tokenizer:
     """Llama 3.1's: 128,256 tokens."""
     made = _Ranks(str(packages() / "llama_models" / "llama3" / "tokenizer.model")).converted()

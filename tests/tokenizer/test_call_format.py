@@ -93,6 +93,24 @@ def test_json_that_is_none_is_content_with_its_marks():
     assert calls == [] and content.startswith("<｜call▁begin｜>function<｜sep｜>run") and "count" in content
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("pythonic", "<|calls|>[run(code={[]: 1})]<|/calls|>"),
+        ("pythonic", "<|calls|>[run(code=1e999)]<|/calls|>"),
+        ("pythonic", "<|calls|>[run(code=b'x', **{})]<|/calls|>"),
+        ("pythonic", "<|calls|>[run(code=print('x'))]<|/calls|>"),
+        ("hermes", "<tool_call>\n[[], 1]\n</tool_call>"),
+        ("hermes", '<tool_call>{"name": "run", "arguments": ' + 9999 * "[" + "</tool_call>"),
+        ("mistral", "[TOOL_CALLS]run[ARGS]" + 9999 * "["),
+        ("coder", "<tool_call>\n<function=run>\n<parameter=parts>" + 9999 * "[" + "<parameter=parts>"),
+    ],
+)
+def test_what_is_no_call_is_content_whatever_it_holds(name, answer):
+    content, calls = read(SHAPES[name], answer, step=100)
+    assert calls == [] and len(content) > 20 and answer.endswith(content)
+
+
 def test_special_tokens_that_are_marks_are_read_by_name():
     reader = TemplateReader(format_of(GLM), names={5: "<tool_call>", 6: "</tool_call>"})
     said = [reader.take(number, text) for number, text in ((5, ""), (9, "run\n"), (6, ""), (7, "x"))]
