@@ -26,6 +26,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "midtrain": SUPERVISED,
     "sft": SUPERVISED,
     "rl": {"num_steps": 2, "checkpoint_every": 1},
+    "select": {"num_steps": 2, "checkpoint_every": 1, "lowest_reward": 0.0},
     "eval": {"max_new_tokens": 8, "micro_batch_tokens": 512},
     "report": {},
     "import": {},
@@ -53,8 +54,10 @@ def write_reduced(
         stage["resources"] = {"num_ranks": 1, "threads": 1}
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 11 if benchmark["name"] == "core" else 4  # more than CORE's worked examples
-        for section, changes in RL_SECTIONS.items() if stage["kind"] == "rl" else ():
+        for section, changes in RL_SECTIONS.items() if stage["kind"] in ("rl", "select") else ():
             stage[section].update(changes)
+        if stage["kind"] == "select":  # of so many answers of a model that knows nothing, some end
+            stage["rollout"].update(prompts_per_step=16, samples_per_prompt=16, max_new_tokens=24)
     preset = {"stages": stages, "tracking": {"trackers": []}}  # TensorBoard is a second of imports a stage
     path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": preset}}, sort_keys=False))
     return list(stages)
