@@ -14,7 +14,7 @@ from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.messages import folded
 from tests.api.conftest import HERMES_TEMPLATE
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
-from tests.tokenizer.chat_templates import LLAMA, format_of
+from tests.tokenizer.chat_templates import CODER, LLAMA, format_of
 
 HERMES = format_of(HERMES_TEMPLATE)
 
@@ -62,9 +62,9 @@ def test_a_streamed_call_is_the_same_call(folder, sums):
     assert parts[-1]["finish_reason"] == "tool_calls"
 
 
-def streamed(folder, text, reason, **how):
+def streamed(folder, text, reason, calls=HERMES):
     """Calls and contents of an answer whose stream is looked at after every character: (name, pieces of arguments)."""
-    reader = TemplateReader(HERMES)
+    reader = TemplateReader(calls)
     answer = ParsedAnswer(TokenText(folder), reader, stops=())
     content, calls = "", []
 
@@ -91,6 +91,14 @@ def test_arguments_are_streamed_in_pieces_as_the_model_writes_them(folder):
     assert (content, reason, [name for name, _ in calls]) == ("a", "tool_calls", ["weather"] * 2)
     for _, pieces in calls:
         assert len(pieces) > 20 and json.loads("".join(pieces)) == {"city": "Zürich", "day": "now"}
+
+
+def test_a_call_in_marks_is_streamed_when_it_is_whole(folder):
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"
+    content, calls, reason = streamed(folder, f"So: {call}\n{call}", "stop", format_of(CODER))
+    assert (content, reason, calls) == ("So: ", "tool_calls", [("f", ['{"a": "b"}'])] * 2)
+    content, calls, reason = streamed(folder, call[:-30], "length", format_of(CODER))
+    assert (content, reason, calls) == (call[:-30], "length", [])
 
 
 @pytest.mark.parametrize(
