@@ -1,6 +1,6 @@
 """From OpenAI's messages and tools to the ids that an engine continues."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 from nanodag.api.bodies import ChatBody, NamedTool, Tool
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
-from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of, response_template
+from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of
 from nanodag.errors import SourceError
+from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer
 
 
@@ -94,17 +95,17 @@ def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody,
         )
     declared = [tool.model_dump(exclude_unset=True) for tool in tools]
     ids = renderer.opened(messages_of(body), body.chat_template_kwargs, tools=declared)
-    forced = _beginning(response_template(renderer), body, tools) if tools and is_forced(body) else ""
+    forced = _beginning(renderer.calls, tools) if tools and is_forced(body) else ""
     if forced:
         ids += model.tokens.prompt_ids(forced, special=False)
     return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools, forced=forced))
 
 
-def _beginning(template: Mapping[str, Any] | None, body: ChatBody, tools: Sequence[Tool]) -> str:
-    """How an answer begins that has to be a call: then any engine writes one. Raises Refused for other formats."""
-    if template is None or template["fields"]["tool_calls"].get("open") != "<tool_call>":
+def _beginning(calls: CallFormat | None, tools: Sequence[Tool]) -> str:
+    """How an answer begins that has to be a call: then any engine writes one. Raises Refused for a format in which that
+    cannot be said beforehand."""
+    if calls is None or not calls.opening:
         raise Refused(
             "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"
         )
-    name = f'{tools[0].function.name}", "arguments": ' if len(tools) == 1 else ""
-    return f'<tool_call>\n{{"name": "{name}'
+    return calls.opening + (f"{tools[0].function.name}{calls.middle}" if len(tools) == 1 else "")

@@ -1,9 +1,8 @@
-"""How a model writes tool calls, and how they are read out of an answer while it grows.
+"""How tool calls are read out of an answer while it grows.
 
-Three formats: nanodag's own, where a call is text between two special tokens (`nanodag.tokenizer.layout`); that of
-Hermes and Qwen, JSON between <tool_call> and </tool_call>; and that of Llama 3, an answer that is JSON and nothing
-else. A tokenizer that brings a `response_template` of its own is read by that. The reader is transformers'
-ResponseParser, but for the first and the last.
+nanodag's own format is text between two special tokens (`nanodag.tokenizer.layout`). Other chat templates show how they
+write calls (`nanodag.tokenizer.call_format`); a tokenizer that brings a `response_template` of its own is read by that.
+The reader is transformers' ResponseParser, but for nanodag's format, and for answers that are calls and nothing else.
 """
 
 import json
@@ -15,22 +14,12 @@ from typing import Any, Protocol
 
 from nanodag.api.bodies import Tool
 from nanodag.api.refusals import Refused
+from nanodag.tokenizer.call_format import AROUND, CallFormat
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
 from nanodag.tokenizer.encoding import Encoding
 
-HERMES: Mapping[str, Any] = {
-    "start_anchor": "\n",
-    "fields": {
-        "content": {},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "content_args": {"allow_non_json": True},
-            "repeats": True,
-        },
-    },
-}
+_NEVER = "\0"
+NO_NAMES: Mapping[int, str] = {}
 
 
 @dataclass(frozen=True)
@@ -122,40 +111,52 @@ class NativeReader:
 
 
 class TemplateReader:
-    """A format that a response template describes."""
+    """A format whose calls stand among content."""
 
-    def __init__(self, template: Mapping[str, Any], forced: str) -> None:
-        """forced: how the answer was made to begin, in the prompt."""
+    def __init__(
+        self, calls: CallFormat, forced: str = "", *, names: Mapping[int, str] = NO_NAMES, tools: Sequence[Tool] = ()
+    ) -> None:
+        """forced: how the answer was made to begin, in the prompt. names: special tokens that are marks of calls.
+        tools: whose schemas give arguments in marks their types."""
         from transformers.utils.chat_parsing import ResponseParser
 
-        self._parser = ResponseParser(dict(template), prefix="")
-        calls = template["fields"]["tool_calls"]
-        # Around a call that is none, which is content; a template may have patterns in their place.
-        self._open, self._close = calls.get("open") or "", calls.get("close") or ""
+        assert calls.template is not None
+        typed = [tool.model_dump() for tool in tools] if calls.shape == "pairs" else None
+        self._parser = ResponseParser(dict(calls.template), prefix="", tools=typed)
+        self._format, self._names = calls, names
         self._raw = ""  # of the call that is open
-        self._is_told = self.is_cut = False
+        self._is_told = self.is_cut = self._has_ended = False
         self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
         self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
+        piece = self._names.get(token, piece)
         return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
 
     def told(self) -> Call | None:
-        call = None if self._is_lost else _begun(self._raw)
+        call = None if self._is_lost else self._begun()
         self._is_told = self._is_told or call is not None
         return call
 
     def end(self) -> str:
-        self._close = ""  # a call that is open now was never closed by the model
-        return "" if self._is_lost else self._read(lambda: self._parser.finalize()[1])
+        if self._is_lost:
+            return ""
+        # A pattern at the end of the text might go on: what none goes on with shows that it does not.
+        content = self._read(lambda: self._parser.feed(_NEVER))
+        self._has_ended = True  # a call that is open now was never closed by the model
+        self._raw = self._raw.removesuffix(_NEVER)
+        if not self._is_lost:
+            content += self._read(lambda: self._parser.finalize()[1])
+        return content.replace(_NEVER, "")
 
     def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         try:
             return self._events(parse())
-        except (ValueError, KeyError, TypeError):  # the model wrote what its own template does not allow
+        # The model wrote what its own template does not allow.
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._is_lost = True
-            return self._no_call()
+            return self._no_call(None)
 
     def _events(self, events: Sequence[Mapping[str, Any]]) -> str:
         content = ""
@@ -164,42 +165,50 @@ class TemplateReader:
             if event["type"] == "region_chunk":
                 if is_call:
                     self._raw += event["text"]
-                elif not (self.calls and event["text"].isspace()):  # such as line ends between calls
-                    content += event["text"]
+                elif event["field"] != AROUND and not (self.calls and event["text"].isspace()):
+                    content += event["text"]  # but line ends between calls
             elif event["type"] == "region_close" and is_call:
                 content += self._called(event["value"])
                 self._raw, self._is_told = "", False
         return content
 
     def _called(self, value: Any) -> str:
-        """Note a call; what is none is content."""
-        call = value.get("function", value) if isinstance(value, dict) else None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return self._no_call()
-        if self._is_told and (begun := _begun(self._raw)) is not None:
+        """Note a region's calls; what is none is content."""
+        try:
+            read = self._format.read(value, self._raw, is_closed=not self._has_ended)
+        except (ValueError, RecursionError):
+            return self._no_call(value)
+        if self._is_told and (begun := self._begun()) is not None:
             self.calls.append(begun)  # in the model's own spelling, as its parts were told
-            return ""
-        arguments = call.get("arguments", call.get("parameters", {}))
-        self.calls.append(Call(call["name"], _as_json(arguments)))
+        else:
+            self.calls += [Call(name, _as_json(arguments)) for name, arguments in read]
         return ""
 
-    def _no_call(self) -> str:
+    def _no_call(self, value: Any) -> str:
         """What an open call that is none is as content; nothing where a client was told of it."""
-        if self._is_told and (begun := _begun(self._raw)) is not None:
+        if self._is_told and (begun := self._begun()) is not None:
             self.calls.append(begun)
             self.is_cut = True
             return ""
-        return f"{self._open}{self._raw}{self._close}"
+        opened = value.get("opened", self._format.mark) if isinstance(value, dict) else self._format.mark
+        return f"{opened}{self._raw}{'' if self._has_ended else self._format.closing}"
+
+    def _begun(self) -> Call | None:
+        if self._format.shape not in ("object", "own") or not self._format.is_single:
+            return None
+        return _begun(self._raw, self._format.keys)
 
 
 class BareReader:
-    """Llama 3's format: an answer that is one JSON object with a name and `parameters` is a call. Nobody is told of it
-    before it is whole."""
+    """A format without marks, such as Llama 3's: an answer that is calls and nothing else has calls. Nobody is told of
+    them before it is whole."""
 
     is_cut = False
 
-    def __init__(self) -> None:
-        self._text = ""  # all of it while it may be a call, then nothing
+    def __init__(self, calls: CallFormat, forced: str = "") -> None:
+        """forced: how the answer was made to begin, in the prompt."""
+        self._format = calls
+        self._text = forced  # all of it while it may be a call, then nothing
         self._is_content = False
         self.calls: list[Call] = []
 
@@ -208,7 +217,7 @@ class BareReader:
 
     def take(self, token: int, piece: str) -> str:
         text, self._text = self._text + piece, ""
-        self._is_content = self._is_content or text.lstrip()[:1] not in ("", "{")
+        self._is_content = self._is_content or text.lstrip()[:1] not in ("", self._format.opening[:1])
         if self._is_content:
             return text
         self._text = text
@@ -217,12 +226,10 @@ class BareReader:
     def end(self) -> str:
         text, self._text = self._text, ""
         try:
-            found = json.loads(text)
+            read = self._format.read(None, text)
         except (ValueError, RecursionError):
             return text
-        if not isinstance(found.get("name"), str) or not isinstance(found.get("parameters"), dict):
-            return text
-        self.calls.append(Call(found["name"], json.dumps(found["parameters"], ensure_ascii=False)))
+        self.calls += [Call(name, _as_json(arguments)) for name, arguments in read]
         return ""
 
 
@@ -237,13 +244,14 @@ def _as_json(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-_BEGIN = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-
-
-def _begun(raw: str) -> Call | None:
-    """The call that a text of Hermes' format begins, with its arguments as far as they go. None before its arguments
+def _begun(raw: str, keys: tuple[str, str]) -> Call | None:
+    """The call that a text with an object begins, with its arguments as far as they go. None before its arguments
     begin, and where its keys stand in another order: such a call is told when it is whole."""
-    match = _BEGIN.match(raw)
+    name, arguments = (json.dumps(key) for key in keys)
+    match = re.match(
+        rf'\s*\{{\s*{re.escape(name)}\s*:\s*("[^"\\]*")\s*,\s*(?:{re.escape(arguments)}|"arguments"|"parameters")\s*:\s*(?=\{{)',
+        raw,
+    )
     if match is None:
         return None
     depth, is_text, begin = 0, False, match.end()
@@ -260,24 +268,11 @@ def _begun(raw: str) -> Call | None:
     return Call(json.loads(match[1]), raw[begin:])
 
 
-def response_template(renderer: ChatRenderer) -> Mapping[str, Any] | None:
-    """How a model of another chat format writes calls; None where that is not known."""
-    if not isinstance(renderer, TemplateRenderer):
-        return None
-    if renderer.response_template is not None and "tool_calls" in renderer.response_template.get("fields", {}):
-        return renderer.response_template
-    return HERMES if "<tool_call>" in renderer.template and "<function=" not in renderer.template else None
-
-
 def knows_calls(renderer: ChatRenderer) -> bool:
-    """Whether a model of this chat format is told of tools, and writes calls in a form that is known here."""
+    """Whether a model of this chat format is told of tools, and writes calls in a form that is read here."""
     if not isinstance(renderer, TemplateRenderer):
         return True
-    return renderer.takes_tools and (response_template(renderer) is not None or _is_bare(renderer))
-
-
-def _is_bare(renderer: TemplateRenderer) -> bool:
-    return '"parameters": ' in renderer.template and "<|eot_id|>" in renderer.template
+    return renderer.takes_tools and renderer.calls is not None
 
 
 def reader_of(renderer: ChatRenderer, tools: Sequence[Tool], *, is_open: bool = False, forced: str = "") -> Reader:
@@ -285,10 +280,13 @@ def reader_of(renderer: ChatRenderer, tools: Sequence[Tool], *, is_open: bool = 
     for a tool that a call in its format cannot be for."""
     if isinstance(renderer, NativeRenderer):
         return NativeReader(renderer, tools[0], is_open=is_open) if tools else PlainReader(renderer.tool_tokens)
-    template = response_template(renderer) if tools else None
-    if template is not None:
-        return TemplateReader(template, forced)
-    return BareReader() if tools else PlainReader({})
+    assert isinstance(renderer, TemplateRenderer)
+    calls = renderer.calls if tools else None
+    if calls is None:
+        return PlainReader(NO_NAMES)
+    if calls.template is None:
+        return BareReader(calls, forced)
+    return TemplateReader(calls, forced, names=renderer.special_tokens_in(calls.written), tools=tools)
 
 
 def read_whole(reader: Reader, encoding: Encoding, ids: Sequence[int]) -> str:

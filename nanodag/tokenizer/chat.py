@@ -13,6 +13,7 @@ import numpy as np
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 from nanodag.tokenizer import layout
+from nanodag.tokenizer.call_format import PROBED, CallFormat, call_format, declares_tools
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.messages import folded, says_the_same, with_objects
 
@@ -257,7 +258,7 @@ class TemplateRenderer(ChatRenderer):
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         special = {number: str(t) for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
-        self._special_ids = special.keys()
+        self._special_names, self._special_ids = special, special.keys()
         self._specials = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or "(?!)")
         eos = self._tokenizer.eos_token_id
         self.stop_ids = () if eos is None else (eos,)
@@ -307,15 +308,29 @@ class TemplateRenderer(ChatRenderer):
         alone = self._text(given[: answered + 1], switches, add_generation_prompt=False, **declared)
         return ids if alone.rstrip().endswith(end[0]) else None  # it ended with one where the template has another
 
-    @property
+    @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template looks at the tools that are declared."""
-        return re.search(r"\btools\b", self.template) is not None
+        """Whether the template tells the model of the tools that are declared."""
+        return declares_tools(self._probed)
 
-    @property
-    def response_template(self) -> Mapping[str, Any] | None:
-        """How the model's answers are read, where its tokenizer says so."""
-        return getattr(self._tokenizer, "response_template", None)
+    @cached_property
+    def calls(self) -> CallFormat | None:
+        """How the model writes calls: as its tokenizer's response template says, else as its chat template writes
+        them."""
+        own = getattr(self._tokenizer, "response_template", None)
+        if own is not None and "tool_calls" in own.get("fields", {}):
+            marks = own["fields"]["tool_calls"]
+            opening, closing = ((marks.get(name) or "") for name in ("open", "close"))
+            return CallFormat(shape="own", template=own, mark=opening, closing=closing, written=f"{opening}{closing}")
+        return call_format(self._probed)
+
+    def special_tokens_in(self, text: str) -> dict[int, str]:
+        """The special tokens that a text spells, by id."""
+        names = set(self._specials.findall(text))
+        return {number: name for number, name in self._special_names.items() if name in names}
+
+    def _probed(self, messages: Messages, is_open: bool) -> str:
+        return self._text(messages, NO_SWITCHES, add_generation_prompt=is_open, tools=[PROBED])
 
     def _check_parts(self, messages: Messages) -> None:
         if all(isinstance(message["content"], str) for message in messages) or self._takes_parts:

@@ -8,10 +8,15 @@ from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import Function, Tool
 from nanodag.api.served_model import Limits
 from nanodag.api.token_text import TokenText
-from nanodag.api.tool_format import HERMES, BareReader, Call, TemplateReader, argument_of
+from nanodag.api.tool_format import BareReader, Call, TemplateReader, argument_of
 from nanodag.inference.protocol import FinishReason
+from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.messages import folded
+from tests.api.conftest import HERMES_TEMPLATE
 from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
+from tests.tokenizer.chat_templates import CODER, LLAMA, format_of
+
+HERMES = format_of(HERMES_TEMPLATE)
 
 
 def tool(name, *arguments):
@@ -57,9 +62,9 @@ def test_a_streamed_call_is_the_same_call(folder, sums):
     assert parts[-1]["finish_reason"] == "tool_calls"
 
 
-def streamed(folder, text, reason, **how):
+def streamed(folder, text, reason, calls=HERMES):
     """Calls and contents of an answer whose stream is looked at after every character: (name, pieces of arguments)."""
-    reader = TemplateReader(HERMES, "")
+    reader = TemplateReader(calls)
     answer = ParsedAnswer(TokenText(folder), reader, stops=())
     content, calls = "", []
 
@@ -86,6 +91,14 @@ def test_arguments_are_streamed_in_pieces_as_the_model_writes_them(folder):
     assert (content, reason, [name for name, _ in calls]) == ("a", "tool_calls", ["weather"] * 2)
     for _, pieces in calls:
         assert len(pieces) > 20 and json.loads("".join(pieces)) == {"city": "Zürich", "day": "now"}
+
+
+def test_a_call_in_marks_is_streamed_when_it_is_whole(folder):
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"
+    content, calls, reason = streamed(folder, f"So: {call}\n{call}", "stop", format_of(CODER))
+    assert (content, reason, calls) == ("So: ", "tool_calls", [("f", ['{"a": "b"}'])] * 2)
+    content, calls, reason = streamed(folder, call[:-30], "length", format_of(CODER))
+    assert (content, reason, calls) == (call[:-30], "length", [])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +235,7 @@ def test_calls_in_json_are_read_as_they_come(text, content, names):
 def test_what_a_models_own_template_does_not_allow_is_content():
     call = {"open": "[", "close": "]", "content": "json"}
     strict = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": call}}
-    reader = TemplateReader(strict, "")
+    reader = TemplateReader(CallFormat(shape="own", template=strict, mark="[", closing="]"))
     said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
     assert (said, reader.calls) == ("a[{nonsense]b", [])
 
@@ -243,7 +256,7 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
     ],
 )
 def test_a_call_in_llama_s_format_is_an_answer_that_is_nothing_else(text, content, calls):
-    reader = BareReader()
+    reader = BareReader(format_of(LLAMA))
     said = [reader.take(0, character) for character in text]
     assert ("".join(said) + reader.end(), reader.calls) == (content, calls)
     assert text[:1] != "S" or said[:2] == ["S", "o"]  # content is not held back
@@ -269,7 +282,7 @@ def test_a_named_choice_begins_the_call(hermes_folder, ids_of):
     message, _ = message_of(chat(app_of(model_of(hermes_folder, backend, context=2000)), **body))
     assert message["tool_calls"][0]["function"]["name"] == "weather" and not message["content"]
     decoded = model_of(hermes_folder, backend).tokens.encoding.decode(list(backend.asked[0].input_ids))
-    assert decoded.endswith('<|assistant|><tool_call>\n{"name": "weather", "arguments": ')
+    assert decoded.endswith('<|assistant|><tool_call>{"name": "weather", "arguments": ')
 
 
 def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of):

@@ -115,11 +115,12 @@ def renderer_of(template: str | None, folder: Path) -> ChatRenderer:
     """A renderer with a tokenizer of 600 tokens that is made in `folder`; None for our own template."""
     save_tokenizer(train_bpe(iter(SAMPLES.values()), 600), folder)
     if template is not None:
-        names = _NAMES.get(template, _CHATML)
+        ours = {name: name for name in (layout.BOS, layout.END)} if layout.END in template else None
+        names = ours or _NAMES.get(template, _CHATML)
         layout_path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
         text = layout_path.read_text()
-        for ours, theirs in names.items():
-            text = text.replace(ours, theirs)
+        for before, after in names.items():
+            text = text.replace(before, after)
         layout_path.write_text(text)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -29,6 +29,7 @@ from nanodag.tokenizer.encoding import Encoding
 from tests.rl.fakes import FakePool
 from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import LLAMA3, QWEN3, QWEN25, renderer_of
+from tests.tokenizer.chat_templates import CODER, GLM
 
 CONTEXT = 64
 
@@ -374,7 +375,7 @@ def test_a_function_that_is_not_async_and_a_foreign_chat_format_are_refused_befo
     with pytest.raises(ConfigError, match="must be an `async def` function"):
         made(folder, Script(None), generate="json:dumps")
     foreign = TemplateRenderer.__new__(TemplateRenderer)
-    foreign.template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    foreign.takes_tools, foreign.calls = True, None
     with pytest.raises(ConfigError, match="model's chat template knows no tools, or writes calls in a form that"):
         Turns(config(generate="python"), Encoding(folder), foreign, context=CONTEXT, vocabulary=VOCABULARY)
 
@@ -383,10 +384,12 @@ CALLS_AS_WRITTEN = {
     QWEN25: '<tool_call>{"arguments": {"expression": "4*2"}, "name": "calculator"}</tool_call>',
     QWEN3: '<think>\nhm</think>\n<tool_call>{"name":"calculator","arguments":{"expression":"4*2"}}</tool_call>',
     LLAMA3: '{"name":"calculator", "parameters":{"expression":"4*2"}}',
+    CODER: "<tool_call>\n<function=calculator>\n<parameter=expression>4*2</parameter></function>\n</tool_call>",
+    GLM: "<tool_call>calculator\n<arg_key>expression</arg_key> <arg_value>4*2</arg_value>\n</tool_call>",
 }
 
 
-@pytest.mark.parametrize("template", CALLS_AS_WRITTEN, ids=["qwen2.5", "qwen3", "llama3"])
+@pytest.mark.parametrize("template", CALLS_AS_WRITTEN, ids=["qwen2.5", "qwen3", "llama3", "coder", "glm"])
 def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     renderer, encoding = renderer_of(template, tmp_path), Encoding(tmp_path)
     stage = config(generate="calculator", max_new_tokens=400, sampler={"context": 4000, "max_batch": 9})
