@@ -73,11 +73,12 @@ def block_of(module: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return block
 
 
-def tasks_of(module: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each.
+def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None) -> list[dict[str, Any]]:
+    """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each. stop: the first that is left out.
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
     command = [str(find_python()), str(SERVER), json.dumps(block_of(module, options)), "--tasks"]
+    command += [] if stop is None else [str(stop)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=_environment(), timeout=TASKS_TIMEOUT_S, check=False
