@@ -133,7 +133,8 @@ def open_python(url: SourceURL) -> GeneratedSource:
 
 
 def open_verifiers(url: SourceURL) -> GeneratedSource:
-    """The source of a `verifiers:` URL: a taskset's tasks. Parameters are its config's own fields.
+    """The source of a `verifiers:` URL: a taskset's tasks, of one without an end those before the slice's. Parameters
+    are its config's own fields.
 
     verifiers' own process reads them (nanodag.guests.verifiers_process), when the first row is read. The hash in the
     identity is that of the module's file alone.
@@ -141,7 +142,8 @@ def open_verifiers(url: SourceURL) -> GeneratedSource:
     from nanodag.guests import verifiers_process
 
     def make() -> Any:
-        return verifiers_process.tasks_of(url.path, {f"taskset.{name}": v for name, v in url.parameters.items()})
+        options = {f"taskset.{name}": value for name, value in url.parameters.items()}
+        return verifiers_process.tasks_of(url.path, options, stop=url.stop)
 
     identity = {"kind": "verifiers", "name": url.path, "parameters": _sorted(url.parameters)}
     return GeneratedSource(identity, lambda: file_sha256(verifiers_process.module_file(url.path)), make, url.text)

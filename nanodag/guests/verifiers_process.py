@@ -75,12 +75,13 @@ def block_of(module: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return block
 
 
-def tasks_of(module: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each.
+def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None) -> list[dict[str, Any]]:
+    """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each. stop: the first that is left out.
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
+    asked = ["--tasks", *([] if stop is None else [str(stop)])]
     block = json.dumps(block_of(module, options)).encode()
-    with _spawned("--tasks", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with _spawned(*asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             out, said = process.communicate(block, timeout=TASKS_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -264,10 +265,10 @@ async def _answers(client: httpx.AsyncClient) -> bool:
     return True
 
 
-def _spawned(where: str, *, stdout: Any, stderr: int) -> "subprocess.Popen[bytes]":
+def _spawned(*where: str, stdout: Any, stderr: int) -> "subprocess.Popen[bytes]":
     """The server's process, which waits for its block on standard input. It is the keeper of all that it starts."""
     return subprocess.Popen(
-        [str(find_python()), str(SERVER), str(os.getpid()), where],
+        [str(find_python()), str(SERVER), str(os.getpid()), *where],
         stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=_environment(), start_new_session=True,
     )  # fmt: skip
 

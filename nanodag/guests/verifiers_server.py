@@ -1,7 +1,7 @@
 """Runs environments of the `verifiers` package in that package's own environment: `<its python> verifiers_server.py`.
 
-    verifiers_server.py PARENT SOCKET     serves HTTP on a Unix socket until a signal
-    verifiers_server.py PARENT --tasks    writes the taskset's tasks to standard output, one JSON a line
+    verifiers_server.py PARENT SOCKET            serves HTTP on a Unix socket until a signal
+    verifiers_server.py PARENT --tasks [STOP]    writes the taskset's tasks to standard output, one JSON a line
 
 Standard input has the `[env]` block of verifiers as JSON, `{"taskset": {"id": "mine"}, "agent": {"max_turns": 4}}`: on
 a command line anybody on the machine could read the secret of an option. The server ends with PARENT, a process id, and
@@ -26,6 +26,7 @@ imports only what needs no more than the standard library.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -59,6 +60,7 @@ from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 
 CHAT_LOOP = "nanodag_chat_loop"  # the id of the harness below
+TASKS = "--tasks"
 MAX_BODY = 64 << 20
 NO_KEY = "NANODAG_NO_KEY"  # a variable that is not set: each rollout has a key of its own
 MAX_ERROR = 2000
@@ -227,14 +229,13 @@ def _failed(why: str) -> dict[str, Any]:
     return {"ok": False, "error": why[:MAX_ERROR]}
 
 
-def write_tasks(environment: vf.Env, out: TextIO) -> None:
-    """The tasks in their order, as `load()` gives them: `{"task": ..., "messages": [...]}` a line. Raises ValueError
-    for a taskset without an end."""
-    if not environment.taskset.bounded:
-        raise ValueError(
-            f"{type(environment.taskset).__name__} has no end, and data are a list: bound it by its config"
-        )
-    for task in environment.taskset:
+def write_tasks(environment: vf.Env, stop: int | None, out: TextIO) -> None:
+    """The tasks before `stop` in their order, as `load()` gives them: `{"task": ..., "messages": [...]}` a line. Raises
+    ValueError for all of a taskset without an end."""
+    if stop is None and not environment.taskset.bounded:
+        name = type(environment.taskset).__name__
+        raise ValueError(f"{name} has no end, and data are a list: take a slice of it, as verifiers:MODULE[0:1000]")
+    for task in itertools.islice(environment.taskset, stop):
         data = task.data
         given = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -267,11 +268,11 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     eval_client.EvalClient = KeyedClient
     os.environ.pop("PRIME_API_KEY", None)  # nothing here is to be billed to anybody
-    block, where = json.load(sys.stdin), sys.argv[2]
+    block, (where, *number) = json.load(sys.stdin), sys.argv[2:]
     out, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is no task
     environment, seat = environment_of(block)
-    if where == "--tasks":
-        write_tasks(environment, out)
+    if where == TASKS:
+        write_tasks(environment, int(number[0]) if number else None, out)
     else:
         asyncio.run(serve(environment, seat, where))
 
