@@ -54,17 +54,28 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
-@retry(
+_again = retry(
     retry=retry_if_exception(_may_pass),
     wait=wait_random_exponential(multiplier=0.05, max=2.0),
     stop=stop_after_delay(PATIENCE_S),
     reraise=True,
 )
+
+
+@_again
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
     """What a server answers. Raises httpx.HTTPError for a request that failed at last, ValueError for no JSON."""
     response = client.post(url, json=body)
     response.raise_for_status()
     return response.json()
+
+
+@_again
+def get_json(client: httpx.Client, url: str) -> Any:
+    """What a server has there, None where it says that it has nothing. Raises httpx.TransportError for a server that
+    cannot be reached, ValueError for no JSON."""
+    response = client.get(url)
+    return response.json() if response.is_success else None
 
 
 def _reward_of(one: Any) -> Reward | str:
