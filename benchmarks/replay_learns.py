@@ -19,6 +19,7 @@ With as many sampled answers each, half of pocket's (46,080):
 
 import argparse
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -84,8 +85,7 @@ def measure(seed: int, folder: Path, benchmark: str, port: int) -> dict[str, Any
     gains = {f"{after} over {before}": paired(by_stage[before], by_stage[after], METRIC) for before, after in PAIRS}
     return {
         "seed": seed,
-        "accuracy": {before: found.value_a for (before, _), found in zip(PAIRS, gains.values(), strict=True)}
-        | {after: found.value_b for (_, after), found in zip(PAIRS, gains.values(), strict=True)},
+        "accuracy": {name: fmean(item["scores"][METRIC] for item in items) for name, items in by_stage.items()},
         "gains": {name: found.as_json() for name, found in gains.items()},
         "sampled_tokens": {name: one.cost.get("sampled_tokens", 0) for name, one in made.items()},
         "trained_tokens": {name: one.cost["tokens"] for name, one in made.items()},
