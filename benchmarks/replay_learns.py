@@ -7,6 +7,7 @@ Differences are paired over these. Prints JSON a seed.
 
 From answers that exist, without any of their own:
 - offline: one pass over what the RL stage of pocket trained, in an order of its own, with `correction: tis`;
+- offline_uncorrected: as that, each token as if it were on policy;
 - offline_own: four passes over the answers of SFT itself that `select` drew, likewise;
 - clone: one pass over the best answer to each prompt of that RL stage.
 
@@ -18,6 +19,7 @@ With as many sampled answers each, half of pocket's (46,080):
 
 import argparse
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -29,7 +31,7 @@ from nanodag.store import Store
 
 BASE, PRESET = "best-of-n", "replay"
 METRIC = "exact_match"
-VARIANTS = ("offline", "offline_own", "clone", "fresh", "half_steps", "replay")
+VARIANTS = ("offline", "offline_uncorrected", "offline_own", "clone", "fresh", "half_steps", "replay")
 PAIRS = (
     *(("sft", other) for other in ("rl", "best", *VARIANTS)),
     *(("best", "offline_own"), ("fresh", "replay"), ("half_steps", "replay")),
@@ -45,10 +47,13 @@ def variants(base: dict[str, Any], rl_records: str, own_records: str) -> dict[st
     def of_files(num_steps: int, records: str, **rollout: Any) -> dict[str, Any]:
         return changed(num_steps, source=f"file:{records}/step-*.jsonl", max_staleness=0, **rollout)
 
-    clone = of_files(130, rl_records, clone={"best": 1})
-    del clone["algorithm"]  # its correction
+    def uncorrected(stage: dict[str, Any]) -> dict[str, Any]:
+        return {**stage, "algorithm": {"correction": "none"}}
+
+    offline = of_files(90, rl_records)
     stages = (
-        *(of_files(90, rl_records), of_files(44, own_records), clone),
+        *(offline, uncorrected(offline), of_files(44, own_records)),
+        uncorrected(of_files(130, rl_records, clone={"best": 1})),
         *(changed(90), changed(180, prompts_per_step=32), changed(180, replay={"share": 0.5})),
     )
     return dict(zip(VARIANTS, stages, strict=True))
@@ -80,8 +85,7 @@ def measure(seed: int, folder: Path, benchmark: str, port: int) -> dict[str, Any
     gains = {f"{after} over {before}": paired(by_stage[before], by_stage[after], METRIC) for before, after in PAIRS}
     return {
         "seed": seed,
-        "accuracy": {before: found.value_a for (before, _), found in zip(PAIRS, gains.values(), strict=True)}
-        | {after: found.value_b for (_, after), found in zip(PAIRS, gains.values(), strict=True)},
+        "accuracy": {name: fmean(item["scores"][METRIC] for item in items) for name, items in by_stage.items()},
         "gains": {name: found.as_json() for name, found in gains.items()},
         "sampled_tokens": {name: one.cost.get("sampled_tokens", 0) for name, one in made.items()},
         "trained_tokens": {name: one.cost["tokens"] for name, one in made.items()},

@@ -95,7 +95,7 @@ def test_the_rl_stages_of_learning_benchmarks_resolve(tmp_path):
     stages = replay_learns.variants(document["rl"], "/a", "/b")
     file = gains.write_pipeline(tmp_path, "p", {"sft": {"kind": "import", "model": "file:/m"}, **stages}, 4330)
     found = resolve(file, "p").pipeline.stages
-    answers = {name: found[name].num_steps * found[name].rollout.num_fresh for name in replay_learns.VARIANTS[3:]}
+    answers = {name: found[name].num_steps * found[name].rollout.num_fresh for name in replay_learns.VARIANTS[-3:]}
     assert set(answers.values()) == {90 * 64}, "as many sampled answers each"
 
 

@@ -2,7 +2,7 @@
 
 The file (docs/reference/rewards.md) says whom to ask, how, and what a score looks like. A reply is parsed strictly: the
 last line that begins with the file's `label` must be a number within the range, and there may be one such line only.
-Replies are kept by what was asked, so that a stage that goes on pays once.
+Replies are kept by what was asked and who was, so that a stage that goes on pays once.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from nanodag.data.canonical import message_text
 from nanodag.errors import ConfigError
 from nanodag.host.folders import cache_folder
 from nanodag.registry import entry
-from nanodag.rewards.remote import post_json
+from nanodag.rewards.remote import get_json, post_json
 from nanodag.rewards.reward import Reward, plain_number
 
 ASKED_AT_ONCE = 16
@@ -107,6 +107,7 @@ class Judge:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
         self._kept = _Kept(cache_folder() / "judged.sqlite")
+        self._identity = self._behind_the_name()
         self._agreement: float | None = None
         if self._file.labelled:
             self._agreement = self._agreed(_labelled(self._file.labelled))
@@ -135,7 +136,7 @@ class Judge:
 
     def _score(self, places: Mapping[str, str], response: str) -> tuple[float, dict[str, float]]:
         body = self._asked(places, response)
-        digest = hashlib.sha256(json.dumps([self._file.url, body], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([self._file.url, self._identity, body], sort_keys=True).encode()).hexdigest()
         reply = self._kept.get(digest)
         was_kept = reply is not None
         if reply is None:
@@ -146,6 +147,15 @@ class Judge:
         price = self._file.price
         paid = 0.0 if was_kept else (reply["input"] * price.input + reply["output"] * price.output) / 1e6
         return value, {"price": paid, "kept": float(was_kept)}
+
+    def _behind_the_name(self) -> list[Any]:
+        """The folder and version of the model's weights, where the server says them, as `nanodag serve` does: another
+        checkpoint under the same name is another judge."""
+        try:
+            card = get_json(self._client, f"{self._file.url.rstrip('/')}/models/{self._file.model}")
+        except ValueError:  # no JSON: it lists no models
+            return []
+        return [card.get("root"), card.get("weight_version")] if isinstance(card, dict) else []
 
     def _asked(self, places: Mapping[str, str], response: str) -> dict[str, Any]:
         file = self._file

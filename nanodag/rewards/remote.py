@@ -4,19 +4,20 @@
     200       {"rewards": [1.0, {"value": 0.5, "components": {"style": 0.2}}, {"error": "why"}, ...]}
 
 `prompt` is the prompt's whole record. One reward a sample, in order. A connection that fails, 429 and 5xx are tried
-again, ATTEMPTS times in all with growing pauses, within the sample's time limit; anything else fails the samples.
+again for PATIENCE_S with growing pauses, within the sample's time limit: a server that is begun anew loses no sample.
+Anything else fails the samples.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
-ATTEMPTS = 4
+PATIENCE_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -53,17 +54,28 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
-@retry(
+_again = retry(
     retry=retry_if_exception(_may_pass),
-    wait=wait_random_exponential(multiplier=0.4, max=3.0),
-    stop=stop_after_attempt(ATTEMPTS),
+    wait=wait_random_exponential(multiplier=0.05, max=2.0),
+    stop=stop_after_delay(PATIENCE_S),
     reraise=True,
 )
+
+
+@_again
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
     """What a server answers. Raises httpx.HTTPError for a request that failed at last, ValueError for no JSON."""
     response = client.post(url, json=body)
     response.raise_for_status()
     return response.json()
+
+
+@_again
+def get_json(client: httpx.Client, url: str) -> Any:
+    """What a server has there, None where it says that it has nothing. Raises httpx.TransportError for a server that
+    cannot be reached, ValueError for no JSON."""
+    response = client.get(url)
+    return response.json() if response.is_success else None
 
 
 def _reward_of(one: Any) -> Reward | str:

@@ -21,6 +21,11 @@ class Endpoint(Quiet):
     """Scores an answer by its length, up to 10; `mute` gets no score, `cut` a reply that was cut."""
 
     asked: ClassVar[list[Any]] = []
+    root: ClassVar[str] = ""
+
+    def do_GET(self) -> None:
+        is_known = self.root and self.path == "/v1/models/m"
+        self.answer({"id": "m", "root": self.root} if is_known else None, status=200 if is_known else 404)
 
     def do_POST(self) -> None:
         body = self.content()
@@ -68,6 +73,16 @@ def test_a_judge_is_asked_with_question_reference_and_answer_and_paid_once(tmp_p
     system, asked = body["messages"]
     assert system["content"] == "Be strict." and asked["content"] == "Q: 2+2?\nA: 4\nGiven: four!\n"
     assert len(Endpoint.asked) == 3
+
+
+def test_another_checkpoint_under_the_same_name_is_asked_anew(tmp_path, monkeypatch):
+    kept = []
+    with serving(Endpoint) as url:
+        for root in ("/first", "/second", "/first"):
+            monkeypatch.setattr(Endpoint, "root", root)
+            judge = entries.load("reward", write(tmp_path, url))
+            kept.append(judge(PROMPT, "four").components["kept"])
+    assert kept == [0.0, 0.0, 1.0] and len(Endpoint.asked) == 2
 
 
 def test_agreement_with_labelled_answers_stands_in_the_components(tmp_path):
