@@ -121,7 +121,7 @@ class TemplateReader:
         from transformers.utils.chat_parsing import ResponseParser
 
         assert calls.template is not None
-        typed = [tool.model_dump() for tool in tools] if calls.shape == "pairs" else None
+        typed = [tool.model_dump() for tool in tools] if calls.shape in ("pairs", "own") else None
         self._parser = ResponseParser(dict(calls.template), prefix="", tools=typed)
         self._format, self._names = calls, names
         self._raw = ""  # of the call that is open

@@ -6,7 +6,7 @@ import pytest
 
 from nanodag.api.bodies import Tool
 from nanodag.api.tool_format import BareReader, Call, TemplateReader
-from nanodag.tokenizer.call_format import call_format, declares_tools
+from nanodag.tokenizer.call_format import CallFormat, call_format, declares_tools
 from tests.tokenizer.chat_templates import CODER, DEEPSEEK, GLM, SHAPES, format_of, render_of, template
 
 SCHEMA = {
@@ -132,3 +132,13 @@ def test_a_template_whose_calls_cannot_be_read_has_no_format(text):
 
 def test_a_template_that_does_not_tell_of_tools_is_found_out():
     assert declares_tools(render_of(CODER)) and not declares_tools(render_of(CODER.replace("if tools", "if other")))
+
+
+def test_a_response_template_of_the_tokenizers_own_is_read_with_the_tools_types():
+    marked = {"open_pattern": "<call (?P<name>[^>]+)>", "close": "</call>", "content": "xml-inline", "repeats": True}
+    marked["content_args"] = {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>"}
+    marked["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
+    own = CallFormat(shape="own", template={"start_anchor": "\n", "fields": {"content": {}, "tool_calls": marked}})
+    reader = TemplateReader(own, tools=[TOOL])
+    said = reader.take(-1, "So<call run><code>12</code><count>12</count></call>") + reader.end()
+    assert (said, reader.calls) == ("So", [Call("run", '{"code": "12", "count": 12}')])
