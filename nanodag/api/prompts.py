@@ -11,7 +11,7 @@ from nanodag.api.served_model import ServedModel
 from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of
 from nanodag.errors import SourceError
 from nanodag.tokenizer.call_format import CallFormat
-from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer
+from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +23,31 @@ class ChatPrompt:
     reader: Callable[[], Reader]
 
 
-def chat_prompt(model: ServedModel, body: ChatBody) -> ChatPrompt:
-    """The prompt of a conversation. Raises Refused for what this model's format has no place for."""
+Opened = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
+"""opened(messages, tools): the ids that an answer continues."""
+
+
+def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None) -> ChatPrompt:
+    """The prompt of a conversation. opened: where the ids are not those of the chat template alone. Raises Refused for
+    what this model's format has no place for."""
     tools = offered(body)
     if model.renderer is None:
         raise Refused(f"{model.name} has no chat template: ask it by /v1/completions", param="model")
     try:
+        if opened is None:
+            opened = partial(_opened, model.renderer, body)
         if isinstance(model.renderer, NativeRenderer):
-            return _native(model.renderer, body, tools)
+            return _native(model.renderer, body, tools, opened)
         assert isinstance(model.renderer, TemplateRenderer)
-        return _by_template(model, model.renderer, body, tools)
+        return _by_template(model, model.renderer, body, tools, opened)
     except SourceError as error:
         raise Refused(str(error), param="messages") from error
+
+
+def _opened(
+    renderer: ChatRenderer, body: ChatBody, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    return renderer.opened(messages, body.chat_template_kwargs, tools=tools)
 
 
 def messages_of(body: ChatBody) -> list[dict[str, Any]]:
@@ -65,7 +78,7 @@ def is_forced(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
-def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
+def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool], opened: Opened) -> ChatPrompt:
     if len(tools) > 1:
         names = ", ".join(tool.function.name for tool in tools)[:200]
         raise Refused(
@@ -73,7 +86,7 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> 
             f"{names}. Give one, or name it in tool_choice.",
             param="tools",
         )
-    ids = renderer.opened(messages_of(body), body.chat_template_kwargs)
+    ids = opened(messages_of(body), _declared(tools))
     if not tools:
         return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools))
     argument_of(tools[0])  # refuses what a call cannot be for
@@ -85,7 +98,9 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool]) -> 
     )
 
 
-def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool]) -> ChatPrompt:
+def _by_template(
+    model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool], opened: Opened
+) -> ChatPrompt:
     if tools and not knows_calls(renderer):
         raise Refused(
             f"The chat template of {model.name} "
@@ -93,12 +108,15 @@ def _by_template(model: ServedModel, renderer: TemplateRenderer, body: ChatBody,
             + ": leave tools out",
             param="tools",
         )
-    declared = [tool.model_dump(exclude_unset=True) for tool in tools]
-    ids = renderer.opened(messages_of(body), body.chat_template_kwargs, tools=declared)
+    ids = opened(messages_of(body), _declared(tools))
     forced = _beginning(renderer.calls, tools) if tools and is_forced(body) else ""
     if forced:
         ids += model.tokens.prompt_ids(forced, special=False)
     return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools, forced=forced))
+
+
+def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
 def _beginning(calls: CallFormat | None, tools: Sequence[Tool]) -> str:

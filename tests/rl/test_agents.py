@@ -10,18 +10,22 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from nanodag.errors import SamplerLost
+from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.agents import function
 from nanodag.rl.agents.door import the_door
+from nanodag.rl.agents.session import _up_to
 from nanodag.rl.agents.workers import Workers
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.runner import Turns
-from nanodag.tokenizer.chat import load_renderer
+from nanodag.tokenizer.chat import NativeRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, SeenPool, config, folder, ids, prompts  # noqa: F401 - two are fixtures
@@ -116,6 +120,13 @@ def greedy(task):
     messages = [user("go")]
     while True:
         messages += [said(task, messages), user("more")]
+
+def compacts(task):
+    """Calls until there is no room, then begins with less."""
+    try:
+        greedy(task)
+    except TypeError:  # a refusal is no answer
+        return said(task, [user("in short")])["content"]
 
 def killed(task):
     """Killed in the middle, the first two times."""
@@ -333,6 +344,40 @@ def test_an_agent_that_meets_a_limit_is_cut_off_and_its_sample_is_judged(folder,
     for one in rollouts:
         assert one.finish_reason == "length" and one.num_sampled == len(requests) and "limit" in one.metadata
     assert 3 <= len(requests) // 2 <= 4
+
+
+def test_an_agent_that_goes_on_with_less_context_is_not_cut_off_and_each_conversation_is_rendered_once(
+    folder,  # noqa: F811
+    ids,  # noqa: F811
+    monkeypatch,
+):
+    def counted(self, messages, *given, **more):
+        rendered.append(messages[0]["content"])
+        return opened(self, messages, *given, **more)
+
+    rendered, opened = [], NativeRenderer.opened
+    monkeypatch.setattr(NativeRenderer, "opened", counted)
+    says = lambda request: ids("x<|end|>")  # noqa: E731
+    rollouts, requests, answers = generated(folder, says, "compacts", samples_per_prompt=1, max_new_tokens=6)
+    assert answers == ["x"] and len(requests) == 4 and [one.finish_reason for one in rollouts] == ["stop", "stop"]
+    assert all("limit" not in one.metadata for one in rollouts)
+    assert [text for text in rendered if text] == ["go", "in short"], "what goes on is not rendered from its beginning"
+
+
+def test_an_answer_that_is_cut_off_behind_its_one_call_has_no_stop_token():
+    ended = FinishReason(type="stop", matched=3)
+    whole = Completion(
+        rid="r",
+        output_ids=[1, 2, 3],
+        logprobs=[-1.0, -2.0, -3.0],
+        finish_reason=ended,
+        weight_version="0",
+        weight_versions=[VersionSpan(start=0, end=3, version="0")],
+        num_prompt_tokens=1,
+    )
+    kept = _up_to(whole, SimpleNamespace(num_tokens=2, stop_reason=None))
+    assert (kept.output_ids, kept.logprobs, kept.token_versions()) == ([1, 2], [-1.0, -2.0], ["0", "0"])
+    assert finish_reason_of(kept) == "text" and finish_reason_of(whole) == "stop"
 
 
 def test_parallel_calls_give_the_same_sample_whoever_is_answered_first(folder, ids):  # noqa: F811

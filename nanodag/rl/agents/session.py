@@ -8,7 +8,7 @@ refused. A call's length, its stop strings and its stop tokens are the client's.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, SamplingBody
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
-from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced, messages_of, offered
+from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced
 from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply, Reply
 from nanodag.api.served_model import Limits, ServedModel
@@ -33,13 +33,14 @@ from nanodag.inference.protocol import Completion, FinishReason, Request
 from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.segments import finish_reason_of, span_of
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.transcript import Asked, Transcript
+from nanodag.rl.rollouts.turns.transcript import Asked, Message, Transcript
 
 MODEL = "policy"  # the name by which an agent asks for the model
 ROLE = "agent"  # of its sequences, which begin with prompts of the agent's own
 # Those of a sample are its own; a request may wait as long as the sampler does.
 LIMITS = Limits(max_waiting=1 << 20, request_timeout_s=86400.0)
 MAX_COMPONENTS = 64
+Ask = Callable[[Sequence[Message], Sequence[Message]], Asked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class Session:
     """One sample as its agent sees it. It belongs to the door's event loop.
 
     over: set when nothing that the agent does counts any more, because the sampler failed. answer, reward, components:
-    what the agent says. cut: the limit that a call has met, empty for none.
+    what the agent says. cut: the limit that cut the agent off, empty for none. A refusal for want of room is forgotten
+    when a later call is answered: the agent has gone on with less context.
     """
 
     def __init__(self, sampler: TurnSampler, sample: Sample, limits: CallLimits) -> None:
@@ -71,6 +73,7 @@ class Session:
         self._is_ended = False
         self._broken: SamplerError | None = None
         self.over = asyncio.Event()
+        self._is_spent = False  # of the limits of the whole sample
         self.cut = ""
         self.answer: str | None = None
         self.reward: float | None = None
@@ -150,8 +153,10 @@ class Session:
     def begin_call(self) -> None:
         """Count a call. Raises Refused for one above a limit."""
         if self._num_calls >= self._limits.max_calls:
+            self._is_spent = True
             self.refuse(f"max_calls {self._limits.max_calls}", "this sample has made all the calls that it may")
         if 0 < self._limits.max_tokens <= self._num_sampled:
+            self._is_spent = True
             self.refuse(f"max_tokens {self._limits.max_tokens}", "this sample has sampled all the tokens that it may")
         self._num_calls += 1
 
@@ -160,10 +165,10 @@ class Session:
         self.cut = self.cut or limit
         raise Refused(f"{why} ({limit}): end here", status=403, kind="limit_error", code="limit_reached")
 
-    async def asked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Asked:
-        """The ids that a conversation continues. A long text takes long, so it is made in a thread."""
+    async def prompt(self, made: Callable[[Ask], ChatPrompt]) -> ChatPrompt:
+        """What is made with the transcript's `asked`. A long text takes long, so it is made in a thread."""
         async with self._lock:
-            return await asyncio.to_thread(self._transcript.asked, messages, tools)
+            return await asyncio.to_thread(made, self._transcript.asked)
 
     async def answered(self, asked: Asked, completion: Completion, message: Mapping[str, Any]) -> None:
         """Keep what was sampled for a conversation."""
@@ -240,6 +245,7 @@ class Session:
             self._asking.discard(asking)
             asking.cancel()
         self._num_sampled += len(completion.output_ids)
+        self.cut = self.cut if self._is_spent else ""
         return completion
 
 
@@ -285,11 +291,16 @@ class _Endpoints(Endpoints):
             raise Refused("tool_choice may be auto or none here: a forced call is not sampled", param="tool_choice")
         if body.chat_template_kwargs:
             raise Refused("the template's switches are the stage's: leave it out", param="chat_template_kwargs")
-        prompt = await asyncio.to_thread(chat_prompt, model, body)
-        tools = [tool.model_dump(exclude_unset=True) for tool in offered(body)]
-        # One for each choice: it says which of the same calls it is, and so gives each another seed.
-        self._asked = [await self._session.asked(messages_of(body), tools) for _ in range(body.n)]
-        self._prompt = replace(prompt, ids=list(self._asked[0].ids))
+
+        def made(ask: Ask) -> ChatPrompt:
+            def opened(messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+                # One for each choice: it says which of the same calls it is, and so gives each another seed.
+                self._asked = [ask(messages, tools) for _ in range(body.n)]
+                return list(self._asked[0].ids)
+
+            return chat_prompt(model, body, opened)
+
+        self._prompt = await self._session.prompt(made)
         return self._prompt
 
     def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
@@ -378,7 +389,8 @@ def _up_to(whole: Completion, answer: ParsedAnswer) -> Completion:
         output_ids=whole.output_ids[:size],
         logprobs=whole.logprobs[:size],
         weight_versions=versions,
-        finish_reason=FinishReason(type="stop", matched=answer.stop_reason),
+        # No stop token is among them: a stop string ended it, or the end of its one call.
+        finish_reason=FinishReason(type="stop", matched=answer.stop_reason or ""),
     )
 
 
