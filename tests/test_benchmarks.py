@@ -104,8 +104,8 @@ def test_what_rl_learned_is_its_last_evaluation_over_its_first_and_a_failed_samp
     (tmp_path / "files" / "model").write_text("")
     (tmp_path / "rollouts").mkdir()
     for step, rewards in {0: (1.0, 0.0, None, 0.0), 40: (0.0, 0.0, 0.0, 0.0), 90: (1.0, 1.0, 1.0, None)}.items():
-        spans = {"spans": (prompt_span([1]),), "sample_index": 0, "finish_reason": "stop"}
-        found = [Rollout(group_id=f"{n}@0", prompt_id=str(n), reward=one, **spans) for n, one in enumerate(rewards)]
+        common = {"spans": (prompt_span([1]),), "sample_index": 0, "finish_reason": "stop"}
+        found = [Rollout(group_id=f"{n}@0", prompt_id=str(n), reward=one, **common) for n, one in enumerate(rewards)]
         write_rollouts(tmp_path / "rollouts" / f"eval-{step:08d}.jsonl", found)
     folders = {"files": tmp_path / "files", "records": tmp_path}
     facts = {"config": {}, "lineage": {}, "sources": [], "metrics": {}, "cost": {"cpu_seconds": 2.0}, "environment": {}}

@@ -4,7 +4,7 @@
     200       {"rewards": [1.0, {"value": 0.5, "components": {"style": 0.2}}, {"error": "why"}, ...]}
 
 `prompt` is the prompt's whole record. One reward a sample, in order. A connection that fails, 429 and 5xx are tried
-again for PATIENCE_S with growing pauses, within the sample's time limit: a server that is begun anew loses no sample.
+again for PATIENCE_S with growing pauses, within the sample's time limit: a server may be begun anew meanwhile.
 Anything else fails the samples.
 """
 
