@@ -1,8 +1,8 @@
 """An automation of Prefect's: a flow run whose process is gone, with nobody left to say so, is marked Crashed.
 
-A flow's process tells the server every 30 s that it is there. When WITHIN has passed without that, and without the
-run's end, the run is marked Crashed; Retry then goes on from the newest checkpoints. A process that is killed alone is
-marked at once by the one that serves the flows; this is for when both go, as when the machine does.
+A flow's process tells the server every 30 s that it is there. When WITHIN has passed without that since it began, and
+without the run's end, the run is marked Crashed; Retry then goes on from the newest checkpoints. A process that is
+killed alone is marked at once by the one that serves the flows; this is for when both go, as when the machine does.
 """
 
 from datetime import timedelta
@@ -15,6 +15,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 NAME = "mark dead runs as Crashed"
 WITHIN = timedelta(seconds=90)  # three heartbeats
 HEARTBEAT = "prefect.flow-run.heartbeat"
+BEGUN = "prefect.flow-run.Running"  # a process may be gone before its first heartbeat
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
@@ -29,7 +30,7 @@ def register(client: SyncPrefectClient) -> None:
         description=f"A flow run that is not heard of for {WITHIN.seconds} s has lost its process.",
         enabled=True,
         trigger=EventTrigger(
-            after={HEARTBEAT},
+            after={BEGUN, HEARTBEAT},
             expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
             for_each={"prefect.resource.id"},

@@ -24,6 +24,7 @@ def test_it_is_registered_once_however_often_the_serving_process_starts(monkeypa
     assert [automation.trigger.within for _, automation in changed] == [timedelta(seconds=60)]
     assert len(found) == 1 and found[0].enabled
     assert found[0].trigger.within == timedelta(seconds=90)
+    assert found[0].trigger.after >= {"prefect.flow-run.Running"}, "one that died before its first heartbeat stayed"
     assert [action.state.value for action in found[0].actions] == ["CRASHED"]
 
 
