@@ -227,11 +227,17 @@ def test_a_key_holds_the_bytes_of_the_files_and_not_their_place(tmp_path):
         ({"replay": {"share": 0.5}}, "trains what older weights sampled, and algorithm.correction is none"),
         ({"replay": {"share": 0.1}, "correction": "tis"}, "share 0.1 of prompts_per_step 2 is 0 groups"),
         ({"replay": {"share": 0.5, "max_staleness": 1}, "max_staleness": 1, "correction": "tis"}, "is not above"),
+        ({"placement": "shared", "max_staleness": 1}, "placement: shared with rollout.max_staleness 1"),
     ],
 )
 def test_settings_of_earlier_rollouts_that_do_not_fit_together_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         config(**values)
+
+
+def test_where_rollouts_exist_their_staleness_bounds_no_placement():
+    found = config(source="file:/r", placement="shared", max_staleness=1)
+    assert (found.placement, found.rollout.max_staleness) == ("shared", 1)
 
 
 @pytest.fixture
