@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanodag.host.machine import gpu_of_replica, visible_gpus
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
+from nanodag.inference.sampler_process import Elsewhere, SamplerProcess, ServerProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_options import Option
 from nanodag.inference.sglang_process import SGLangProcess
@@ -45,20 +45,29 @@ class EngineSettings:
 
 
 def start_engine(
-    settings: EngineSettings, number: int, model: Path, *, log_path: Path, version: str = "default"
+    settings: EngineSettings,
+    number: int,
+    model: Path,
+    *,
+    log_path: Path,
+    version: str | int = "default",
+    gpus: str = "",
+    elsewhere: Elsewhere | None = None,
 ) -> ServerProcess:
-    """Start process `number` with the weights in a folder, and wait until it answers. version: of these weights.
+    """Start process `number` with the weights in a folder, and wait until it answers. version: of these weights. gpus:
+    those that it sees, as CUDA_VISIBLE_DEVICES names them; "" for those that fall to its number. elsewhere: on that
+    machine.
 
     Raises SamplerLost where it does not start, MissingTool where SGLang is not installed.
     """
     if settings.engine == "sglang":
-        return _start_sglang(settings, number, model, log_path, version)
+        return _start_sglang(settings, number, model, log_path, version, gpus, elsewhere)
     return SamplerProcess.start(
         model,
         log_path=log_path,
         dtype=settings.dtype,
         device=settings.device,
-        gpu=gpu_of_replica(number) if settings.device == "cuda" else "",
+        gpu=gpu_of_replica(number) if settings.device == "cuda" and not gpus else gpus,
         max_batch=settings.max_batch,
         context_length=settings.context_length,
         cache_bytes=settings.cache_bytes,
@@ -69,12 +78,22 @@ def start_engine(
         stream_every_s=settings.stream_every_s,
         token=settings.token,
         start_timeout_s=settings.start_timeout_s,
+        elsewhere=elsewhere,
     )
 
 
-def _start_sglang(settings: EngineSettings, number: int, model: Path, log_path: Path, version: str) -> ServerProcess:
+def _start_sglang(
+    settings: EngineSettings,
+    number: int,
+    model: Path,
+    log_path: Path,
+    version: str | int,
+    gpus: str,
+    elsewhere: Elsewhere | None,
+) -> ServerProcess:
     assert settings.context_length is not None, "SGLang is told its context"
     each = settings.tensor_parallel
+    is_placed = settings.device == "cpu" or bool(gpus)  # first_gpu is a NUMA node on a CPU
     return SGLangProcess.start(
         find_python(settings.python, settings.device),
         model,
@@ -87,10 +106,12 @@ def _start_sglang(settings: EngineSettings, number: int, model: Path, log_path: 
         memory_fraction=settings.memory_fraction,
         tensor_parallel=each,
         cache_tokens=settings.cache_tokens,
-        first_gpu=number * each % len(visible_gpus()) if settings.device == "cuda" else 0,  # on a CPU: a NUMA node
+        first_gpu=0 if is_placed else number * each % len(visible_gpus()),
+        gpus=gpus,
         threads=settings.threads,
         seed=settings.seed + number,  # it draws from one sequence
         options=settings.options,
         token=settings.token,
         start_timeout_s=settings.start_timeout_s,
+        elsewhere=elsewhere,
     )

@@ -67,8 +67,8 @@ def after_attention(
     x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: "Heads"
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x, h = RowNorm.apply(x + linear(attended, output), norm, heads.norm_eps)
-    return x + linear(Gated.apply(linear(h, gate), linear(h, up)), down)
+    x, h = RowNorm.apply(linear(attended, output).add_(x), norm, heads.norm_eps)
+    return linear(Gated.apply(linear(h, gate), linear(h, up)), down).add_(x)
 
 
 class RowNorm(torch.autograd.Function):

@@ -211,6 +211,7 @@ class Layer(nn.Module):
         key, value = key.unflatten(0, rows), value.unflatten(0, rows)
         rows = rows if places is None else (1, len(places))
         attended = attend(query.unflatten(0, rows), key, value)
+        del query, key, value
         out = self._functions.after(
             flat,
             attended.flatten(2).flatten(0, 1),

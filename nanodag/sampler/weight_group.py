@@ -3,7 +3,8 @@
 SGLang joins by torch.distributed's functions, which keep what members tell each other in a store under prefixes made of
 the group's name; here the same prefixes lead to a bare group of gloo or NCCL, so that a process needs no default group,
 and any number of groups can come and go. A member that dies closes its connections: a peer that sends to it or waits
-gets an error at once; one that hangs, after the time-out.
+gets an error at once; one that hangs, after the time-out. gloo sends along a tree, so a member may wait for another
+than rank 0, and know nothing of its giving up: with `close` it stops waiting.
 
 Each member listens on one address: rank 0 on the one that it was given, another member on the one by which its machine
 reaches rank 0.
@@ -12,7 +13,9 @@ Source: sgl-project/sglang 0.5.23, srt/utils/common.py (init_custom_process_grou
 torch/distributed/distributed_c10d.py (_new_process_group_helper).
 """
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -50,20 +53,44 @@ class WeightGroup:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         prefix_store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        self._waiting: threading.Event | None = None
         make = _gloo if backend == "gloo" else _nccl
-        self._group = make(prefix_store, rank, size, self._timeout, address_towards(store.host, store.port))
+        self._group: Any = make(prefix_store, rank, size, self._timeout, address_towards(store.host, store.port))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor into everybody's; it lies on `device`. Raises RuntimeError, after which the group is of no
-        use, when a member is gone or does not take part in time."""
-        self._group.broadcast(tensor, 0).wait(self._timeout)
+        use, when a member is gone or does not take part in time, or the group is closed meanwhile by another thread."""
+        group = self._group
+        if group is None:
+            raise RuntimeError(f"the group {self.name} was left")
+        work = group.broadcast(tensor, 0)
         if self.device.type == "cuda":
+            work.wait(self._timeout)
             torch.cuda.current_stream().synchronize()  # NCCL's own wait holds up the stream alone
+            return
+        waiting = self._waiting = threading.Event()
+        work.get_future().add_done_callback(lambda _: waiting.set())
+        if self._group is not None:
+            waiting.wait()
+        self._waiting = None
+        if self._group is None:
+            threading.Thread(target=_until_ended, args=(work, group), daemon=True).start()
+            raise RuntimeError(f"the group {self.name} was left")
+        work.wait()
 
     def close(self) -> None:
-        """Leave: the others' broadcasts fail from now on."""
+        """Leave: the others' broadcasts fail from now on, and one that this member waits in."""
         self._group.shutdown()
-        del self._group
+        self._group = None
+        if waiting := self._waiting:
+            waiting.set()
+
+
+def _until_ended(work: Any, group: Any) -> None:
+    """Hold what gloo still waits in, for the time-out at most: neither call ends that, and a group without owner would
+    hold up whoever let go of it."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:

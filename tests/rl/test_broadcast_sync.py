@@ -26,7 +26,7 @@ from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.rl.models import save_tiny_model
-from tests.rl.samplers import samplers_of
+from tests.rl.samplers import samplers_of, with_samplers
 from tests.rl.spread import BIG, two_shares
 from tests.rl.stages import digest, make_job, metrics, run, start
 
@@ -194,6 +194,32 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
     assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2
     assert num_restarts == 1 and took < 100 and not victim.is_alive
     assert trainer.asked.count("export") == 1 and trainer.asked[-3:] == ["open_group", "join_group", "broadcast"]
+
+
+@pytest.mark.slow
+def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(models, tmp_path):
+    """gloo sends along a tree, in which rank 3 waits for rank 1 or 2."""
+    trainer = Trainer(models[1], timeout_s=2.0)
+    launched: list[int] = []
+
+    def launch(number, path, version):
+        launched.append(number)
+        return SamplerProcess.start(path, log_path=tmp_path / f"log-{number}", weight_version=version, max_batch=8)
+
+    async def work(samplers, servers):
+        sync = DistributedSync(samplers, trainer.ask, check_every=1, timeout_s=2.0, is_beside=True)
+        for victim in servers[:2]:
+            count = iter(range(100))
+            trainer.weights.before = lambda names, pid=victim.pid, n=count: (
+                next(n) == 3 and os.kill(pid, signal.SIGSTOP)
+            )
+            await sync.load(tmp_path / f"policy-{len(launched)}", len(launched))
+        trainer.giver.close()
+        return [server.is_alive for server in servers], await samplers.fingerprints()
+
+    alive, held = with_samplers(launch, models[0], work, count=3)
+    assert alive == [False, False, True] and launched == [0, 1, 2, 0, 1]
+    assert held == [[expected(models[1])]] * 3
 
 
 @pytest.mark.parametrize("way", ASKED)

@@ -22,10 +22,10 @@ from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_process import EngineSettings, start_engine
 from nanodag.inference.router_process import RouterClient, RouterProcess
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import Device, find_python
-from nanodag.inference.sglang_process import CONTEXT_RESERVE, SGLangProcess
+from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.facts import ModelFacts, all_here, sync_folder, urls_file
@@ -319,25 +319,41 @@ class Services:
 
     def _launch(self, number: int, model: Path, version: int) -> ChildServer:
         """Start a sampler with the weights in a folder."""
-        config, resources = self._config.sampler, self._config.resources
-        if config.engine == "sglang":
-            return self._launch_sglang(number, model, version)
-        return SamplerProcess.start(
+        return start_engine(
+            self._engine_settings(),
+            number,
             model,
             log_path=self._job.workspace / f"sampler-{number}.log",
-            dtype=SAMPLER_DTYPES[config.precision],
+            version=version,
+            gpus=self._gpus_of(number),
+            elsewhere=self._node_of(number),
+        )
+
+    def _engine_settings(self) -> EngineSettings:
+        config = self._config.sampler
+        is_sglang = config.engine == "sglang"
+        # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
+        defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
+        if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
+            defaults["enable_memory_saver"] = True
+        return EngineSettings(
+            engine="sglang" if is_sglang else "embedded",  # derived
             device=self._device,
-            gpu=self._gpus_of(number),
+            dtype=SAMPLER_DTYPES[config.precision],
             max_batch=self._samples_each,
             context_length=self.context,
-            cache_bytes=int(config.cache_bytes),
-            deterministic=bool(config.deterministic),
-            threads=1 if config.deterministic else max(1, int(resources.threads) // self._samplers_each),
+            threads=max(1, int(self._config.resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
-            weight_version=version,
             token=self._token,
             start_timeout_s=float(config.start_timeout_s),
-            elsewhere=self._node_of(number),
+            cache_bytes=int(config.cache_bytes),
+            deterministic=bool(config.deterministic),
+            python=config.python,
+            tensor_parallel=config.tensor_parallel,
+            cache_tokens=self._cache_tokens if is_sglang else None,
+            # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
+            memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
+            options={**defaults, **config.options},
         )
 
     def _node_of(self, number: int) -> SamplerNode | None:
@@ -346,34 +362,6 @@ class Services:
             return None
         host = self._hosts[number // self._samplers_each]
         return SamplerNode(self._cluster, host, self._job.workspace, number=number)
-
-    def _launch_sglang(self, number: int, model: Path, version: int) -> ChildServer:
-        config, resources = self._config.sampler, self._config.resources
-        # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
-        defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
-        if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
-            defaults["enable_memory_saver"] = True
-        return SGLangProcess.start(
-            self._sglang_python,
-            model,
-            log_path=self._job.workspace / f"sampler-{number}.log",
-            device=self._device,
-            dtype=SAMPLER_DTYPES[config.precision],
-            max_batch=self._samples_each,
-            context_length=self.context,
-            weight_version=version,
-            cache_tokens=self._cache_tokens,
-            # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
-            memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
-            tensor_parallel=config.tensor_parallel,
-            gpus=self._gpus_of(number),
-            threads=max(1, int(resources.threads) // self._samplers_each),
-            seed=int(self._config.seed) + number,
-            options={**defaults, **config.options},
-            token=self._token,
-            start_timeout_s=float(config.start_timeout_s),
-            elsewhere=self._node_of(number),
-        )
 
 
 class _Background:

@@ -35,7 +35,7 @@ from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_version
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""For a sampler to notice that the trainer has given up."""
+"""For a sampler to leave a group, and to notice that the trainer has given up."""
 Replies = list[dict[str, Any]]
 
 
@@ -178,7 +178,12 @@ class DistributedSync:
             await _ended(tasks)
             raise
         told = str(replies[0]["failure"])
-        found = await self._settled(members, tasks, timeout_s=GRACE_S if told else self._timeout_s)
+        if tasks:
+            _, unanswered = await asyncio.wait(tasks, timeout=0.0 if told else self._timeout_s)
+            if unanswered:  # one that is well may wait for another that is lost, until it is told to leave
+                waiting = [member.client for member, task in zip(members, tasks, strict=True) if task in unanswered]
+                await self._leave(waiting)
+        found = await self._settled(members, tasks, timeout_s=GRACE_S)
         return replies, told or found
 
     async def _settled(self, members: Sequence[Member], calls: Sequence[Any], *, timeout_s: float | None = None) -> str:
@@ -202,13 +207,14 @@ class DistributedSync:
 
     async def _undo(self, members: Sequence[Member]) -> None:
         """End what has been left begun."""
-        await asyncio.gather(*(self._tried(member.client.end_weight_update()) for member in members))
-        await asyncio.gather(*(self._tried(member.client.leave_weight_group(self._name)) for member in members))
+        ends = (self._tried(member.client.end_weight_update(), timeout_s=self._timeout_s) for member in members)
+        await asyncio.gather(*ends)
+        await self._leave([member.client for member in members])
 
-    async def _tried(self, call: Awaitable[None]) -> None:
+    async def _tried(self, call: Awaitable[None], *, timeout_s: float) -> None:
         """A call that may fail: what it undoes may not be there, and a sampler that is lost is met by the next call."""
         with suppress(SamplerError, TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await call
 
     # The group
@@ -239,9 +245,10 @@ class DistributedSync:
         ]
 
     async def _leave(self, clients: Sequence[SamplerClient]) -> None:
-        """Leave the group that there is."""
+        """Have these leave the group that there is."""
         self._members = []
-        await asyncio.gather(*(self._tried(client.leave_weight_group(self._name)) for client in clients))
+        calls = (self._tried(client.leave_weight_group(self._name), timeout_s=GRACE_S) for client in clients)
+        await asyncio.gather(*calls)
 
     async def _receive(self, client: SamplerClient, version: int) -> None:
         """One sampler's side of a broadcast, but for its end."""
@@ -278,7 +285,7 @@ class DistributedSync:
             raise SamplerLost(f"the sampler at {client.url} does not answer in a weight sync")
         if isinstance(error, Exception):
             raise error
-        await self._tried(client.leave_weight_group(self._name))
+        await self._leave([client])
         log.info("weights %d: given to %s alone", version, client.url)
 
 

@@ -10,12 +10,15 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509; deepspeedai/DeepSpeed, deepspeed/se
 Letters: T tokens of a row, N of them to score, S ranks of a group, H query heads, K key-value heads, D head width.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.errors import ConfigError
@@ -79,16 +82,15 @@ class SequenceGroup:
         if self.handle is None:
             return attend
 
+        exchange = _Exchange(self.handle, self.size)
+
         def of_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            heads = [tensor[0].chunk(self.size, dim=1) for tensor in (query, key, value)]
-            # (S, T / S, (H + 2 K) / S, D)
-            blocks = torch.stack([torch.cat(parts, dim=1) for parts in zip(*heads, strict=True)])
-            whole = _Exchange.apply(blocks, self.handle).flatten(0, 1)[:num_tokens]
+            whole = _ToHeads.apply(exchange, query[0], key[0], value[0])[:num_tokens]
             counts = [tensor.shape[2] // self.size for tensor in (query, key, value)]
             out = attend(*(part[None] for part in whole.split(counts, dim=1)))[0]  # (T, H / S, D)
-            out = functional.pad(out, (0, 0, 0, 0, 0, query.shape[1] * self.size - num_tokens))
-            head_parts = _Exchange.apply(out.unflatten(0, (self.size, -1)), self.handle)  # (S, T / S, H / S, D)
-            return torch.cat(head_parts.unbind(), dim=1)[None]
+            if padding := query.shape[1] * self.size - num_tokens:  # pad copies in any case
+                out = functional.pad(out, (0, 0, 0, 0, 0, padding))
+            return _ToTokens.apply(exchange, out)[None]
 
         return of_parts
 
@@ -127,16 +129,61 @@ def join(size: int, device: str) -> SequenceGroup:
     return SequenceGroup(size, place, number, world_size // size, handle)
 
 
-class _Exchange(torch.autograd.Function):
-    """(S, ...): block i goes to rank i of the group, and what rank i sent comes in its place. Its own transpose."""
+class _Exchange:
+    """Between all heads of a rank's own tokens and its own heads of all tokens, for the layers of one row.
+
+    What is sent, or received to be laid out anew, lies in one tensor that all of them use: one for each layer left as
+    much memory between the tensors that are kept, which nothing else filled.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group, self.size = group, size
+        self._buffer: Tensor | None = None
+
+    def to_heads(self, parts: Sequence[Tensor]) -> Tensor:
+        """(T / S, n, D) each -> (T, sum of n / S, D)."""
+        heads = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
+        sent = self._blocks(parts[0], sum(part.shape[2] for part in heads))
+        torch.cat(heads, dim=2, out=sent)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received.flatten(0, 1)
+
+    def to_tokens(self, whole: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The way back: (T, sum of n / S, D) -> (T / S, n, D) each, n of counts."""
+        received = self._blocks(whole[: len(whole) // self.size], whole.shape[1])
+        dist.all_to_all_single(received, whole.contiguous().view(received.shape), group=self._group)
+        blocks = received.split([count // self.size for count in counts], dim=2)
+        return [torch.cat(block.unbind(), dim=1) for block in blocks]
+
+    def _blocks(self, like: Tensor, num_heads: int) -> Tensor:
+        """(S, T / S, num_heads, D) of the buffer, of the dtype of a tensor (T / S, any, D)."""
+        shape = (self.size, len(like), num_heads, like.shape[2])
+        count = math.prod(shape)
+        if self._buffer is None or self._buffer.numel() < count:
+            self._buffer = like.new_empty(count)
+        return self._buffer[:count].view(shape)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *parts: Tensor) -> Tensor:
+        ctx.exchange, ctx.counts = exchange, [part.shape[1] for part in parts]
+        return exchange.to_heads(parts)
 
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, blocks.contiguous(), group=group)
-        return received
+    @once_differentiable
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.to_tokens(d_whole, ctx.counts)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, whole: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_tokens(whole, [whole.shape[1] * exchange.size])[0]
 
     @staticmethod
-    def backward(ctx: Any, d_received: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(d_received, ctx.group), None
+    @once_differentiable
+    def backward(ctx: Any, d_parts: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.to_heads([d_parts])
