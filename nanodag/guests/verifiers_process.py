@@ -1,7 +1,8 @@
 """Starts verifiers_server.py in verifiers' environment, and talks to it by HTTP on a Unix socket. No torch here.
 
 A process serves many rollouts at once. One that ends is started again by the next rollout, and one that does not answer
-/health any more is ended. Those that were under way in it are lost, with the end of its log as the reason.
+/health any more, or takes too much memory, is ended. Those that were under way in it are lost, with the end of its log
+as the reason.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,18 +26,21 @@ import httpx
 import psutil
 
 from nanodag.errors import SourceError
+from nanodag.errors.words import size
 from nanodag.guests.verifiers_install import find_python
+from nanodag.host.parent import has_ended
 from nanodag.host.patience import Patience
 from nanodag.host.ports import no_proxy_here
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 30.0
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 1.0
 STOP_TIMEOUT_S = 3.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
+MAX_BYTES = 8 << 30
 NO_SAMPLING: Mapping[str, Any] = {}
 
 
@@ -110,10 +116,11 @@ def module_file(module: str) -> Path:
 
 
 class VerifiersProcess:
-    """The process for one environment. It belongs to one event loop. block: as `block_of` has it."""
+    """The process for one environment. It belongs to one event loop. block: as `block_of` has it. max_bytes: of memory,
+    with all that it starts."""
 
-    def __init__(self, block: Mapping[str, Any]) -> None:
-        self._block = dict(block)
+    def __init__(self, block: Mapping[str, Any], *, max_bytes: int = MAX_BYTES) -> None:
+        self._block, self._max_bytes = dict(block), max_bytes
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
 
@@ -167,35 +174,46 @@ class VerifiersProcess:
             if self._running is None or not self._running.is_alive:
                 if self._running is not None:
                     await self._running.close()
-                self._running = await _started(self._block)
+                self._running = await _started(self._block, self._max_bytes)
             return self._running
 
 
 @dataclass(kw_only=True)
 class _Running:
+    """It leads a process group, so that what it has started is found when it is gone."""
+
     process: "subprocess.Popen[bytes]"
     client: httpx.AsyncClient
     log_path: Path
+    max_bytes: int
+    fault: str = ""
     watching: "asyncio.Task[None] | None" = None
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.returncode is None and not has_ended(self.process)
 
     def end(self) -> str:
         """How it ended, with the end of its log."""
-        code = self.process.poll()
-        how = "it runs" if code is None else f"it ended with code {code}"
+        if not self.is_alive:
+            self.kill()
+        code = self.process.returncode
+        how = "it runs" if code is None else f"it ended with code {code}{self.fault}"
         return f"{how}; the end of its log:\n{_end(self.log_path.read_text(errors='replace'))}"
 
     async def watch(self) -> None:
-        """Kill it once it does not answer any more: code of an environment that blocks holds up all of them."""
+        """Kill it once it takes too much memory, or does not answer any more: code of an environment that blocks holds
+        up all of them."""
         while self.is_alive:
             try:
                 await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
             except httpx.HTTPError:
                 self.kill()
+            if (taken := sum(map(_memory, self._all()))) > self.max_bytes:
+                self.fault = f", as it took {size(taken)} of memory, and max_bytes allows {size(self.max_bytes)}"
+                self.kill()
             await asyncio.sleep(LOOK_EVERY_S)
+        self.kill()
 
     async def close(self) -> None:
         """End it, and the connections to it."""
@@ -206,26 +224,43 @@ class _Running:
 
     def stop(self) -> None:
         """Ask it to end, and kill it where it does not in time."""
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        if self.is_alive:
+            os.kill(self.process.pid, signal.SIGTERM)
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         self.kill()
 
     def kill(self) -> None:
-        """End it with all that it started: tool servers are processes of their own, which end with it at the latest."""
-        if not self.is_alive:  # its id may be another's by now
+        """End it with all that it started, also where it has ended by itself."""
+        if self.process.returncode is not None:  # its id may be another's by now
             return
-        others = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        for other in others:
-            try:
-                other.kill()
-            except psutil.NoSuchProcess:
-                continue
+        below = self._all()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for one in below:  # tool servers lead groups of their own
+            with suppress(psutil.Error):
+                one.kill()
         self.process.wait()
 
+    def _all(self) -> list[psutil.Process]:
+        """It and those below it, while it is there."""
+        if self.process.returncode is not None:
+            return []
+        with suppress(psutil.Error):
+            itself = psutil.Process(self.process.pid)
+            return [itself, *itself.children(recursive=True)]
+        return []
 
-async def _started(block: Mapping[str, Any]) -> _Running:
+
+def _memory(process: psutil.Process) -> int:
+    """Resident bytes; 0 where it is gone."""
+    with suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
+
+
+async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, RolloutFailed where it does not get so far."""
     folder = Path(tempfile.mkdtemp(prefix="nanodag-verifiers-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -234,12 +269,13 @@ async def _started(block: Mapping[str, Any]) -> _Running:
         process = subprocess.Popen(
             [str(find_python()), str(SERVER), json.dumps(block), str(socket), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(),
+            start_new_session=True,
         )  # fmt: skip
     transport = httpx.AsyncHTTPTransport(
         uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
     )
     client = httpx.AsyncClient(transport=transport, base_url="http://verifiers", timeout=None)
-    running = _Running(process=process, client=client, log_path=log_path)
+    running = _Running(process=process, client=client, log_path=log_path, max_bytes=max_bytes)
     atexit.register(running.stop)
     patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
     try:

@@ -266,7 +266,7 @@ def main() -> None:
     os.environ.pop("PRIME_API_KEY", None)  # nothing here is to be billed to anybody
     block, where, *number = json.loads(sys.argv[1]), *sys.argv[2:]
     if where != TASKS:
-        end_with_parent(int(number[0]))
+        end_with_parent(int(number[0]), with_group=True)  # it leads the group of what environments start
     out, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is no task
     environment, seat = environment_of(block)
     if where == TASKS:

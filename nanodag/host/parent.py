@@ -13,9 +13,10 @@ POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL, *, with_group: bool = False) -> None:
     """Have this process send itself a signal within a second of its parent's end. parent: its process id, as that one
-    may be gone already. A process that keeps the interpreter's lock does not notice: `killed_with_parent`."""
+    may be gone already. with_group: to its whole group. A process that keeps the interpreter's lock does not notice:
+    `killed_with_parent`."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -23,7 +24,7 @@ def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
         with contextlib.suppress(OSError, ValueError):  # stderr may be a pipe that ended at the parent
             sys.stderr.write(f"the parent process {parent} is gone\n")
             sys.stderr.flush()
-        os.kill(os.getpid(), signum)
+        os.kill(0 if with_group else os.getpid(), signum)
 
     threading.Thread(target=watch, daemon=True, name="end_with_parent").start()
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanodag.errors import MissingTool
@@ -60,6 +61,24 @@ def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(
 
     before, beside, after = asyncio.run(run())
     assert before == beside != after
+
+
+def test_what_a_process_leaves_behind_ends_with_it_and_one_that_takes_too_much_memory_is_ended(fake, monkeypatch):
+    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 20.0)  # memory alone is to end it
+
+    async def run():
+        process = VerifiersProcess(block_of("m", {}), max_bytes=128 << 20)
+        try:
+            with pytest.raises(RolloutLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
+                await do(process, "leave")
+            with pytest.raises(RolloutLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
+                await do(process, "leak")
+            return int(str(lost.value).split()[-1])
+        finally:
+            await process.close()
+
+    left = asyncio.run(run())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 def test_options_go_into_the_block_by_their_dotted_names():

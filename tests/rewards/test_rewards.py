@@ -147,6 +147,12 @@ def test_reasoning_gym_pays_nothing_for_partial_credit_unless_asked_to():
     assert 0.0 < partial.value < 1.0 and partial.components == {"verifier": partial.value}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e10, 1e300])
+def test_a_reward_that_float32_cannot_square_is_refused(value):
+    with pytest.raises(ValueError, match="must be finite, and at most 1e"):
+        Reward(0.0, {"part": value})
+
+
 def test_reasoning_gym_verifier_that_raises_on_words_is_a_wrong_answer():
     prompt = entry("prime_factorization", "Factorise 139", "139", number=139, factors=[139])
     assert reasoning_gym_answer(prompt, "139").value == 1.0
