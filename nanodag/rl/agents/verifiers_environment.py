@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanodag.guests.verifiers_process import MAX_BYTES, Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
 from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
 from nanodag.rl.agents.session import MODEL, CallLimits
@@ -26,7 +26,7 @@ async def verifiers(
     named: str,
     max_calls: int = 64,
     max_tokens: int = 0,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = 8 << 30,
     at_once: int = 64,
     **options: Any,
 ) -> Sample:
