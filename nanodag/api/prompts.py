@@ -1,6 +1,6 @@
 """From OpenAI's messages and tools to the ids that an engine continues."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

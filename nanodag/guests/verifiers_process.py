@@ -1,8 +1,8 @@
 """Starts verifiers_server.py in verifiers' environment, and talks to it by HTTP on a Unix socket. No torch here.
 
 A process serves many rollouts at once. One that ends is started again by the next rollout, and one that does not answer
-/health any more is ended. Those that were under way in it are lost, with the end of its log as the reason. One that
-does not come up is not tried again: its environment cannot be used.
+/health any more, or takes too much memory, is ended. Those that were under way in it are lost, with the end of its log
+as the reason. One that does not come up is not tried again: its environment cannot be used.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ from typing import Any
 import httpx
 
 from nanodag.errors import ConfigError, SourceError
+from nanodag.errors.words import size
 from nanodag.guests.verifiers_install import find_python
+from nanodag.host.below import bytes_of, descendants
 from nanodag.host.keeper import KILL
 from nanodag.host.patience import Patience
 from nanodag.host.ports import no_proxy_here
@@ -31,12 +33,13 @@ from nanodag.host.scratch import Scratch
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 30.0
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 1.0
 STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
+MAX_BYTES = 8 << 30
 NO_SAMPLING: Mapping[str, Any] = {}
 
 
@@ -113,10 +116,11 @@ def module_file(module: str) -> Path:
 
 
 class VerifiersProcess:
-    """The process for one environment. It belongs to one event loop. block: as `block_of` has it."""
+    """The process for one environment. It belongs to one event loop. block: as `block_of` has it. max_bytes: of memory,
+    with all that it starts."""
 
-    def __init__(self, block: Mapping[str, Any]) -> None:
-        self._block = dict(block)
+    def __init__(self, block: Mapping[str, Any], *, max_bytes: int = MAX_BYTES) -> None:
+        self._block, self._max_bytes = dict(block), max_bytes
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
         self._failure: ConfigError | None = None
@@ -175,7 +179,7 @@ class VerifiersProcess:
                 if self._running is not None:
                     await self._running.close()
                 try:
-                    self._running = await _started(self._block)
+                    self._running = await _started(self._block, self._max_bytes)
                 except ConfigError as error:
                     self._failure = error
                     raise
@@ -187,6 +191,8 @@ class _Running:
     process: "subprocess.Popen[bytes]"
     client: httpx.AsyncClient
     log_path: Path
+    max_bytes: int
+    fault: str = ""
     watching: "asyncio.Task[None] | None" = None
 
     @property
@@ -196,15 +202,20 @@ class _Running:
     def end(self) -> str:
         """How it ended, with the end of its log."""
         code = self.process.poll()
-        how = "it runs" if code is None else f"it ended with code {code}"
+        how = "it runs" if code is None else f"it ended with code {code}{self.fault}"
         return f"{how}; the end of its log:\n{_end(self.log_path.read_text(errors='replace'))}"
 
     async def watch(self) -> None:
-        """Kill it once it does not answer any more: code of an environment that blocks holds up all of them."""
+        """Kill it once it takes too much memory, or does not answer any more: code of an environment that blocks holds
+        up all of them."""
         while self.is_alive:
             try:
                 await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
             except httpx.HTTPError:
+                self.kill()
+            taken = sum(map(bytes_of, (self.process.pid, *descendants(self.process.pid))))
+            if self.is_alive and taken > self.max_bytes:
+                self.fault = f", as it took {size(taken)} of memory, and max_bytes allows {size(self.max_bytes)}"
                 self.kill()
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -227,7 +238,7 @@ class _Running:
         _kill(self.process)
 
 
-async def _started(block: Mapping[str, Any]) -> _Running:
+async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
     RolloutLost where somebody killed it before."""
     scratch = Scratch("verifiers")
@@ -242,7 +253,7 @@ async def _started(block: Mapping[str, Any]) -> _Running:
         uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
     )
     client = httpx.AsyncClient(transport=transport, base_url="http://verifiers", timeout=None)
-    running = _Running(process=process, client=client, log_path=log_path)
+    running = _Running(process=process, client=client, log_path=log_path, max_bytes=max_bytes)
     atexit.register(running.stop)
     patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
     try:

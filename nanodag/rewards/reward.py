@@ -1,6 +1,5 @@
 """What a reward function returns, and the parsing that several of them share."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from fractions import Fraction
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
 MAX_NUMBER_CHARACTERS = 64
+LARGEST = 1e9  # training computes in float32, where the square of what is above 1e19 is infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Reward:
     def __post_init__(self) -> None:
         of_steps = {f"step that ends at {end}": score for end, score in self.steps or ()}
         for name, number in {"value": self.value, **self.components, **of_steps}.items():
-            if not math.isfinite(number):
-                raise ValueError(f"the reward's {name} is {number}; it must be finite")
+            if not abs(number) <= LARGEST:  # NaN neither
+                raise ValueError(f"the reward's {name} is {number}; it must be finite, and at most {LARGEST:g} in size")
 
 
 def right_or_wrong(is_right: bool, parsed: str | None = None) -> Reward:

@@ -4,6 +4,7 @@ with its parent."""
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.request
@@ -11,6 +12,8 @@ import urllib.request
 from aiohttp import web
 
 from nanodag.host.keeper import keep
+
+KEPT = []
 
 
 async def health(request):
@@ -34,6 +37,12 @@ async def rollout(request):
     if task["do"] == "die":
         print("a last word", flush=True)
         os._exit(3)
+    if task["do"] == "leave":  # a process behind it
+        print("left", subprocess.Popen(["sleep", "3600"]).pid, flush=True)
+        os._exit(3)
+    if task["do"] == "leak":
+        KEPT.append(b"x" * (160 << 20))
+        await asyncio.sleep(3600)
     if task["do"] == "block":
         time.sleep(3600)
     if task["do"] == "wait":

@@ -86,6 +86,11 @@ def test_the_tasks_of_a_taskset_are_prompts_whose_reward_the_environment_reports
     identity = open_source(url).identity()
     (boxes / "boxes.py").write_text((boxes / "boxes.py").read_text() + "\n")
     assert open_source(url).identity() != identity, "other code, other rows"
+    endless = (boxes / "boxes.py").read_text().replace("    def load", "    INFINITE = True\n\n    def load")
+    (boxes / "boxes.py").write_text(endless)
+    assert list(open_source(url).rows()) == rows, "of what has no end, a slice"
+    with pytest.raises(SourceError, match=r"BoxTaskset has no end, .* take a slice of it"):
+        list(open_source("verifiers:boxes?size=4").rows())
     with pytest.raises(SourceError, match=r"(?s)cannot load the tasks of boxes:.*colour"):
         list(open_source("verifiers:boxes?colour=1").rows())
     with pytest.raises(SourceError, match="There is no module crates"):

@@ -79,6 +79,24 @@ def test_an_environment_that_cannot_start_is_an_error_of_the_config_and_is_not_t
     assert re.search(r"(?s)environment 'm' cannot be used.*ended with code 1.*colour", str(first))
 
 
+def test_what_a_process_leaves_behind_ends_with_it_and_one_that_takes_too_much_memory_is_ended(fake, monkeypatch):
+    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 20.0)  # memory alone is to end it
+
+    async def run():
+        process = VerifiersProcess(block_of("m", {}), max_bytes=128 << 20)
+        try:
+            with pytest.raises(RolloutLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
+                await do(process, "leave")
+            with pytest.raises(RolloutLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
+                await do(process, "leak")
+            return int(str(lost.value).split()[-1])
+        finally:
+            await process.close()
+
+    left = asyncio.run(run())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
 def test_options_go_into_the_block_by_their_dotted_names():
     options = {"agent.max_turns": 4, "taskset.size": 3, "id": "best-of-n"}
     assert block_of("m", options) == {"taskset": {"id": "m", "size": 3}, "agent": {"max_turns": 4}, "id": "best-of-n"}

@@ -1,7 +1,10 @@
 """Rewards, with answers that try to cheat."""
 
 import pytest
+import reasoning_gym
 
+from nanodag.data.adapters import open_adapter
+from nanodag.data.sources import open_source
 from nanodag.rewards.exact import exact
 from nanodag.rewards.gsm8k import gsm8k
 from nanodag.rewards.math_answer import boxed_math, math_answer
@@ -145,6 +148,24 @@ def test_reasoning_gym_pays_nothing_for_partial_credit_unless_asked_to():
         assert reasoning_gym_answer(prompt, cheat).value == 0.0
     partial = reasoning_gym_answer(prompt, "ainommx", strict=False)
     assert 0.0 < partial.value < 1.0 and partial.components == {"verifier": partial.value}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e10, 1e300])
+def test_a_reward_that_float32_cannot_square_is_refused(value):
+    with pytest.raises(ValueError, match="must be finite, and at most 1e"):
+        Reward(0.0, {"part": value})
+
+
+def test_reasoning_gyms_own_scores_are_the_rewards():
+    for name in ("chain_sum", "spell_backward", "letter_counting", "basic_arithmetic"):
+        url = f"reasoning_gym:{name}?size=5&seed=3"
+        tasks, adapt = reasoning_gym.create_dataset(name, size=5, seed=3), open_adapter("auto", url, "prompt", {})
+        for number, row in open_source(url).rows():
+            record, task = adapt(number, row), tasks[number]
+            for answer in (task["answer"], f"{task['answer']}x", task["answer"][:-1], "7", ""):
+                score = float(tasks.score_answer(answer, task))
+                assert reasoning_gym_answer(record, answer, strict=False).value == score, (name, answer)
+                assert reasoning_gym_answer(record, answer).value == float(score == 1.0), (name, answer)
 
 
 def test_reasoning_gym_verifier_that_raises_on_words_is_a_wrong_answer():

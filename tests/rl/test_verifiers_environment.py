@@ -8,6 +8,7 @@ import pytest
 
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS
+from nanodag.guests.verifiers_process import MAX_BYTES
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.agents import verifiers_environment
 from nanodag.rl.agents.door import the_door
@@ -29,7 +30,7 @@ def _fake(monkeypatch):
     monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
     yield
     for at_once in (64, 1):
-        process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', at_once)
+        process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', MAX_BYTES, at_once)
         asyncio.run(the_door().do(process.close()))
     verifiers_environment._process.forget()
 

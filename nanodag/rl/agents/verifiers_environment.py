@@ -26,14 +26,16 @@ async def verifiers(
     named: str,
     max_calls: int = 64,
     max_tokens: int = 0,
+    max_bytes: int = 8 << 30,
     at_once: int = 64,
     **options: Any,
 ) -> Sample:
     """An environment of the `verifiers` package, in a process of its Python environment; further options are verifiers'
     own, such as `agent.max_turns`.
 
-    max_calls, max_tokens: as nanodag.rl.agents.session has them. at_once: rollouts. The prompt's `metadata.task` is the
-    task, as data of `verifiers:` have it.
+    max_calls, max_tokens: as nanodag.rl.agents.session has them. max_bytes: memory of the process, with all that it
+    starts; one that takes more is ended. at_once: rollouts. The prompt's `metadata.task` is the task, as data of
+    `verifiers:` have it.
     """
     if "task" not in sample.record["metadata"]:
         raise ValueError(f"the prompt has no metadata.task; take it from data as verifiers:{named}")
@@ -55,7 +57,7 @@ async def verifiers(
     for number in range(MAX_PLAYS):
         # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone;
         # once more, as somebody may kill processes. From the same seeds comes the same sample.
-        process, places = _process(block, at_once if number == 0 else 1)
+        process, places = _process(block, max_bytes, at_once if number == 0 else 1)
         try:
             made = await visited(sampler, sample, limits, partial(run, process), place=_given(places))
             return _said(made, *outcomes)
@@ -79,6 +81,6 @@ def _said(sample: Sample, outcome: Outcome | None = None) -> Sample:
 
 
 @MadeOnce
-def _process(block: str, at_once: int) -> tuple[VerifiersProcess, asyncio.Semaphore]:
+def _process(block: str, max_bytes: int, at_once: int) -> tuple[VerifiersProcess, asyncio.Semaphore]:
     """That of an environment, for all samples, and its places. Both belong to the door's event loop."""
-    return VerifiersProcess(json.loads(block)), asyncio.Semaphore(at_once)
+    return VerifiersProcess(json.loads(block), max_bytes=max_bytes), asyncio.Semaphore(at_once)

@@ -24,10 +24,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from nanodag.host.below import children_of, descendants
+from nanodag.host.below import bytes_of, children_of, descendants
 from nanodag.host.parent import killed_with_parent
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
@@ -38,7 +37,6 @@ WATCH_S = 0.2
 END_TIMEOUT_S = 5.0
 SHOWN_BYTES = 1 << 13  # of what an episode prints; the rest is not written to the log
 TAIL_BYTES = 500
-PAGE_BYTES = resource.getpagesize()
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -237,7 +235,7 @@ class Server:
                 if len(below) >= most:
                     self._kill(episode, f"it started more than {most} processes")
                     break
-            if below and sum(map(resident_bytes, (episode.pid, *below))) > max_bytes:
+            if below and sum(map(bytes_of, (episode.pid, *below))) > max_bytes:
                 self._kill(episode, f"its processes took more than {max_bytes} bytes together")
 
 
@@ -247,15 +245,6 @@ def how_ended(code: int) -> str:
         return f"ended with code {code}"
     name = signal.Signals(-code).name
     return f"was ended by {name}" + (" (its limit of CPU time)" if name == "SIGXCPU" else "")
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory of a process that it does not share with a file or another; 0 when it has ended."""
-    try:
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * PAGE_BYTES
 
 
 def _adopt_orphans() -> None:
