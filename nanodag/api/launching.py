@@ -44,7 +44,8 @@ def served_model(
     architecture = read_checkpoint(folder).architecture if args.engine == "embedded" else None
 
     def connect(url: str) -> SamplerClient:
-        return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s)
+        has_feed = args.engine == "embedded"
+        return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s, has_feed=has_feed)
 
     settings = _settings(args, device, context, token, num_models)
 

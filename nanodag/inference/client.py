@@ -8,9 +8,8 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 """
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import aiohttp
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest, NanodagError, SamplerError, SamplerLost
+from nanodag.inference.feed import FeedReader, lines
 from nanodag.inference.protocol import (
     Completion,
     MemoryTag,
@@ -51,8 +51,10 @@ class SamplerClient:
         vocab_size: int | None = None,
         context_length: int | None = None,
         token: str = "",
+        has_feed: bool = False,
     ) -> None:
         """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
+        has_feed: it is an embedded one, which tells of all streams over one connection.
 
         vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
         that: an id outside the vocabulary ends its server.
@@ -64,6 +66,7 @@ class SamplerClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
+        self._feed = FeedReader(self.url, self._call, self._open_feed, request_timeout_s) if has_feed else None
 
     async def __aenter__(self) -> "SamplerClient":
         return self
@@ -76,6 +79,8 @@ class SamplerClient:
     async def close(self) -> None:
         """End requests in flight. Later callers get SamplerLost: the server that they knew has been replaced."""
         self.is_closed = True
+        if self._feed is not None:
+            await self._feed.close()
         if self._session is not None:
             await self._session.close()
 
@@ -118,21 +123,27 @@ class SamplerClient:
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
-        body = {**_body_of([request]), "stream": True, "tells_once": True}
-        so_far: Completion | None = None
+        body = _body_of([request])
+        rid = uuid.uuid4().hex if request.rid is None else request.rid
+        parts = self._own_stream(body) if self._feed is None else self._feed.stream(rid, body)
+        async with aclosing(parts):
+            async for completion in parts:
+                _raise_failure(completion)
+                yield completion
+
+    async def _own_stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
+        """Over a connection of its own."""
+        body = {**body, "stream": True}
         try:
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
-                async for line in _lines(response.content):
+                async for line in lines(response.content):
                     if line.startswith(b"data: ") and line != b"data: [DONE]":
                         event = from_json(line.removeprefix(b"data: "))
                         if "error" in event:
                             raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
-                        part = completion_from_wire(event)
-                        _raise_failure(part)
-                        so_far = part if so_far is None or not part.num_told_tokens else _joined(so_far, part)
-                        yield so_far
+                        yield completion_from_wire(event)
         except LOST as error:
             raise self._lost("/generate", error) from error
 
@@ -256,6 +267,17 @@ class SamplerClient:
         except LOST as error:
             raise self._lost(path, error) from error
 
+    async def _open_feed(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """The answer to /feed, which may be silent for as long as nothing is streamed."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout.sock_connect)
+        try:
+            response = await self._http.post(f"{self.url}/feed", json=body, timeout=timeout, allow_redirects=False)
+        except LOST as error:
+            raise self._lost("/feed", error) from error
+        if response.status != OK:
+            self._raise_for("/feed", response.status, await response.read())
+        return response
+
     async def _is_well(self, path: str) -> bool:
         try:
             async with self._http.get(self.url + path, allow_redirects=False) as response:
@@ -337,26 +359,6 @@ def _raise_failure(completion: Completion) -> None:
         return
     message = f"the sampler failed at {completion.rid}: {reason.message}"
     raise BadRequest(message) if reason.status_code == HTTPStatus.BAD_REQUEST else SamplerError(message)
-
-
-def _joined(before: Completion, part: Completion) -> Completion:
-    """All of a sample, of all before a part and the part."""
-    return replace(
-        part,
-        output_ids=before.output_ids + part.output_ids,
-        logprobs=before.logprobs + part.logprobs,
-        top_logprobs=[*before.top_logprobs, *part.top_logprobs],
-        num_told_tokens=0,
-    )
-
-
-async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The stream's own lines may not be longer than its buffer."""
-    rest = b""
-    async for block in stream.iter_any():
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r")
 
 
 def _reason(answer: bytes) -> str:

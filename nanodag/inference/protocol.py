@@ -3,10 +3,10 @@
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
 ``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
 
-Endpoints: POST /generate, /update_weights_from_disk, /init_weights_update_group, /destroy_weights_update_group,
-/begin_weight_update, /update_weights_from_distributed, /end_weight_update, /weights_checker, /flush_cache,
-/pause_generation, /continue_generation, /abort_request; GET /health, /health_generate, /model_info,
-/get_server_info. Source:
+Endpoints: POST /generate, /feed (ours alone), /update_weights_from_disk, /init_weights_update_group,
+/destroy_weights_update_group, /begin_weight_update, /update_weights_from_distributed, /end_weight_update,
+/weights_checker, /flush_cache, /pause_generation, /continue_generation, /abort_request; GET /health, /health_generate,
+/model_info, /get_server_info. Source:
 sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and python/sglang/srt/sampling/sampling_params.py.
 """
 
@@ -203,9 +203,8 @@ class GenerateBody(Wire):
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
     top_logprobs_num: NumTop | list[NumTop] = 0
     stream: bool = False
-    tells_once: bool = False
-    """Of a stream: an event has the tokens that none before it had, and no text. SGLang does not know it, and passes
-    over it: there an event has all so far."""
+    feed: str = ""
+    """Of a stream of one sample: where its events go, an open POST /feed. Of the embedded sampler alone."""
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> "GenerateBody":
@@ -221,6 +220,8 @@ class GenerateBody(Wire):
                 raise ValueError(f"{name} is a list of {len(value)} for {self.num_prompts} prompts")
         if self.is_batch and isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
             raise ValueError("the same rid is given twice")
+        if self.feed and (not self.stream or self.num_prompts > 1 or not isinstance(self.rid, str)):
+            raise ValueError("feed is for a stream of one prompt with a rid")
         return self
 
     @property
@@ -252,6 +253,12 @@ def _check_ids(value: Any) -> None:
             raise ValueError("input_ids holds an empty prompt, or mixes ids and lists")
         if any(kind is not int for kind in set(map(type, ids))):
             raise ValueError("input_ids holds something that is no integer")
+
+
+class FeedBody(Wire):
+    """POST /feed: a name for requests to send their events to."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StartProfileBody(Wire):

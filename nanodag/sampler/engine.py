@@ -298,7 +298,7 @@ class Engine:
         self.num_generated_tokens += num_active - len(broken)
         if len(broken):
             self._end_broken(broken)
-        if table.watched:
+        if len(table.watched_rows):
             ended = self._report_watched(ended)
         for row in ended.tolist():
             self._end_row(row)
@@ -417,13 +417,13 @@ class Engine:
 
     def _report_watched(self, ended: np.ndarray) -> np.ndarray:
         """Send what streams, and end what met a stop string; returns the rows that are still to be ended."""
-        table, remaining = self.table, set(ended.tolist())
-        is_due = self._pace.is_due(len(table.watched))
-        for row in sorted(table.watched):
+        table, remaining, rows = self.table, set(ended.tolist()), self.table.watched_rows
+        is_due = self._pace.is_due(len(rows))
+        if not is_due:
+            rows = rows[(table.counts[rows] == 1) | table.has_stop[rows]]
+        for row in rows.tolist():
             sample = table.sample_at(row)
             count, params = int(table.counts[row]), sample.running.request.params
-            if not (is_due or count == 1 or params.stop):
-                continue
             sample.output_ids += table.output_ids[row, len(sample.output_ids) : count].tolist()
             sample.logprobs += table.logprobs[row, len(sample.logprobs) : count].tolist()
             matched = self.text.matched_stop(sample.output_ids, params) if self.text and params.stop else None

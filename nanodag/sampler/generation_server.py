@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,9 +20,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
@@ -41,6 +40,7 @@ from nanodag.inference.protocol import (
 )
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
+from nanodag.sampler.feeds import EventStream, Feed, Feeds
 from nanodag.sampler.held_memory import held_memory
 from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.trace_endpoints import TraceEndpoints
@@ -66,6 +66,7 @@ class SamplerServer:
         self._numbers = itertools.count()
         self.traffic = Traffic(loop)
         self.weights = WeightEndpoints(engine, self.traffic)
+        self.feeds = Feeds(self.traffic, self._drop_named)
 
     @cached_property
     def _post(self) -> "_Post":
@@ -77,6 +78,7 @@ class SamplerServer:
         return Starlette(
             routes=[
                 Route("/generate", self.generate, methods=post),
+                self.feeds.route(),
                 *self.weights.routes(),
                 *TraceEndpoints(self.traffic).routes(),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
@@ -108,6 +110,8 @@ class SamplerServer:
             self.engine.validate(request)
         rids = {request.rid for request in requests if request.rid is not None}
         await self.traffic.enter(rids)
+        if body.feed:
+            return await self._feed(body.feed, requests[0], rids)
         if body.stream:
             return await self._stream(body, requests, rids)
         try:
@@ -188,6 +192,26 @@ class SamplerServer:
         members = {id(request): request for request in running}
         self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
 
+    def _drop_named(self, rids: set[str]) -> None:
+        self.loop.call(lambda: self.engine.abort(lambda other: other.rid in rids, "the client went away"))
+
+    async def _feed(self, name: str, request: Request, rids: set[str]) -> Response:
+        post = self._post
+        try:
+            feed = self.feeds.named(name)
+            if request.params.n > 1:
+                raise BadRequest(f"a feed is told of one sample of a request, not of n={request.params.n}")
+
+            def listen(index: int, completion: Completion) -> None:
+                post.send(feed, completion)
+
+            with feed.holding(rids):  # before the engine has it: a feed that ends then has it dropped
+                await self.traffic.in_loop(lambda: self.engine.submit(request, listen, stream=True, tells_once=True))
+        except BaseException:
+            await self.traffic.leave(rids)
+            raise
+        return Response(b"{}", media_type="application/json")
+
     async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
         queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
         post = self._post
@@ -200,10 +224,7 @@ class SamplerServer:
 
         try:
             running = await self.traffic.in_loop(
-                lambda: [
-                    self.engine.submit(r, listener_of(p), stream=True, tells_once=body.tells_once)
-                    for p, r in enumerate(requests)
-                ]
+                lambda: [self.engine.submit(r, listener_of(p), stream=True) for p, r in enumerate(requests)]
             )
         except BaseException:
             await self.traffic.leave(rids)
@@ -216,7 +237,8 @@ class SamplerServer:
                 self._drop(running)
             await self.traffic.leave(rids)
 
-        return _EventStream(self._events(body, requests, queue, have_ended), end)
+        events = self._events(body, requests, queue, have_ended)
+        return EventStream(events, end, media_type="text/event-stream")
 
     async def _events(
         self,
@@ -225,7 +247,7 @@ class SamplerServer:
         queue: "asyncio.Queue[tuple[int, int, Completion]]",
         have_ended: asyncio.Event,
     ) -> AsyncIterator[bytes]:
-        """Server-sent events: each holds all of a sample so far, or what is new of it; the last is [DONE]."""
+        """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
         num_open = sum(request.params.n for request in requests)
         firsts = list(itertools.accumulate((request.params.n for request in requests), initial=0))
         is_single = not body.is_batch and num_open == 1
@@ -342,9 +364,9 @@ class _Post:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._is_woken = loop, False
-        self._letters: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._letters: deque[tuple[asyncio.Queue[Any] | Feed, Any]] = deque()
 
-    def send(self, queue: "asyncio.Queue[Any]", letter: object) -> None:
+    def send(self, queue: "asyncio.Queue[Any] | Feed", letter: object) -> None:
         """From the engine's thread."""
         self._letters.append((queue, letter))
         if not self._is_woken:
@@ -356,20 +378,6 @@ class _Post:
         while self._letters:
             queue, letter = self._letters.popleft()
             queue.put_nowait(letter)
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events that clean up however they end, also when the client leaves before the first one."""
-
-    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._end()
 
 
 def _settle(future: "asyncio.Future[None]") -> None:

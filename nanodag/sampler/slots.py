@@ -81,7 +81,8 @@ class SlotTable:
         self.top_p = np.ones(num_slots, dtype=np.float64)
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.keys = np.zeros(num_slots, dtype=np.uint64)
-        self.watched: set[int] = set()  # rows that stream, or wait for a stop string
+        self.streams = np.zeros(num_slots, dtype=bool)
+        self.has_stop = np.zeros(num_slots, dtype=bool)  # strings
         self.told: set[int] = set()  # rows whose likeliest tokens are told
         self._changed()
 
@@ -92,6 +93,8 @@ class SlotTable:
         """(A,) int64, ascending."""
         self.num_rows = int(self.active_rows[-1]) + 1 if len(self.active_rows) else 0
         """Rows up to the last active one."""
+        self.watched_rows = np.flatnonzero(self.active & (self.streams | self.has_stop))
+        """(W,) int64, ascending: those that stream, or wait for a stop string."""
 
     def sample_at(self, row: int) -> ActiveSample:
         """The sample of an active row."""
@@ -126,8 +129,8 @@ class SlotTable:
         self.top_p[row] = 1.0 if self.greedy[row] else params.top_p
         self.top_k[row] = 0 if self.greedy[row] else min(max(params.top_k, 0), MAX_TOP_K)
         self.keys[row] = sample_key(running.seed, sample.index)
-        if running.wants_stream or params.stop:
-            self.watched.add(row)
+        self.streams[row] = running.wants_stream
+        self.has_stop[row] = bool(params.stop)
         if running.num_top:
             self.told.add(row)
         self._changed()
@@ -141,7 +144,6 @@ class SlotTable:
         sample.logprobs = self.logprobs[row, :count].tolist()
         self.samples[row] = None
         self.active[row] = False
-        self.watched.discard(row)
         self.told.discard(row)
         self._changed()
         return sample
@@ -151,7 +153,7 @@ class SlotTable:
         assert self.active[source] and not self.active[target], (source, target)
         for array in (
             self.active, self.tokens, self.positions, self.counts, self.limits, self.stop_ids, self.temperature,
-            self.greedy, self.top_p, self.top_k, self.keys,
+            self.greedy, self.top_p, self.top_k, self.keys, self.streams, self.has_stop,
         ):  # fmt: skip
             array[target] = array[source]
         count = self.counts[source]
@@ -159,10 +161,9 @@ class SlotTable:
         self.logprobs[target, :count] = self.logprobs[source, :count]
         self.samples[target], self.samples[source] = self.samples[source], None
         self.active[source] = False
-        for rows in (self.watched, self.told):
-            if source in rows:
-                rows.discard(source)
-                rows.add(target)
+        if source in self.told:
+            self.told.discard(source)
+            self.told.add(target)
         self._changed()
 
     def draw_settings(self, rows: int) -> DrawSettings:
