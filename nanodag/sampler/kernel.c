@@ -1,8 +1,13 @@
 /* Prompts and decode steps of a decoder on one CPU core: what model.py's `prefill`, `decode` and `logits`, drawing.py's
 `draw` and slots.py's `record` do, each in one call.
 
-A matrix is float32 or bfloat16; everything else is float32. What is multiplied by a bfloat16 matrix is rounded to
-bfloat16 first, and the products are summed in float32.
+A matrix is float32 or bfloat16, and so is the cache; everything else is float32. What is multiplied by a bfloat16
+matrix is rounded to bfloat16 first, and the products are summed in float32. Attention rounds what it puts into a cache
+of bfloat16 and nothing else.
+
+Such a cache has pairs where that of float32 has (C, D) of each head: of neighbours in a key, those of TOKENS tokens side
+by side, (C / TOKENS, D / 2, TOKENS, 2); of values of two tokens, (C / 2, D, 2). So no score is summed across a vector,
+and TOKENS tokens lie together in either.
 
 Every sum has one order, whatever the number of rows: an element of a matrix product is a chain of fused multiply-adds
 over ascending k, or pairs of k, and rows are blocked so that a weight that was read is used for all rows of a block. So
@@ -27,6 +32,7 @@ Widths are multiples of LANES; kernel.py sees to that. */
 #define CHAINS 8 /* of additions, each of which waits for the one before: so many keep two multipliers busy */
 #define LINE 16 /* floats of a line of the cache */
 #define AHEAD 8 /* rows of a matrix that are asked for before they are needed */
+#define TOKENS 16 /* of a block of a cache of bfloat16 */
 typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4))); /* of bfloat16: the one of lower k below */
 
 typedef struct {
@@ -37,12 +43,12 @@ typedef struct {
 typedef struct {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *qk_gain, *output_bias;
-    float *keys, *values;
+    void *keys, *values;
 } Layer;
 
 typedef struct {
     int64_t num_layers, hidden_size, num_kv_heads, heads_per_kv, head_dim, intermediate_size, vocab_size, vocab_width,
-        capacity, hidden_stride;
+        capacity, hidden_stride, cache_is_bf16;
     double norm_eps;
     Matrix embedding; /* NULL: tied, a token is a column of head */
     Matrix head;
@@ -250,6 +256,26 @@ static void normalise(const Model *m, int64_t row, float factor, const float *ga
         store(normed + i, gain ? load(x + i) * scale * load(gain + i) : load(x + i) * scale);
 }
 
+/* A key and a value into a cache of bfloat16. The first of two values leaves a zero for the second: what was there
+before may not be a number. */
+static void append_pairs(const Model *m, const Layer *layer, const float *key, const float *value, int64_t slot,
+                         int64_t position) {
+    const int64_t D = m->head_dim, at = slot * m->capacity * D / 2;
+    uint32_t *keys = (uint32_t *)layer->keys + at + position / TOKENS * TOKENS * D / 2 + position % TOKENS;
+    uint32_t *values = (uint32_t *)layer->values + at + position / 2 * D;
+    uint16_t rounded[2 * LANES];
+    for (int64_t d = 0; d < D; d += LANES) {
+        round_to_bf16(LANES, key + d, rounded);
+        round_to_bf16(LANES, value + d, rounded + LANES);
+        for (int i = 0; i < LANES; i += 2)
+            keys[(d + i) / 2 * TOKENS] = rounded[i] | (uint32_t)rounded[i + 1] << 16;
+        for (int i = 0; i < LANES; i++) {
+            uint32_t bits = rounded[LANES + i];
+            values[d + i] = position % 2 ? (values[d + i] & 0xFFFF) | bits << 16 : bits;
+        }
+    }
+}
+
 /* Norm and rotate the queries and the key of one key/value head, and append key and value to the cache. */
 static void place(const Model *m, const Layer *layer, float *heads, int64_t slot, int64_t position) {
     const int64_t D = m->head_dim, G = m->heads_per_kv;
@@ -269,11 +295,30 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
             head[d + 1] = real * turn[d + 1] + imaginary * turn[d];
         }
     }
+    const float *key = heads + G * D, *value = key + D;
+    if (m->cache_is_bf16) {
+        append_pairs(m, layer, key, value, slot, position);
+        return;
+    }
     int64_t at = (slot * m->capacity + position) * D;
     for (int64_t d = 0; d < D; d += LANES) {
-        store(layer->keys + at + d, load(heads + G * D + d));
-        store(layer->values + at + d, load(heads + (G + 1) * D + d));
+        store((float *)layer->keys + at + d, load(key + d));
+        store((float *)layer->values + at + d, load(value + d));
     }
+}
+
+/* Scores become exponentials, and zeros up to the next vector; returns 1 / their sum. */
+INLINE float weigh(int64_t length, float *scores) {
+    float highest = -INFINITY;
+    for (int64_t l = 0; l < length; l++) highest = scores[l] > highest ? scores[l] : highest;
+    for (int64_t l = length; l % LANES; l++) scores[l] = -INFINITY;
+    vec totals = {};
+    for (int64_t l = 0; l < length; l += LANES) {
+        vec weights = exp_of(load(scores + l) - highest);
+        store(scores + l, weights);
+        totals += weights;
+    }
+    return 1 / sum_of(totals);
 }
 
 /* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. The slot that comes
@@ -281,8 +326,8 @@ next is asked for meanwhile: it lies `next` floats behind, and all slots togethe
 INLINE void attend_parts(const int parts, const float *query, const float *keys, const float *values, int64_t length,
                          int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
-    float highest = -INFINITY, scale = 1 / sqrtf((float)D);
-    int64_t l = 0, padded = (length + LANES - 1) / LANES * LANES;
+    float scale = 1 / sqrtf((float)D);
+    int64_t l = 0;
     for (; l + 4 <= length; l += 4) {
         vec sums[4];
         for (int64_t i = 0; i < 4 * D; i += LINE) __builtin_prefetch(keys + next + l * D + i);
@@ -297,15 +342,7 @@ INLINE void attend_parts(const int parts, const float *query, const float *keys,
         for (int p = 1; p < parts; p++) sums += load(query + p * LANES) * load(keys + l * D + p * LANES);
         scores[l] = sum_of(sums) * scale;
     }
-    for (l = 0; l < length; l++) highest = scores[l] > highest ? scores[l] : highest;
-    for (l = length; l < padded; l++) scores[l] = -INFINITY;
-    vec totals = {};
-    for (l = 0; l < padded; l += LANES) {
-        vec weights = exp_of(load(scores + l) - highest);
-        store(scores + l, weights);
-        totals += weights;
-    }
-    float inverse = 1 / sum_of(totals);
+    float inverse = weigh(length, scores);
     const int wide = parts % 4 ? parts % 2 ? 1 : 2 : 4, apart = CHAINS / wide; /* vectors at a time, sums of each */
     for (int p = 0; p < parts; p += wide) {
         vec sums[CHAINS] = {};
@@ -324,9 +361,78 @@ INLINE void attend_parts(const int parts, const float *query, const float *keys,
     }
 }
 
+INLINE vec lower(pairs two) { return (vec)(two << 16); }
+INLINE vec upper(pairs two) { return (vec)(two & 0xFFFF0000u); }
+
+/* The same over a cache of bfloat16. `next`: in pairs. Of the last two values one may be past the length: its weight is
+zero. */
+INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t *keys, const uint32_t *values,
+                            int64_t length, int64_t next, float *scores, float *out) {
+    const int64_t D = parts * LANES;
+    float scale = 1 / sqrtf((float)D);
+    for (int64_t l = 0; l < length; l += LANES) {
+        const uint32_t *of = keys + l / TOKENS * TOKENS * D / 2 + l % TOKENS;
+        vec sums[CHAINS] = {};
+        for (int64_t d = 0; d < D / 2; d += CHAINS / 2)
+            for (int i = 0; i < CHAINS; i += 2) {
+                const uint32_t *at = of + (d + i / 2) * TOKENS;
+                __builtin_prefetch(at + next);
+                pairs two = *(const pairs *)at;
+                sums[i] += query[2 * d + i] * lower(two);
+                sums[i + 1] += query[2 * d + i + 1] * upper(two);
+            }
+        for (int i = CHAINS / 2; i; i /= 2)
+            for (int j = 0; j < i; j++) sums[j] += sums[j + i];
+        store(scores + l, sums[0] * scale);
+    }
+    float inverse = weigh(length, scores);
+    const int wide = parts % 4 == 0 ? 4 : parts % 3 == 0 ? 3 : parts % 2 == 0 ? 2 : 1; /* vectors at a time */
+    const int apart = (CHAINS / 2 + wide - 1) / wide;                                  /* sums of each, twice */
+    for (int p = 0; p < parts; p += wide) {
+        vec sums[2 * CHAINS] = {};
+        int64_t l = 0;
+        for (; l + 2 * apart <= length; l += 2 * apart)
+            for (int i = 0; i < apart * wide; i++) {
+                const float *weights = scores + l + i / wide * 2;
+                const uint32_t *at = values + (l / 2 + i / wide) * D + (p + i % wide) * LANES;
+                __builtin_prefetch(at + next);
+                pairs two = *(const pairs *)at;
+                sums[2 * i] += weights[0] * lower(two);
+                sums[2 * i + 1] += weights[1] * upper(two);
+            }
+        for (; l < length; l += 2)
+            for (int i = 0; i < wide; i++) {
+                pairs two = *(const pairs *)(values + l / 2 * D + (p + i) * LANES);
+                sums[2 * i] += scores[l] * lower(two);
+                sums[2 * i + 1] += scores[l + 1] * upper(two);
+            }
+        for (int i = 0; i < wide; i++) {
+            vec sum = sums[2 * i] + sums[2 * i + 1];
+            for (int j = i + wide; j < apart * wide; j += wide) sum += sums[2 * j] + sums[2 * j + 1];
+            store(out + (p + i) * LANES, sum * inverse);
+        }
+    }
+}
+
 static void attend(const Model *m, const Layer *layer, const float *query, int64_t slot, int64_t length, float *out) {
-    const int64_t D = m->head_dim;
-    const float *keys = layer->keys + slot * m->capacity * D, *values = layer->values + slot * m->capacity * D;
+    const int64_t D = m->head_dim, each = m->capacity * D;
+    if (m->cache_is_bf16) {
+        const uint32_t *keys = (const uint32_t *)layer->keys + slot * each / 2;
+        const uint32_t *values = (const uint32_t *)layer->values + slot * each / 2;
+        switch (D / LANES) {
+            case 1: attend_to_pairs(1, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 2: attend_to_pairs(2, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 3: attend_to_pairs(3, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 4: attend_to_pairs(4, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 6: attend_to_pairs(6, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 8: attend_to_pairs(8, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 12: attend_to_pairs(12, query, keys, values, length, each / 2, m->scratch, out); break;
+            case 16: attend_to_pairs(16, query, keys, values, length, each / 2, m->scratch, out); break;
+            default: attend_to_pairs((int)(D / LANES), query, keys, values, length, each / 2, m->scratch, out);
+        }
+        return;
+    }
+    const float *keys = (const float *)layer->keys + slot * each, *values = (const float *)layer->values + slot * each;
     switch (D / LANES) { /* a number that is known is unrolled: twice as fast */
         case 1: attend_parts(1, query, keys, values, length, m->capacity * D, m->scratch, out); break;
         case 2: attend_parts(2, query, keys, values, length, m->capacity * D, m->scratch, out); break;
